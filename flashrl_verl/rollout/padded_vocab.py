@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much probability the model puts on tokens the tokenizer does not have.
+
+Checkpoints pad the vocabulary (Qwen2.5: 152064 rows, about 151.7k tokens). verl masks those logits in the rollout only, so
+every rollout log-prob is larger than the trainer's by ``-log(1 - mass)``: nothing for trained models, a bias for others.
+"""
+
+from types import MethodType
+
+import torch
+
+_SAMPLED_CALLS = 8
+"""Forward passes measured after each weight update; a soft-max over the vocabulary is too dear for every decode step."""
+
+
+class PaddedVocabularyMeter:
+    """Measures the mass on columns ``[vocab_size, ...)`` of the logits before they are masked."""
+
+    def __init__(self, vocab_size: int):
+        self.vocab_size = vocab_size
+        self._calls = 0
+        self._largest: torch.Tensor | None = None
+
+    @classmethod
+    def attach(cls, model: torch.nn.Module, vocab_size: int) -> "PaddedVocabularyMeter | None":
+        """Wrap ``model.compute_logits``; None when the vocabulary is not padded.
+
+        Args:
+            model: a vLLM model; its config's ``vocab_size`` counts the padding.
+            vocab_size: ``len(tokenizer)``.
+        """
+        if getattr(model.config, "vocab_size", vocab_size) <= vocab_size:
+            return None
+        meter = cls(vocab_size)
+        compute_logits = model.compute_logits
+
+        def measured(self, *args, **kwargs):
+            logits = compute_logits(*args, **kwargs)
+            meter.observe(logits)
+            return logits
+
+        model.compute_logits = MethodType(measured, model)
+        return meter
+
+    def reset(self) -> None:
+        self._calls, self._largest = 0, None
+
+    def observe(self, logits: torch.Tensor | None) -> None:
+        """Args: logits [tokens, vocabulary] of one forward pass, or None on ranks that do not gather them."""
+        if logits is None or logits.numel() == 0 or self._calls >= _SAMPLED_CALLS:
+            return
+        self._calls += 1
+        mass = logits.float().softmax(dim=-1)[:, self.vocab_size :].sum(dim=-1).mean()
+        self._largest = mass if self._largest is None else torch.maximum(self._largest, mass)
+
+    def mass(self) -> float:
+        return 0.0 if self._largest is None else float(self._largest)

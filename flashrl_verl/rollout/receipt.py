@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The refit receipt: proof that the engine holds the weights of this step, tensor by tensor.
+
+Health metrics cannot prove it: at a learning rate of 1e-6 a missed update changes the mismatch KL by nothing visible. So
+both sides write a manifest of what passed, names, shapes and sampled checksums under one step id, and the driver compares
+them after every update.
+"""
+
+import dataclasses
+import hashlib
+import zlib
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from flashrl_verl.errors import RefitError
+
+
+def checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """Sum of a tensor's 16-bit words as integers: [] int64, on the tensor's device, no synchronization.
+
+    Equal bytes give equal sums; one changed BF16 value always changes it. Not a cryptographic hash: it guards against
+    dropped, stale and torn updates, not against an adversary.
+    """
+    words = tensor.detach().contiguous().view(-1).view(torch.int16)
+    return words.sum(dtype=torch.int64)
+
+
+def is_sampled(name: str, step: int, stride: int) -> bool:
+    """Whether ``name``'s checksum is taken at ``step``: one tensor in ``stride``, another set every step, stable across
+    processes (Python's own ``hash`` is salted per process)."""
+    return (zlib.crc32(name.encode()) + step) % stride == 0
+
+
+def stride_for(tensors: int, sample: int) -> int:
+    """Return the stride that samples about ``sample`` of ``tensors`` (-1: all; unknown count 0: all)."""
+    if sample < 0 or tensors == 0:
+        return 1
+    return max(1, tensors // sample)
+
+
+@dataclasses.dataclass
+class Manifest:
+    """What one side saw of one weight update."""
+
+    step: int
+    stride: int
+    shapes: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    num_bytes: int = 0
+    _sums: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    _finite: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+
+    def samples(self, name: str) -> bool:
+        """Whether this update takes ``name``'s checksum."""
+        return is_sampled(name, self.step, self.stride)
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Record one tensor (any shape, a 2- or 4-byte dtype) as it passes; nothing is copied to the host yet."""
+        self.shapes[name] = tuple(tensor.shape)
+        self.num_bytes += tensor.numel() * tensor.element_size()
+        if self.samples(name):
+            self._sums[name] = checksum(tensor)
+        if tensor.is_floating_point() and tensor.numel():
+            # A sum would overflow to Inf on healthy BF16 tensors; min and max propagate NaN and see Inf.
+            self._finite[name] = torch.stack(tensor.aminmax()).isfinite().all()
+
+    def watch(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield ``weights`` unchanged, recording each."""
+        for name, tensor in weights:
+            self.add(name, tensor)
+            yield name, tensor
+
+    def non_finite(self) -> list[str]:
+        """Names of the tensors that hold NaN or Inf (synchronizes)."""
+        if not self._finite:
+            return []
+        flags = torch.stack(list(self._finite.values())).tolist()
+        return [name for name, finite in zip(self._finite, flags, strict=True) if not finite]
+
+    def receipt(self) -> dict:
+        """Plain data for the driver: step, number of tensors, bytes, a digest of names and shapes, the checksums."""
+        sums = torch.stack(list(self._sums.values())).tolist() if self._sums else []
+        lines = "\n".join(f"{name} {shape}" for name, shape in sorted(self.shapes.items()))
+        return {
+            "step": self.step,
+            "tensors": len(self.shapes),
+            "bytes": self.num_bytes,
+            "digest": hashlib.sha256(lines.encode()).hexdigest(),
+            "checksums": dict(zip(self._sums, sums, strict=True)),
+        }
+
+
+def verify_receipts(sent: dict, received: dict, step: int, where: str) -> None:
+    """Compare the trainer's receipt with the engine's.
+
+    Args:
+        sent: ``Manifest.receipt()`` of the trainer rank.
+        received: the engine worker's.
+        step: the trainer's global step; both must carry it.
+        where: names the engine worker in the message.
+
+    Raises:
+        RefitError: naming the step and, where one is at fault, the tensors.
+    """
+    for side, receipt in (("trainer sent", sent), ("rollout engine holds", received)):
+        if receipt.get("step") != step:
+            raise RefitError(
+                f"{where}: the {side} the weights of step {receipt.get('step')}, but the trainer is at step {step}: "
+                "a weight update was dropped; the responses it would sample are stale"
+            )
+    wrong = [n for n, value in sent["checksums"].items() if received["checksums"].get(n) != value]
+    if wrong:
+        raise RefitError(
+            f"{where}: at step {step} the rollout engine does not hold what the trainer sent for {len(wrong)} of "
+            f"{len(sent['checksums'])} sampled tensors: {', '.join(sorted(wrong)[:8])}"
+        )
+    if sent["digest"] != received["digest"]:
+        raise RefitError(
+            f"{where}: at step {step} the trainer sent {sent['tensors']} tensors ({sent['bytes']} bytes) and the rollout "
+            f"engine took {received['tensors']} ({received['bytes']} bytes), or their shapes differ"
+        )

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl's vLLM server, started with the flashrl quantization and checked to be what it says it is."""
+
+from collections.abc import Callable
+from typing import Any
+
+from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
+
+from flashrl_verl.config import FlashRLConfig, Precision
+from flashrl_verl.errors import ConfigError, FlashRLError
+from flashrl_verl.plugin_vllm import register
+
+NAME = "flashrl"
+"""Value of ``actor_rollout_ref.rollout.name``, and the prefix of the servers' Ray actor names on both sides."""
+
+
+class FlashRLHttpServer(vLLMHttpServer):
+    """One vLLM engine of the rollout."""
+
+    def _validate_configs(self) -> None:
+        super()._validate_configs()
+        self.flashrl = FlashRLConfig.from_mapping((self.config.custom or {}).get("flashrl", {}))
+
+    def _apply_quantization(self) -> tuple[str | None, dict]:
+        register()
+        from flashrl_verl.quantization.config import NAME as METHOD
+        from flashrl_verl.quantization.config import quantization_config_dict
+
+        if getattr(self.model_config.hf_config, "quantization_config", None):
+            raise ConfigError(
+                f"actor_rollout_ref.model.path={self.model_config.local_path} is a quantized checkpoint; "
+                "the trainer needs the high-precision one"
+            )
+        return METHOD, {"quantization_config": quantization_config_dict(self.flashrl.precision)}
+
+    def _get_worker_extension_cls(self) -> str:
+        return "flashrl_verl.rollout.worker.FlashRLWorkerExtension"
+
+    async def run_server(self, args) -> None:
+        await super().run_server(args)
+        self._layers = await self.collective_rpc("flashrl_layers")
+        for layers in self._layers:
+            self._require_precision(layers)
+
+    def _require_precision(self, layers: dict) -> None:
+        """The live engine's model, not its arguments, decides whether the precision's name is true."""
+        wanted = self.flashrl.precision
+        if layers["precision"] != wanted.value:
+            raise FlashRLError(
+                f"the engine runs with quantization {layers['precision']!r} although flashrl.precision={wanted.value}; "
+                "look for conflicting keys under actor_rollout_ref.rollout.engine_kwargs.vllm"
+            )
+        if wanted is Precision.INT8 and layers["quantized_layers"] == 0:
+            raise FlashRLError(
+                "flashrl.precision=int8, but no linear layer of this model is one the quantizer knows; its linears are "
+                f"{layers['unquantized_linears'][:8]}; set flashrl.precision=bf16"
+            )
+        if wanted is Precision.BF16 and layers["quantized_layers"] > 0:
+            raise FlashRLError(f"flashrl.precision=bf16, but {layers['quantized_layers']} linears are INT8")
+
+    async def collective_rpc(
+        self,
+        method: str | Callable,
+        timeout: float | None = None,
+        args: tuple = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> list:
+        """verl's, returning the workers' results instead of dropping them."""
+        return await self.engine.collective_rpc(method=method, timeout=timeout, args=args, kwargs=kwargs)
+
+    async def flashrl_layers(self) -> list[dict]:
+        """What each worker's model is (``FlashRLWorkerExtension.flashrl_layers``), read when the engine started."""
+        return self._layers
+
+    async def flashrl_receipts(self) -> list[dict]:
+        """Each worker's receipt of the last update."""
+        return await self.collective_rpc("flashrl_receipt")
+
+    async def flashrl_padded_vocab_mass(self) -> float:
+        """The largest over the workers."""
+        return max(await self.collective_rpc("flashrl_padded_vocab_mass"))
+
+
+class FlashRLReplica(vLLMReplica):
+    """One rollout replica: as verl's, with ``FlashRLHttpServer`` on each of its nodes."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        import ray
+
+        self.server_class = ray.remote(FlashRLHttpServer)
+
+    def _get_server_name_prefix(self) -> str:
+        return f"{NAME}_"

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM worker extension: receives a weight update inside the engine process and reports what it did."""
+
+import time
+
+import torch
+from verl.utils.device import get_device_name
+from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
+from flashrl_verl.quantization.linear import Int8LinearMethod
+from flashrl_verl.rollout.padded_vocab import PaddedVocabularyMeter
+from flashrl_verl.rollout.refit import WeightRefit
+from flashrl_verl.rollout.transfer import DrainingReceiver
+
+
+class FlashRLWorkerExtension(vLLMColocateWorkerExtension):
+    """Mixed into vLLM's worker by ``worker_extension_cls``. Methods return plain data: they cross process borders."""
+
+    _flashrl_refit: WeightRefit | None = None
+    _flashrl_meter: PaddedVocabularyMeter | None = None
+
+    def monkey_patch_model(self, vocab_size: int, banned_token_ids: list[int] | None = None) -> None:
+        """verl's mask of tokens past the tokenizer; measures first how much probability it takes away."""
+        self._flashrl_meter = PaddedVocabularyMeter.attach(self.model_runner.model, vocab_size)
+        super().monkey_patch_model(vocab_size, banned_token_ids)
+
+    def flashrl_layers(self) -> dict:
+        """What this worker's model is, read off its modules and storage.
+
+        Returns:
+            precision of the engine's quantization config; the number of INT8 and of unquantized linears; names of the
+            latter; bytes of INT8 linears (codes and scales), what they would be in BF16, and of all parameters.
+        """
+        model = self.model_runner.model
+        config = self.model_runner.vllm_config.quant_config
+        int8_bytes = bf16_bytes = 0
+        int8, unquantized = [], []
+        for name, module in model.named_modules():
+            if not isinstance(module, LinearBase):
+                continue
+            if isinstance(module.quant_method, Int8LinearMethod) and module.weight.dtype == torch.int8:
+                int8.append(name)
+                int8_bytes += module.weight.numel() + module.weight_scale.numel() * 4
+                bf16_bytes += module.weight.numel() * 2
+            else:
+                unquantized.append(name)
+        precision = getattr(config, "precision", None)
+        return {
+            "precision": precision.value if precision is not None else str(config),
+            "quantized_layers": len(int8),
+            "unquantized_linears": unquantized,
+            "quantized_bytes": int8_bytes,
+            "quantized_bytes_as_bf16": bf16_bytes,
+            "weight_bytes": sum(p.numel() * p.element_size() for p in model.parameters()),
+        }
+
+    def flashrl_receipt(self) -> dict:
+        """The receipt of the last whole update; empty when there was none or the last one failed."""
+        return dict(self._flashrl_refit.last_receipt) if self._flashrl_refit is not None else {}
+
+    def flashrl_padded_vocab_mass(self) -> float:
+        """Largest mean probability mass past the tokenizer, over the forward passes sampled since the last update."""
+        return self._flashrl_meter.mass() if self._flashrl_meter is not None else 0.0
+
+    def flashrl_tensor(self, name: str) -> tuple[str, list]:
+        """Dtype and values of one vLLM parameter on this worker, for inspection and tests; do not call it on large ones."""
+        tensor = dict(self.model_runner.model.named_parameters())[name].data
+        return str(tensor.dtype), tensor.float().cpu().tolist()
+
+    def update_weights_from_ipc(
+        self,
+        peft_config: dict | None = None,
+        base_sync_done: bool = False,
+        use_shm: bool = False,
+        flashrl: dict | None = None,
+    ) -> dict:
+        """Receive one update and load it. Never raises: the error travels in the report, so that it arrives whole.
+
+        Args:
+            peft_config: must be None (adapters are refused when the configuration is composed).
+            base_sync_done: verl's flag for adapters, unused.
+            use_shm: buckets come through shared memory instead of CUDA IPC.
+            flashrl: step, checksum stride and time-out of this update.
+
+        Returns:
+            ``WeightRefit.finish``'s report with ``error`` None, or only ``error`` set.
+        """
+        try:
+            return {"error": None, **self._receive(peft_config, use_shm, flashrl)}
+        except Exception as error:  # noqa: BLE001 - becomes a RefitError on the trainer's side
+            return {"error": f"{type(error).__name__}: {error}"}
+
+    def _receive(self, peft_config: dict | None, use_shm: bool, flashrl: dict | None) -> dict:
+        if peft_config:
+            raise ValueError("LoRA adapters cannot be loaded into this rollout; set actor_rollout_ref.model.lora.merge=True")
+        if flashrl is None:
+            raise ValueError("the update came from an adapter other than flashrl's; set actor_rollout_ref.rollout.name=flashrl")
+        if self.device is None:
+            self.device = torch.device(get_device_name())
+        started = time.perf_counter()
+        if self._flashrl_refit is None:
+            self._flashrl_refit = WeightRefit(self.model_runner.model)
+        refit = self._flashrl_refit
+        refit.begin(flashrl["step"], flashrl["stride"])
+        receiver = DrainingReceiver(
+            zmq_handle=self._get_zmq_handle(), device=self.device, use_shm=use_shm, timeout_s=flashrl["timeout_s"]
+        )
+        receiver.drain(refit.load)
+        model_config = self.model_runner.vllm_config.model_config
+        report = refit.finish(lambda: process_weights_after_loading(self.model_runner.model, model_config, self.device))
+        if self._flashrl_meter is not None:
+            self._flashrl_meter.reset()
+        return {**report, "wall_seconds": time.perf_counter() - started}

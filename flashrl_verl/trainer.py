@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The trainer: verl's synchronous V1 trainer with a verified refit, bounded dynamic sampling and correction on the actors.
+
+verl's V1 ``PPOTrainerSync`` already is a DAPO trainer (``algorithm.filter_groups`` refills constant groups); only named hooks
+are overridden here. Importing this module registers the trainer as ``trainer.v1.trainer_mode=flashrl``.
+"""
+
+import logging
+
+import ray
+from omegaconf import DictConfig, open_dict
+from verl.trainer.ppo.v1.trainer_base import register_trainer
+from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+
+from flashrl_verl.errors import ConfigError, DynamicSamplingError, FlashRLError
+from flashrl_verl.metrics_file import MetricsFile, metrics_path
+from flashrl_verl.rollout.receipt import verify_receipts
+from flashrl_verl.config import validate_config
+
+logger = logging.getLogger(__name__)
+
+_POLL_INTERVAL_S = 0.1
+"""How often the replay buffer looks for finished groups, seconds. verl's 2 s would be added to most steps of a small run."""
+
+
+@register_trainer("flashrl")
+class FlashRLTrainer(PPOTrainerSync):
+    """See the module. ``config`` is verl's, composed with ``flashrl_verl.configs``.
+
+    Raises:
+        ConfigError: from the constructor, before anything is started.
+        RefitError, DynamicSamplingError, FlashRLError: while training; the last checkpoint stays whole.
+    """
+
+    def __init__(self, config: DictConfig):
+        self.flashrl = validate_config(config)
+        # The actors compute the correction on their shards; without this node verl's driver does not do it again.
+        # They got their own copy through actor.policy_loss.rollout_correction.
+        with open_dict(config):
+            config.algorithm.rollout_correction = None
+        self._tracking = None
+        self._own_file = False
+        self._prompts_this_step = 0
+        super().__init__(config)
+
+    # ---- verl's hooks, in the order they are called ----
+
+    def _build_replay_buffer(self):
+        self.trainer_mode = "sync"  # what verl compares with, here and later; our registered name is not in its lists
+        replay_buffer = super()._build_replay_buffer()
+        replay_buffer.poll_interval = _POLL_INTERVAL_S
+        return replay_buffer
+
+    def _init_resource_pool_mgr(self) -> None:
+        super()._init_resource_pool_mgr()
+        from verl.trainer.ppo.utils import Role
+        from verl.workers.engine_workers import ActorRolloutRefWorker
+
+        from flashrl_verl.worker import FlashRLWorker
+
+        actor_roles = (Role.Actor, Role.ActorRollout, Role.ActorRolloutRef)
+        for role in actor_roles:
+            if role in self.role_worker_mapping:
+                assert issubclass(FlashRLWorker, ActorRolloutRefWorker)
+                self.role_worker_mapping[role] = ray.remote(FlashRLWorker)
+
+    def on_init_end(self) -> None:
+        super().on_init_end()
+        metrics = self._verify_refit()
+        layers = self._ask_servers("flashrl_layers")
+        self._layer_metrics = _summarize_layers([worker for replica in layers for worker in replica])
+        print(_describe(self.flashrl.precision.value, self._layer_metrics, metrics), flush=True)
+
+    @property
+    def logger(self):
+        """verl's ``Tracking``; its file back end is replaced when ``fit`` creates it, so that resuming appends."""
+        return self._tracking
+
+    @logger.setter
+    def logger(self, tracking) -> None:
+        if self._own_file:
+            path = metrics_path(self.config.trainer.project_name, self.config.trainer.experiment_name)
+            tracking.logger["file"] = MetricsFile(path, self.global_steps)
+        self._tracking = tracking
+
+    def fit(self, agent_loop_manager) -> None:
+        backends = self.config.trainer.logger
+        backends = [backends] if isinstance(backends, str) else list(backends)
+        self._own_file = "file" in backends
+        if self._own_file:
+            with open_dict(self.config):
+                self.config.trainer.logger = [b for b in backends if b != "file"]
+        super().fit(agent_loop_manager)
+
+    def prepare_step(self) -> dict:
+        self._prompts_this_step = self.config.data.train_batch_size
+        return super().prepare_step()
+
+    def _add_prompts_to_generate(self, num_prompts: int) -> int:
+        self._prompts_this_step += num_prompts
+        limit = self.flashrl.max_num_gen_batches
+        batch = self.config.data.train_batch_size
+        if limit and self._prompts_this_step > limit * batch:
+            metric = self.config.algorithm.filter_groups.metric
+            raise DynamicSamplingError(
+                f"step {self.global_steps}: dynamic sampling drew more than {limit} x {batch} prompts and still lacks a batch "
+                f"of groups whose {metric!r} differs within the group: the policy solves all or none of them. Check the "
+                "reward and the data, raise actor_rollout_ref.rollout.n, or raise flashrl.max_num_gen_batches (0: no limit)"
+            )
+        return super()._add_prompts_to_generate(num_prompts)
+
+    def on_sample_end(self) -> None:
+        self._check_padded_vocabulary()  # before the engine sleeps
+        super().on_sample_end()
+
+    def _update_actor(self, batch, metrics: dict):
+        batch = super()._update_actor(batch, metrics)
+        for key in [k for k in metrics if k.startswith("actor/rollout_corr/")]:
+            metrics[key.removeprefix("actor/")] = metrics.pop(key)  # verl prefixes whatever the actor returns
+        return batch
+
+    def _save_checkpoint(self) -> None:
+        # verl saves before the refit that would notice: look first, so that no checkpoint holds NaN.
+        bad = sorted({name for names in self.actor_rollout_wg.flashrl_non_finite() for name in names})
+        if bad:
+            raise FlashRLError(
+                f"step {self.global_steps}: the actor's update left NaN or Inf in {len(bad)} parameters ({', '.join(bad[:8])}); "
+                "no checkpoint was saved from it. Resume from the last one with a lower actor_rollout_ref.actor.optim.lr "
+                "or actor_rollout_ref.actor.grad_clip"
+            )
+        super()._save_checkpoint()
+
+    def on_step_end(self) -> None:
+        super().on_step_end()
+        self._pending_sync_metrics = {**self._verify_refit(), **self._layer_metrics}
+
+    # ---- ours ----
+
+    def _ask_servers(self, method: str) -> list:
+        """Call ``method`` on the first server of every replica."""
+        replicas = self.llm_server_manager.get_replicas()
+        return ray.get([getattr(replica.server_handle, method).remote() for replica in replicas])
+
+    def _verify_refit(self) -> dict[str, float]:
+        """Compare what every trainer rank sent with what the engine worker beside it holds; returns ``flashrl/*`` metrics.
+
+        The engines are asked directly, not through the adapter, so an update that was never sent is noticed too.
+        """
+        ranks = self.actor_rollout_wg.flashrl_refit_report()
+        held = self._ask_servers("flashrl_receipts")
+        for rank in ranks:
+            replica, position = rank["replica"], rank["rank_in_replica"]
+            where = f"rollout replica {replica}, rank {position}"
+            verify_receipts(rank["sent"], held[replica][position], self.global_steps, where)
+        reports = [report for rank in ranks for report in rank["reports"]]
+        slowest = max(reports, key=lambda r: r["wall_seconds"])
+        receipt = slowest["receipt"]
+        return {
+            "flashrl/refit_seconds": max(r["send_seconds"] for r in reports),
+            "flashrl/refit_load_seconds": slowest["seconds"],
+            "flashrl/refit_tensors": receipt["tensors"],
+            "flashrl/refit_updated": slowest["updated"],
+            "flashrl/refit_left_alone": len(slowest["left_alone"]),
+            "flashrl/refit_unexpected": len(slowest["unexpected"]),
+            "flashrl/refit_gigabytes": receipt["bytes"] / 1e9,
+            "flashrl/receipt_step": receipt["step"],
+            "flashrl/receipt_checksums": len(receipt["checksums"]),
+        }
+
+    def _check_padded_vocabulary(self) -> None:
+        mass = max(self._ask_servers("flashrl_padded_vocab_mass"))
+        if mass <= 0.0:
+            return
+        limit = self.flashrl.padded_vocab_mass_limit
+        text = (
+            f"step {self.global_steps}: the model puts {mass:.2e} of its probability on tokens past len(tokenizer), which the "
+            "rollout masks and the trainer does not, so every importance ratio is off by that factor"
+        )
+        if mass > limit:
+            raise FlashRLError(
+                f"{text}; the limit is flashrl.padded_vocab_mass_limit={limit:g}. Resize the model's vocabulary to its "
+                "tokenizer, or raise the limit"
+            )
+        if not getattr(self, "_warned_padding", False):
+            self._warned_padding = True
+            logger.warning("%s (allowed: flashrl.padded_vocab_mass_limit=%g)", text, limit)
+
+
+def _summarize_layers(workers: list[dict]) -> dict[str, float]:
+    """Metrics of what the rollout is; every worker of every replica must be the same."""
+    counts = {(w["precision"], w["quantized_layers"]) for w in workers}
+    if len(counts) != 1:
+        raise ConfigError(f"the rollout's workers differ in precision or quantized layers: {sorted(counts)}")
+    first = workers[0]
+    return {
+        "flashrl/quantized_layers": first["quantized_layers"],
+        "flashrl/unquantized_linears": len(first["unquantized_linears"]),
+        "flashrl/weight_bytes": sum(w["weight_bytes"] for w in workers),
+        "flashrl/quantized_bytes": sum(w["quantized_bytes"] for w in workers),
+        "flashrl/quantized_bytes_as_bf16": sum(w["quantized_bytes_as_bf16"] for w in workers),
+    }
+
+
+def _describe(precision: str, layers: dict[str, float], refit: dict[str, float]) -> str:
+    share = layers["flashrl/quantized_bytes"] / max(1, layers["flashrl/quantized_bytes_as_bf16"])
+    kept = f"{share:.3f} of their BF16 bytes" if layers["flashrl/quantized_layers"] else "nothing quantized"
+    return (
+        f"[flashrl] rollout precision {precision}: {layers['flashrl/quantized_layers']} quantized linears ({kept}), "
+        f"{layers['flashrl/weight_bytes'] / 1e6:.2f} MB of weights; first refit {refit['flashrl/refit_tensors']} tensors in "
+        f"{refit['flashrl/refit_seconds']:.2f} s, receipt of step {refit['flashrl/receipt_step']} verified"
+    )

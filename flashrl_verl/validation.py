@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of verl's part of the configuration: one ConfigError with the value, the reason and the Hydra key to change.
+
+verl 0.9.1 tests the rollout's name in these places; a rollout called "flashrl" passes them by, so they are repeated here:
+    workers/config/rollout.py      pipeline_model_parallel_size > 1 is refused for vllm       -> _BACKEND
+    workers/config/rollout.py, workers/rollout/replica.py   disaggregation needs sglang, vllm  -> _BACKEND
+    workers/rollout/llm_server.py  priorities are handed on only to vllm, and dropped without a word -> _BACKEND
+    checkpoint_engine/base.py      delta_sharded needs sglang, vllm                            -> _BACKEND (naive only)
+    utils/config.py                the LoRA rank is checked only for vllm                      -> _check_lora
+Not repeated, because another engine's name is tested there: experimental/reward_loop (the reward model's engine),
+workers/config/distillation.py (the teacher's), and the tests for sglang and trtllm.
+"""
+
+from omegaconf import DictConfig, OmegaConf
+
+from flashrl_verl.config import FlashRLConfig
+from flashrl_verl.errors import ConfigError
+from flashrl_verl.rules import ACTOR, CORRECTION, ROLLOUT, Rule, apply, get, one_of, refuse, words
+from flashrl_verl.validation_sampling import check_correction, check_engine_arguments
+
+PLATFORM = "ray_kwargs.ray_init.runtime_env.env_vars.VERL_PLATFORM"
+
+
+def validate_config(cfg: DictConfig) -> FlashRLConfig:
+    """Check the whole composed configuration, verl's keys included, before anything is loaded.
+
+    Args:
+        cfg: verl's composed PPO configuration with a ``flashrl`` node.
+
+    Returns:
+        The settings of FlashRL.
+
+    Raises:
+        ConfigError: The first contradiction found: its key and value, the reason, and what to set instead.
+    """
+    node = OmegaConf.select(cfg, "flashrl")
+    if node is None:
+        raise ConfigError(
+            "flashrl is missing: the configuration has no FlashRL settings. Remedy: choose an experiment, for "
+            "instance +experiment=base with hydra.searchpath=[pkg://flashrl_verl.configs]."
+        )
+    settings = FlashRLConfig.from_mapping(node)
+    apply(cfg, _BACKEND)
+    _check_copies(cfg)
+    _check_lora(cfg)
+    check_correction(cfg)
+    check_engine_arguments(cfg)
+    _check_hardware(cfg)
+    return settings
+
+
+_BACKEND = (
+    Rule(
+        "trainer.use_v1",
+        one_of(True),
+        "FlashRL's trainer builds on verl's V1 trainer; V0 is deprecated and would run without it",
+        "trainer.use_v1=true",
+    ),
+    Rule(
+        "trainer.v1.trainer_mode",
+        one_of("flashrl"),
+        "there is a flashrl node, but another trainer would run: no bound on dynamic sampling and no correction on the actor",
+        "trainer.v1.trainer_mode=flashrl, or leave FlashRL's experiment out",
+    ),
+    Rule(
+        f"{ROLLOUT}.name",
+        one_of("flashrl"),
+        "there is a flashrl node, but another backend would sample, unquantized or with unchecked weight updates",
+        f"{ROLLOUT}.name=flashrl, or leave FlashRL's experiment out",
+    ),
+    Rule(
+        "actor_rollout_ref.hybrid_engine",
+        one_of(True),
+        "the synchronous trainer samples on the training GPUs",
+        "actor_rollout_ref.hybrid_engine=true",
+        True,
+    ),
+    Rule(
+        f"{ROLLOUT}.dtype",
+        one_of("bfloat16", "float16"),
+        "weights are sent in this type and quantized from it, and vLLM's INT8 kernels write no other",
+        f"{ROLLOUT}.dtype=bfloat16 or float16",
+        "bfloat16",
+    ),
+    Rule(
+        f"{ROLLOUT}.load_format",
+        one_of("dummy", "auto", "safetensors"),
+        "codes are made by vLLM's ordinary weight loaders, which this format goes round",
+        f"{ROLLOUT}.load_format=dummy (weights arrive with the first update), auto or safetensors",
+        "dummy",
+    ),
+    Rule(
+        f"{ROLLOUT}.quantization",
+        one_of(None),
+        "verl's own quantization would replace FlashRL's",
+        f"{ROLLOUT}.quantization=null and flashrl.precision=int8",
+    ),
+    Rule(
+        f"{ROLLOUT}.quantization_config_file",
+        one_of(None),
+        "verl's own quantization would replace FlashRL's",
+        f"{ROLLOUT}.quantization_config_file=null",
+    ),
+    Rule(
+        f"{ROLLOUT}.qat.enable",
+        one_of(False, None),
+        "quantization-aware training brings its own quantization of the rollout",
+        f"{ACTOR}.fsdp_config.qat.enable=false and {ROLLOUT}.qat.enable=false",
+    ),
+    Rule(
+        f"{ROLLOUT}.pipeline_model_parallel_size",
+        one_of(1),
+        "verl's vLLM rollout has no pipeline parallelism",
+        f"{ROLLOUT}.pipeline_model_parallel_size=1 and a larger {ROLLOUT}.tensor_model_parallel_size",
+        1,
+    ),
+    Rule(
+        f"{ROLLOUT}.disaggregation.enabled",
+        one_of(False),
+        "separate prefill and decode replicas are built from verl's own server class, without FlashRL",
+        f"{ROLLOUT}.disaggregation.enabled=false",
+        False,
+    ),
+    Rule(
+        f"{ROLLOUT}.scheduling_policy",
+        one_of("fcfs", None),
+        "verl hands request priorities only to a rollout named vllm, so they would be dropped",
+        f"{ROLLOUT}.scheduling_policy=fcfs",
+        "fcfs",
+    ),
+    Rule(
+        f"{ROLLOUT}.mtp.enable_rollout",
+        one_of(False, None),
+        "the drafter's weights are not part of the checked weight update",
+        "actor_rollout_ref.model.mtp.enable_rollout=false",
+    ),
+    Rule(
+        f"{ROLLOUT}.checkpoint_engine.backend",
+        one_of("naive", None),
+        "other engines send weights past FlashRL's sender, which casts, times out and asks for a receipt",
+        f"{ROLLOUT}.checkpoint_engine.backend=naive",
+        "naive",
+    ),
+)
+
+
+def _check_copies(cfg: DictConfig) -> None:
+    """The workers see only actor_rollout_ref: what they read there has to be what the user wrote elsewhere."""
+    copies = (
+        (f"{ROLLOUT}.custom.flashrl", "flashrl"),
+        (f"{ACTOR}.policy_loss.rollout_correction", CORRECTION),
+    )
+    for copy, source in copies:
+        if get(cfg, copy) != get(cfg, source):
+            refuse(
+                copy,
+                get(cfg, copy),
+                f"workers read this copy, and it differs from {source}={words(get(cfg, source))}",
+                f"set {source}.* only, and leave {copy}='${{{source}}}'",
+            )
+
+
+def _check_lora(cfg: DictConfig) -> None:
+    model = "actor_rollout_ref.model"
+    for key in (f"{model}.lora.rank", f"{model}.lora_rank"):
+        rank = get(cfg, key, 0)
+        if rank > 0 and not get(cfg, f"{model}.lora.merge", False):
+            refuse(
+                key,
+                rank,
+                "the adapter would be sent beside the base weights, and only whole weights are quantized",
+                f"{model}.lora.merge=True (merged before each update), or {key}=0",
+            )
+
+
+def _check_hardware(cfg: DictConfig) -> None:
+    device, platform = get(cfg, "trainer.device"), get(cfg, PLATFORM)
+    if device not in ("cuda", "cpu"):
+        refuse(
+            "trainer.device",
+            device,
+            "FlashRL's kernels exist for these two only",
+            "hardware=cuda or hardware=cpu",
+        )
+    if device == "cpu" and platform != "cpu":
+        refuse(
+            "trainer.device",
+            device,
+            f"half of hardware=cpu is missing: {PLATFORM}={words(platform)}, so verl's workers "
+            "would look for a GPU",
+            "hardware=cpu",
+        )
+    if device != "cpu" and platform == "cpu":
+        refuse(
+            PLATFORM,
+            platform,
+            f"trainer.device={device}, so only half of hardware=cpu was chosen",
+            f"hardware=cpu, or hardware=cuda without {PLATFORM}",
+        )
+    if device == "cpu":
+        apply(cfg, _ON_CPU)
+
+
+_ON_CPU = (
+    Rule(
+        f"{ACTOR}.strategy",
+        one_of("fsdp2"),
+        "on the CPU the actor has to be FSDP2: FSDP1 refuses CPU parameters",
+        f"{ACTOR}.strategy=fsdp2",
+    ),
+    Rule(
+        f"{ROLLOUT}.enable_sleep_mode",
+        one_of(False),
+        "vLLM's sleep mode needs CUDA's allocator",
+        f"{ROLLOUT}.enable_sleep_mode=false (hardware=cpu sets it)",
+        True,
+    ),
+)

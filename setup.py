@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Package metadata, extras and entry points; tool settings live in pyproject.toml."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).resolve().parent
+README = ROOT / "README.md"
+VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "flashrl_verl" / "__init__.py").read_text(), re.M).group(1)
+
+# torch, verl and vllm are never in here: pip would replace a user's fork, or a CUDA build by another one.
+INSTALL_REQUIRES = [
+    "hydra-core>=1.3,<1.4",
+    "omegaconf>=2.3,<2.4",
+    "numpy>=1.26,<3",
+    "pyarrow>=19",  # verl's own lower bound: older ones cannot read what datasets writes
+    "matplotlib>=3.8",
+    "rich>=13",
+    "typer>=0.12",
+    "packaging>=23",
+    "pyzmq>=26",
+]
+
+TEST = ["pytest>=8", "pytest-timeout>=2.3"]
+
+EXTRAS_REQUIRE = {
+    # Only when asked for by name, on a GPU node without a fork of verl. The same pins as requirements/cuda.txt.
+    # There is no `cpu` extra: pip cannot resolve vLLM's CPU build (requirements/cpu.txt says why and what to do).
+    "cuda": [
+        "verl==0.9.1",
+        "vllm==0.24.0",
+        "torch==2.11.0",
+        "torchvision==0.26.0",
+        "torchaudio==2.11.0",
+        "transformers==5.9.0",
+        "ray[default]==2.60.0",
+        "tensordict==0.10.0",
+        "TransferQueue==0.1.11",
+    ],
+    "test": TEST,
+    "dev": [*TEST, "ruff>=0.8", "pre-commit>=3"],
+}
+
+setup(
+    name="flashrl-verl",
+    version=VERSION,
+    description="FlashRL for verl: INT8 rollouts on vLLM with truncated importance sampling, as a DAPO recipe",
+    long_description=README.read_text(encoding="utf-8") if README.is_file() else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.10",
+    packages=find_packages(include=["flashrl_verl", "flashrl_verl.*"]),
+    package_data={"flashrl_verl": ["configs/**/*.yaml"]},
+    install_requires=INSTALL_REQUIRES,
+    extras_require=EXTRAS_REQUIRE,
+    entry_points={
+        "console_scripts": ["flashrl = flashrl_verl.cli:main"],
+        # verl imports the module in each of its processes; vLLM calls the function in each of its own.
+        "verl.plugins": ["flashrl = flashrl_verl.plugin_verl"],
+        "vllm.general_plugins": ["flashrl = flashrl_verl.plugin_vllm:register"],
+    },
+    classifiers=[
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+    zip_safe=False,
+)

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Seeded batches for the tests of the correction, verl's own answer to them, and one rank of a distributed run.
+
+Run as a file it is one rank: `python correction_cases.py RANK WORLD_SIZE STORE OUTPUT` (see `test_correction.py`).
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import NamedTuple
+
+import torch
+
+from flashrl_verl.correction import CorrectionSettings, correct_shard
+
+SEEDS = range(60)
+
+NODES = {
+    "token TIS": {"rollout_is": "token", "rollout_is_threshold": 2.0},
+    "token TIS normalized": {"rollout_is": "token", "rollout_is_threshold": 2.0, "rollout_is_batch_normalize": True},
+    "token IcePop": {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"},
+    "sequence TIS": {"rollout_is": "sequence", "rollout_is_threshold": 4.0},
+    "sequence TIS normalized": {
+        "rollout_is": "sequence",
+        "rollout_is_threshold": 4.0,
+        "rollout_is_batch_normalize": True,
+    },
+    "sequence IcePop": {"rollout_is": "sequence", "rollout_is_threshold": "0.5_5.0"},
+    "metrics only": {"rollout_is": None},
+}
+"""Keys of `algorithm.rollout_correction` by the name of the variant."""
+
+
+class Batch(NamedTuple):
+    """Padded [B, T]; log-probs are zero past a row's length, as after verl's `to_padded_tensor`."""
+
+    old: torch.Tensor
+    rollout: torch.Tensor
+    mask: torch.Tensor
+    lengths: torch.Tensor
+
+    def shard(self, rows: slice) -> Batch:
+        """The batch of these rows, padded no further than their longest."""
+        width = int(self.lengths[rows].max())
+        return Batch(*(x[rows, :width] for x in self[:3]), self.lengths[rows])
+
+
+def random_batch(seed: int, dtype: torch.dtype = torch.float32) -> Batch:
+    """Draws a batch: holes in masks, empty responses, log-ratios from none to +-40, now and then a single token.
+
+    Row 0 stays close to on-policy, so that IcePop never drops the whole batch (verl's metrics divide by zero then);
+    it may well drop whole shards.
+    """
+    random = torch.Generator().manual_seed(seed)
+    rows, width = (1, 1) if seed % 10 == 9 else (4 + seed % 6, 1 + 7 * (seed % 5))
+    lengths = torch.randint(1, width + 1, (rows,), generator=random)
+    mask = torch.arange(width) < lengths.unsqueeze(-1)
+    mask &= torch.rand(rows, width, generator=random) < (1.0, 0.7)[seed % 2]
+    mask[1:][torch.rand(rows - 1, generator=random) < 0.25] = False  # truncated answers, padding rows
+    mask[0, 0] = True
+    scale = torch.tensor([0.0, 0.02, 0.5, 5.0, 40.0])[torch.randint(0, 5, (rows, 1), generator=random)]
+    scale[0] = 0.02
+    log_ratio = (2 * torch.rand(rows, width, generator=random) - 1) * scale
+    old = -4 * torch.rand(rows, width, generator=random)
+    filled = torch.arange(width) < lengths.unsqueeze(-1)
+    old, log_ratio = old.to(dtype) * filled, log_ratio.to(dtype) * filled
+    return Batch(old, old - log_ratio, mask.long(), lengths)
+
+
+def verl_answer(batch: Batch, node: dict) -> tuple[torch.Tensor | None, dict[str, float]]:
+    """What verl's driver computes from the whole batch: weights [B, T] or None, and metrics."""
+    from verl.protocol import DataProto
+    from verl.trainer.config.algorithm import RolloutCorrectionConfig
+    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
+
+    data = DataProto.from_dict(
+        tensors={"old_log_probs": batch.old, "rollout_log_probs": batch.rollout, "response_mask": batch.mask}
+    )
+    data, metrics = compute_rollout_correction_and_add_to_batch(data, RolloutCorrectionConfig(**node))
+    return data.batch.get("rollout_is_weights", None), metrics
+
+
+def split_rows(rows: int, shards: int, seed: int) -> list[slice]:
+    """Cuts `rows` into `shards` contiguous, uneven parts of at least one row."""
+    cuts = torch.randperm(rows - 1, generator=torch.Generator().manual_seed(seed))[: shards - 1].sort().values + 1
+    edges = [0, *cuts.tolist(), rows]
+    return [slice(a, b) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+
+
+def run_rank(rank: int, world_size: int, store: str, output: str) -> None:
+    """Corrects this rank's shard of every batch under every variant, in a gloo group, and saves the answers."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    answers = {}
+    for seed in SEEDS:
+        batch = random_batch(seed)
+        if len(batch.old) < world_size:
+            continue
+        shard = batch.shard(split_rows(len(batch.old), world_size, seed)[rank])
+        for name, node in NODES.items():
+            settings = CorrectionSettings.from_config(node)
+            answers[seed, name] = correct_shard(*shard[:3], settings, group=dist.group.WORLD)
+    torch.save(answers, output)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    run_rank(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])
