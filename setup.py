@@ -8,7 +8,8 @@ from setuptools import find_packages, setup
 
 ROOT = Path(__file__).resolve().parent
 README = ROOT / "README.md"
-VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "flashrl_verl" / "__init__.py").read_text(), re.M).group(1)
+INIT = (ROOT / "flashrl_verl" / "__init__.py").read_text()
+VERSION = re.search(r'^__version__ = "(.+)"$', INIT, re.M).group(1)
 
 # torch, verl and vllm are never in here: pip would replace a user's fork, or a CUDA build by another one.
 INSTALL_REQUIRES = [
@@ -26,8 +27,8 @@ INSTALL_REQUIRES = [
 TEST = ["pytest>=8", "pytest-timeout>=2.3"]
 
 EXTRAS_REQUIRE = {
-    # Only when asked for by name, on a GPU node without a fork of verl. The same pins as requirements/cuda.txt.
-    # There is no `cpu` extra: pip cannot resolve vLLM's CPU build (requirements/cpu.txt says why and what to do).
+    # Only when asked for by name, on a GPU node without a fork of verl; the same pins as requirements/cuda.txt.
+    # There is no `cpu` extra: pip cannot resolve vLLM's CPU build (requirements/cpu.txt says why).
     "cuda": [
         "verl==0.9.1",
         "vllm==0.24.0",
@@ -46,7 +47,7 @@ EXTRAS_REQUIRE = {
 setup(
     name="flashrl-verl",
     version=VERSION,
-    description="FlashRL for verl: INT8 rollouts on vLLM with truncated importance sampling, as a DAPO recipe",
+    description="FlashRL for verl: INT8 rollouts on vLLM with truncated importance sampling",
     long_description=README.read_text(encoding="utf-8") if README.is_file() else "",
     long_description_content_type="text/markdown",
     license="Apache-2.0",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FlashRL for verl: 8-bit rollouts on vLLM, re-quantized at every policy update, corrected in the actor's loss.
+"""FlashRL for verl: 8-bit rollouts on vLLM, re-quantized at every update, corrected in the actor's loss.
 
 Importing this package imports nothing else: verl and vLLM load it in every one of their processes.
 """

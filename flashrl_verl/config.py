@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The settings of FlashRL: the node ``flashrl`` of the composed configuration, typed and checked.
 
-This module needs neither torch nor vLLM nor verl, so that a wrong configuration is refused in seconds, on any machine.
+It needs neither torch nor vLLM nor verl, so that a wrong setting is refused in seconds, on any machine.
 Defaults live here; YAML files only choose.
 """
 
@@ -30,7 +30,7 @@ class FlashRLConfig:
     """Settings of the quantized rollout, its weight update and dynamic sampling.
 
     Raises:
-        ConfigError: A value has the wrong type or lies outside its range; the message names ``flashrl.<key>``.
+        ConfigError: A value has the wrong type or is out of range; the message names ``flashrl.<key>``.
     """
 
     precision: Precision = Precision.INT8
@@ -40,13 +40,13 @@ class FlashRLConfig:
     """Longest silence tolerated from the other side during a weight update, in seconds; above 0."""
 
     receipt_tensors: int = 64
-    """Tensors whose checksum is compared between trainer and engine after each update; at least 1, or -1 for all."""
+    """Tensors per update whose checksum is compared, trainer against engine; at least 1, or -1 for all."""
 
     max_num_gen_batches: int = 10
-    """Prompts that dynamic sampling may spend on one step, in units of data.train_batch_size; 0 means no bound."""
+    """Prompts that dynamic sampling may spend on a step, in units of data.train_batch_size; 0 is no bound."""
 
     padded_vocab_mass_limit: float = 1e-3
-    """Probability mass on token ids past the tokenizer's last above which the run is refused; between 0 and 1."""
+    """Probability mass on token ids past the tokenizer's last above which a run is refused; from 0 to 1."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "precision", _precision(self.precision))

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from flashrl_verl.errors import ConfigError, FlashRLError
 
 KEY = "algorithm.rollout_correction"
-EPS = 1e-8  # verl's guard against division by zero (masked_mean, sample size, normalization)
+EPS = 1e-8  # verl's guard against division by zero, in the effective sample size and the normalization
 
 
 class Level(str, Enum):
@@ -244,9 +244,9 @@ def reduce_statistics(
 
 
 def finalize_metrics(stats: Statistics, settings: CorrectionSettings) -> dict[str, float]:
-    """Turns the statistics of the whole batch into verl's metrics, under verl's names `rollout_corr/...`."""
+    """Turns the statistics of a batch of one token or more into verl's metrics, named `rollout_corr/...`."""
     tokens, rows = stats.token_sums["_tokens"], stats.row_sums["_rows"]
-    values = {k: v / (tokens + EPS) for k, v in stats.token_sums.items()}
+    values = {k: v / tokens for k, v in stats.token_sums.items()}
     values |= {k: v / rows for k, v in stats.row_sums.items()} | stats.maxima | stats.minima
     if settings.level is not None:
         mean, square, seq_mean = (values[k] for k in ("rollout_is_mean", "_square", "rollout_is_seq_mean"))
@@ -259,7 +259,7 @@ def finalize_metrics(stats: Statistics, settings: CorrectionSettings) -> dict[st
         # Kish's effective sample size, as a fraction of the tokens; verl fails when every weight is zero.
         values["rollout_is_eff_sample_size"] = (mean + EPS) ** 2 / square if square > 0 else 0.0
         if settings.batch_normalize:
-            responses = max(stats.row_sums["_responses"], EPS)
+            responses = stats.row_sums["_responses"]
             factor = mean if settings.level is Level.TOKEN else seq_mean * rows / responses
             values["rollout_is_batch_norm_factor"] = factor if factor > EPS else 1.0
     return {f"rollout_corr/{k}": v for k, v in values.items() if not k.startswith("_")}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run would do, without running it: the resolved configuration and its difference to verl's defaults."""
+"""What a run would do, without doing it: the resolved configuration and its difference to verl's defaults."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -8,7 +8,7 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.initialize import get_gh_backup, restore_gh_from_backup
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from flashrl_verl.errors import ConfigError
 
@@ -47,8 +47,8 @@ def verl_defaults(model_engine: str = "dp") -> DictConfig:
 def difference(ours: DictConfig, defaults: DictConfig) -> Difference:
     """Compare two configurations leaf by leaf.
 
-    A key counts as different when what is *written* differs (so a value that verl derives from a changed one is not
-    repeated); the columns show the *resolved* values.
+    A key is different when what is *written* differs, so values that verl derives from a changed one are not
+    repeated; the columns show the *resolved* values, and a reference to a whole node as it is written.
 
     Args:
         ours: The composed configuration.
@@ -59,11 +59,19 @@ def difference(ours: DictConfig, defaults: DictConfig) -> Difference:
     """
     written_ours, written_defaults = _leaves(ours, resolve=False), _leaves(defaults, resolve=False)
     resolved_ours, resolved_defaults = _leaves(ours, resolve=True), _leaves(defaults, resolve=True)
+    removed = [
+        key
+        for key in written_defaults
+        if key not in written_ours and not any(name.startswith(f"{key}.") for name in written_ours)
+    ]  # an empty node that we filled is not removed
     rows = []
-    for key in [*written_ours, *(key for key in written_defaults if key not in written_ours)]:
+    for key in [*written_ours, *removed]:
         if key in written_ours and key in written_defaults and written_ours[key] == written_defaults[key]:
             continue
-        rows.append((key, _under(resolved_defaults, key), _under(resolved_ours, key)))
+        columns = ((written_defaults, resolved_defaults), (written_ours, resolved_ours))
+        rows.append(
+            (key, *(_show(resolved.get(key, written.get(key, ABSENT))) for written, resolved in columns))
+        )
     return rows
 
 
@@ -105,18 +113,8 @@ def _leaves(cfg: DictConfig, resolve: bool) -> dict[str, Any]:
     return leaves
 
 
-def _under(leaves: dict[str, Any], key: str) -> str:
-    """Show the value of a key; a reference that resolves to a whole node is shown as that node."""
-    if key in leaves:
-        return _show(leaves[key])
-    node = {name[len(key) + 1 :]: value for name, value in leaves.items() if name.startswith(f"{key}.")}
-    return _show(node) if node else ABSENT
-
-
 def _show(value: Any) -> str:
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {_show(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, (list, ListConfig)):
+    if isinstance(value, list):
         return "[" + ", ".join(_show(item) for item in value) + "]"
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]

@@ -15,7 +15,7 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from flashrl_verl.errors import ConfigError, DynamicSamplingError, FlashRLError
 from flashrl_verl.metrics_file import MetricsFile, metrics_path
 from flashrl_verl.rollout.receipt import verify_receipts
-from flashrl_verl.config import validate_config
+from flashrl_verl.validation import validate_config
 
 logger = logging.getLogger(__name__)
 

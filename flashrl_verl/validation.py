@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of verl's part of the configuration: one ConfigError with the value, the reason and the Hydra key to change.
+"""The composed configuration, checked before anything is loaded: value, reason and the Hydra key to change.
 
-verl 0.9.1 tests the rollout's name in these places; a rollout called "flashrl" passes them by, so they are repeated here:
-    workers/config/rollout.py      pipeline_model_parallel_size > 1 is refused for vllm       -> _BACKEND
-    workers/config/rollout.py, workers/rollout/replica.py   disaggregation needs sglang, vllm  -> _BACKEND
-    workers/rollout/llm_server.py  priorities are handed on only to vllm, and dropped without a word -> _BACKEND
-    checkpoint_engine/base.py      delta_sharded needs sglang, vllm                            -> _BACKEND (naive only)
-    utils/config.py                the LoRA rank is checked only for vllm                      -> _check_lora
-Not repeated, because another engine's name is tested there: experimental/reward_loop (the reward model's engine),
-workers/config/distillation.py (the teacher's), and the tests for sglang and trtllm.
+verl 0.9.1 tests the rollout's name for these; one called flashrl slips past, so they are tested again here:
+    workers/config/rollout.py       pipeline_model_parallel_size > 1 is refused for vllm
+    workers/config/rollout.py, workers/rollout/replica.py       disaggregation is for sglang and vllm
+    workers/rollout/llm_server.py   request priorities go to vllm only; any other name loses them silently
+    checkpoint_engine/base.py       delta_sharded is for sglang and vllm (here: naive only)
+    utils/config.py                 the LoRA rank is checked for vllm only
+Another engine's name is tested in experimental/reward_loop (the reward model's) and in
+workers/config/distillation.py (the teacher's); tests for sglang and trtllm do not concern us.
 """
 
 from omegaconf import DictConfig, OmegaConf
@@ -36,8 +36,8 @@ def validate_config(cfg: DictConfig) -> FlashRLConfig:
     node = OmegaConf.select(cfg, "flashrl")
     if node is None:
         raise ConfigError(
-            "flashrl is missing: the configuration has no FlashRL settings. Remedy: choose an experiment, for "
-            "instance +experiment=base with hydra.searchpath=[pkg://flashrl_verl.configs]."
+            "flashrl is missing: the configuration has no FlashRL settings. Remedy: choose an experiment, "
+            "such as +experiment=base with hydra.searchpath=[pkg://flashrl_verl.configs]."
         )
     settings = FlashRLConfig.from_mapping(node)
     apply(cfg, _BACKEND)
@@ -59,13 +59,13 @@ _BACKEND = (
     Rule(
         "trainer.v1.trainer_mode",
         one_of("flashrl"),
-        "there is a flashrl node, but another trainer would run: no bound on dynamic sampling and no correction on the actor",
+        "there is a flashrl node, but another trainer would run, without its correction, receipts and bounds",
         "trainer.v1.trainer_mode=flashrl, or leave FlashRL's experiment out",
     ),
     Rule(
         f"{ROLLOUT}.name",
         one_of("flashrl"),
-        "there is a flashrl node, but another backend would sample, unquantized or with unchecked weight updates",
+        "there is a flashrl node, but another backend would sample, with unchecked weight updates",
         f"{ROLLOUT}.name=flashrl, or leave FlashRL's experiment out",
     ),
     Rule(
@@ -145,7 +145,7 @@ _BACKEND = (
 
 
 def _check_copies(cfg: DictConfig) -> None:
-    """The workers see only actor_rollout_ref: what they read there has to be what the user wrote elsewhere."""
+    """Workers see only actor_rollout_ref: what they read there has to be what the user wrote elsewhere."""
     copies = (
         (f"{ROLLOUT}.custom.flashrl", "flashrl"),
         (f"{ACTOR}.policy_loss.rollout_correction", CORRECTION),

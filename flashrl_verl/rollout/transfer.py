@@ -6,6 +6,7 @@ the sender in ``recv()`` for good, and a dead sender leaves the receiver there. 
 happens to it, and each end watches the other.
 """
 
+import logging
 import time
 from collections.abc import Callable
 
@@ -15,8 +16,14 @@ from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedW
 
 from flashrl_verl.errors import RefitError
 
+logger = logging.getLogger(__name__)
+
 _POLL_MS = 200
 """How often a waiting sender looks whether its receiver is still there, milliseconds."""
+
+
+_LINGER_MS = 5000
+"""How long a closed socket may still deliver what was sent on it, milliseconds."""
 
 
 class _WatchedSocket:
@@ -24,7 +31,9 @@ class _WatchedSocket:
 
     def __init__(self, socket: zmq.Socket, timeout_s: float, peer_gone: Callable[[], str | None], key: str):
         self._socket, self._timeout_s, self._peer_gone, self._key = socket, timeout_s, peer_gone, key
-        socket.setsockopt(zmq.LINGER, 0)  # closing must not wait for a peer that is gone
+        # The receiver closes right after its last acknowledgement: 0 would throw that away, -1 (ZMQ's default) would wait
+        # for a peer that is gone.
+        socket.setsockopt(zmq.LINGER, _LINGER_MS)
 
     def _wait(self, event: int) -> None:
         deadline = time.monotonic() + self._timeout_s
@@ -79,6 +88,15 @@ class WatchedSender(BucketedWeightSender):
         self.socket = _WatchedSocket(self.socket, self._timeout_s, self._receiver_ended, TIMEOUT_KEY)
 
 
+    def _cleanup(self) -> None:
+        try:
+            super()._cleanup()
+        except FileNotFoundError:
+            # A receiver that died took the shared-memory segment with it (its resource tracker unlinks what the process had
+            # attached); that must not hide the error that is on its way.
+            self.shm = None
+
+
 class DrainingReceiver(BucketedWeightReceiver):
     """Engine side: acknowledges every bucket, even after loading one failed.
 
@@ -105,6 +123,10 @@ class DrainingReceiver(BucketedWeightReceiver):
             try:
                 load(weights)
             except Exception as error:  # noqa: BLE001 - reported below, once the sender is free
+                logger.exception("loading a bucket failed")
+                # Its traceback would keep this bucket's tensors alive, and shared memory cannot be closed (nor CUDA IPC memory
+                # returned) under them: upstream's clean-up would then fail before the last acknowledgement.
+                error.__traceback__ = error.__context__ = None
                 failure.append(error)
 
         self.receive_weights(on_bucket_received=on_bucket)

@@ -28,6 +28,9 @@ class ToyModelConfig:
     """Longest sequence, in tokens."""
     initializer_range: float = 0.05
     """Standard deviation of the initial weights; Qwen's 0.02 learns more slowly at this width."""
+    rope_theta: float = 100.0
+    """Base of the rotary embedding. Low, because a sequence is 17 tokens long: with Qwen's 1e6 most dimensions would hardly turn
+    and digits would be harder to tell apart by position."""
 
 
 def build_model(tokenizer: PreTrainedTokenizerBase, config: ToyModelConfig, *, seed: int) -> Qwen2ForCausalLM:
@@ -52,6 +55,7 @@ def build_model(tokenizer: PreTrainedTokenizerBase, config: ToyModelConfig, *, s
         num_key_value_heads=config.num_kv_heads,
         max_position_embeddings=config.max_position_embeddings,
         initializer_range=config.initializer_range,
+        rope_theta=config.rope_theta,
         tie_word_embeddings=False,
         bos_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,

@@ -4,8 +4,8 @@
     python -m recipe.flashrl.main_flashrl experiment=quickstart
     python -m recipe.flashrl.main_flashrl experiment=dapo_qwen2.5_32b_int8 --dry-run
 
-Words are Hydra overrides; ``--dry-run`` prints the resolved configuration and its difference to verl's defaults, checks
-it, and stops before Ray or a model is touched.
+Words are Hydra overrides. ``--dry-run`` prints the resolved configuration and its difference to verl's
+defaults, checks it, and stops before Ray or a model is touched.
 """
 
 import sys

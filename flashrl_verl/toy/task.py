@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The toy task: add two numbers. Its problems, its split, and the slip that the warm-up teaches for RL to unlearn.
+
+Why a slip, and not just a short warm-up? A half-trained adder is wrong in many unrelated ways, each of which costs RL many
+samples. Here the warm-up data forget the carry of the units in most of their answers (27+38=55), so that the policy is
+almost always right without a carry and mostly wrong with one, while the right answer stays among a handful of samples.
+That is a policy which a 0/1 reward can mend in a few dozen updates, and its mistake is one that a person can read.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flashrl_verl.errors import ConfigError
+
+DATA_SOURCE = "toy_addition"
+"""verl groups its validation metrics by this name: `val-core/toy_addition/acc/mean@1`."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One addition."""
+
+    a: int
+    b: int
+
+    @property
+    def prompt(self) -> str:
+        """What the user says."""
+        return f"{self.a}+{self.b}="
+
+    @property
+    def answer(self) -> str:
+        """The sum, in digits."""
+        return str(self.a + self.b)
+
+    @property
+    def has_carry(self) -> bool:
+        """Whether the units add up to ten or more."""
+        return self.a % 10 + self.b % 10 >= 10
+
+    @property
+    def slip(self) -> str:
+        """The sum with the carry of the units forgotten; the right answer where there is none."""
+        return str(self.a + self.b - 10 * self.has_carry)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskConfig:
+    """Which problems there are, and how they are shared out."""
+
+    max_operand: int = 49
+    """Both numbers run from 0 to this one: 50 x 50 problems, 45 % of them with a carry."""
+    test_pairs: int = 64
+    """Unordered pairs of different numbers held out for validation; both orders are asked, so twice as many prompts."""
+    probe_pairs: int = 64
+    """The same for the probe that stops the warm-up."""
+    slip_rate: float = 0.6
+    """Probability that a warm-up label forgets its carry. Above 0.5, so that the greedy answer is the slip; far enough
+    below 1 that the right answer is usually among 8 samples."""
+
+    def __post_init__(self) -> None:
+        pairs = self.max_operand * (self.max_operand + 1) // 2
+        if self.test_pairs < 1 or self.probe_pairs < 1 or self.test_pairs + self.probe_pairs > pairs // 2:
+            raise ConfigError(
+                f"test_pairs={self.test_pairs} and probe_pairs={self.probe_pairs} must be positive and leave half of the "
+                f"{pairs} pairs of max_operand={self.max_operand} to training. Raise max_operand or hold out fewer."
+            )
+        if not 0.0 <= self.slip_rate <= 1.0:
+            raise ConfigError(f"slip_rate={self.slip_rate} is not a probability. Set it between 0 and 1.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """Disjoint sets of problems: 27+38 and 38+27 are always in the same one, or the test would leak through symmetry."""
+
+    train: tuple[Problem, ...]
+    probe: tuple[Problem, ...]
+    """Held out from the warm-up only; it decides when that stops, so that the test set decides nothing."""
+    test: tuple[Problem, ...]
+
+
+def split_problems(config: TaskConfig, *, seed: int) -> Split:
+    """Share out all problems; a function of its arguments only."""
+    numbers = range(config.max_operand + 1)
+    pairs = [(a, b) for a in numbers for b in numbers if a < b]
+    rng = random.Random(seed)
+    rng.shuffle(pairs)
+    test, probe, rest = (
+        pairs[: config.test_pairs],
+        pairs[config.test_pairs : config.test_pairs + config.probe_pairs],
+        pairs[config.test_pairs + config.probe_pairs :],
+    )
+    train = [*_both_orders(rest), *(Problem(a, a) for a in numbers)]
+    rng.shuffle(train)
+    return Split(train=tuple(train), probe=_both_orders(probe), test=_both_orders(test))
+
+
+def _both_orders(pairs: Sequence[tuple[int, int]]) -> tuple[Problem, ...]:
+    return tuple(Problem(*order) for a, b in pairs for order in ((a, b), (b, a)))
+
+
+def verl_rows(problems: Sequence[Problem], *, split: str) -> list[dict[str, Any]]:
+    """One row of verl's RL data format for each problem, in order.
+
+    Args:
+        problems: what to ask.
+        split: `train` or `test`, kept in `extra_info`.
+    """
+    return [
+        {
+            "data_source": DATA_SOURCE,
+            "prompt": [{"role": "user", "content": problem.prompt}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": problem.answer},
+            "extra_info": {"split": split, "index": index, "has_carry": problem.has_carry},
+        }
+        for index, problem in enumerate(problems)
+    ]

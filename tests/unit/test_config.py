@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The flashrl node: types, ranges and unknown keys; each refusal names the key and the accepted values."""
+
+import dataclasses
+import math
+
+import pytest
+from omegaconf import OmegaConf
+
+from flashrl_verl.config import FlashRLConfig, Precision
+from flashrl_verl.errors import ConfigError
+
+
+def test_settings_are_read_from_a_dict_and_from_a_node():
+    settings = {"precision": "bf16", "update_timeout_s": 5, "receipt_tensors": -1, "max_num_gen_batches": 0}
+    expected = FlashRLConfig(
+        precision=Precision.BF16, update_timeout_s=5, receipt_tensors=-1, max_num_gen_batches=0
+    )
+    assert FlashRLConfig.from_mapping(settings) == expected
+    assert FlashRLConfig.from_mapping(OmegaConf.create(settings)) == expected
+
+
+def test_settings_cannot_be_changed_after_they_were_checked():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        FlashRLConfig().receipt_tensors = 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "parts"),
+    [
+        ({"precision": "int4"}, ["flashrl.precision='int4'", "int8", "bf16"]),
+        ({"precision": None}, ["flashrl.precision=None", "int8", "bf16"]),
+        ({"precision": "fp8"}, ["flashrl.precision='fp8'", "follows", "Set flashrl.precision to int8"]),
+        ({"update_timeout_s": 0}, ["flashrl.update_timeout_s=0", "seconds above 0"]),
+        ({"update_timeout_s": -1.5}, ["flashrl.update_timeout_s=-1.5", "seconds above 0"]),
+        ({"update_timeout_s": math.inf}, ["flashrl.update_timeout_s=inf", "finite"]),
+        ({"update_timeout_s": "60"}, ["flashrl.update_timeout_s='60'", "number of seconds"]),
+        ({"receipt_tensors": 0}, ["flashrl.receipt_tensors=0", "at least 1, or -1"]),
+        ({"receipt_tensors": -2}, ["flashrl.receipt_tensors=-2", "at least 1, or -1"]),
+        ({"receipt_tensors": 6.5}, ["flashrl.receipt_tensors=6.5", "integer"]),
+        ({"receipt_tensors": True}, ["flashrl.receipt_tensors=True", "integer"]),
+        ({"max_num_gen_batches": -1}, ["flashrl.max_num_gen_batches=-1", "0 for no bound"]),
+        ({"max_num_gen_batches": None}, ["flashrl.max_num_gen_batches=None", "integer"]),
+        ({"padded_vocab_mass_limit": 1.5}, ["flashrl.padded_vocab_mass_limit=1.5", "between 0 and 1"]),
+        ({"padded_vocab_mass_limit": math.nan}, ["flashrl.padded_vocab_mass_limit=nan", "between 0 and 1"]),
+        ({"precison": "int8"}, ["flashrl.precison", "precision, update_timeout_s"]),
+    ],
+)
+def test_wrong_setting_is_refused_with_the_accepted_values(settings, parts):
+    with pytest.raises(ConfigError) as caught:
+        FlashRLConfig.from_mapping(settings)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_a_word_in_place_of_the_node_is_refused():
+    with pytest.raises(ConfigError, match="flashrl='int8'.*flashrl.precision"):
+        FlashRLConfig.from_mapping("int8")

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The refit receipt notices what health metrics cannot see."""
+
+import copy
+
+import pytest
+import torch
+
+from flashrl_verl.errors import RefitError
+from flashrl_verl.rollout.receipt import Manifest, checksum, is_sampled, stride_for, verify_receipts
+
+
+def weights(seed: int = 0) -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return {f"layer.{i}.weight": torch.randn(7, 11, generator=g).bfloat16() for i in range(10)}
+
+
+def receipt_of(tensors: dict[str, torch.Tensor], step: int = 3, stride: int = 1) -> dict:
+    manifest = Manifest(step=step, stride=stride)
+    assert dict(manifest.watch(tensors.items())).keys() == tensors.keys()
+    return manifest.receipt()
+
+
+def test_equal_updates_verify():
+    verify_receipts(receipt_of(weights()), receipt_of(weights()), 3, "replica 0")
+
+
+def test_a_dropped_update_is_named_by_both_steps():
+    with pytest.raises(RefitError, match="step 2, but the trainer is at step 3"):
+        verify_receipts(receipt_of(weights()), receipt_of(weights(), step=2), 3, "replica 0")
+    with pytest.raises(RefitError, match="trainer sent the weights of step 2"):
+        verify_receipts(receipt_of(weights(), step=2), receipt_of(weights(), step=2), 3, "replica 0")
+
+
+def test_one_changed_bfloat16_value_is_noticed_and_named():
+    stale = copy.deepcopy(weights())
+    stale["layer.4.weight"].view(torch.int16)[2, 5] += 1  # one unit in the last place
+    with pytest.raises(RefitError, match=r"step 3.*layer\.4\.weight"):
+        verify_receipts(receipt_of(stale), receipt_of(weights()), 3, "replica 0")
+
+
+def test_a_missing_tensor_and_a_changed_shape_are_noticed_although_not_sampled():
+    stride = 1000
+    skipped = [n for n in weights() if not is_sampled(n, 3, stride)]
+    fewer = {n: t for n, t in weights().items() if n != skipped[0]}
+    with pytest.raises(RefitError, match="10 tensors .* took 9"):
+        verify_receipts(receipt_of(weights(), stride=stride), receipt_of(fewer, stride=stride), 3, "replica 0")
+    reshaped = {n: t.t() if n == skipped[0] else t for n, t in weights().items()}
+    with pytest.raises(RefitError, match="shapes differ"):
+        verify_receipts(receipt_of(weights(), stride=stride), receipt_of(reshaped, stride=stride), 3, "replica 0")
+
+
+def test_an_engine_without_a_receipt_fails():
+    with pytest.raises(RefitError, match="holds the weights of step None"):
+        verify_receipts(receipt_of(weights()), {}, 3, "replica 0")
+
+
+def test_every_tensor_is_sampled_within_one_round_of_steps():
+    names = [f"model.layers.{i}.mlp.up_proj.weight" for i in range(200)]
+    stride = stride_for(len(names), 64)
+    assert stride == 3
+    for name in names:
+        assert sum(is_sampled(name, step, stride) for step in range(stride)) == 1
+
+
+def test_sampling_bounds():
+    assert stride_for(10, -1) == stride_for(0, 64) == stride_for(5, 64) == 1
+    assert stride_for(771, 64) == 12
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_checksum_equals_a_sum_of_sixteen_bit_words(dtype):
+    g = torch.Generator().manual_seed(9)
+    tensor = torch.randn(33, 65, generator=g).to(dtype)
+    words = tensor.numpy().view("<i2") if dtype != torch.bfloat16 else tensor.view(torch.int16).numpy()
+    assert int(checksum(tensor)) == int(words.astype("int64").sum())
+    assert int(checksum(tensor.t())) == int(words.astype("int64").sum())
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_non_finite_tensors_are_named(bad):
+    tensors = weights()
+    tensors["layer.7.weight"][0, 0] = bad
+    manifest = Manifest(step=0, stride=5)
+    list(manifest.watch(tensors.items()))
+    assert manifest.non_finite() == ["layer.7.weight"]

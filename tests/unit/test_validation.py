@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A wrong setting is refused before anything is loaded, by one message: value, reason and remedy."""
+
+import copy
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from flashrl_verl.config import FlashRLConfig
+from flashrl_verl.errors import ConfigError
+from flashrl_verl.validation import validate_config
+
+ROOT = Path(__file__).resolve().parents[2]
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
+ENGINE = f"{ROLLOUT}.engine_kwargs.vllm"
+CORRECTION = "algorithm.rollout_correction"
+ENV = "ray_kwargs.ray_init.runtime_env.env_vars"
+
+
+def _compose(*overrides):
+    with initialize_config_dir(str(ROOT / "recipe" / "flashrl" / "config"), version_base=None):
+        return compose("flashrl_trainer", overrides=list(overrides))
+
+
+@pytest.fixture(scope="module")
+def composed():
+    """The base experiment, and the same on the CPU; tests work on copies."""
+    return {"cuda": _compose(), "cpu": _compose("experiment=base", "hardware=cpu")}
+
+
+@pytest.fixture
+def changed(composed):
+    """Return base with some keys set to other values, as overrides with + or without would."""
+
+    def change(settings, hardware="cuda"):
+        cfg = copy.deepcopy(composed[hardware])
+        for key, value in settings.items():
+            OmegaConf.update(cfg, key, value, force_add=True)
+        return cfg
+
+    return change
+
+
+def _refusal(cfg):
+    with pytest.raises(ConfigError) as caught:
+        validate_config(cfg)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_defaults_of_the_yaml_are_those_of_the_dataclass(composed):
+    assert FlashRLConfig.from_mapping(composed["cuda"].flashrl) == FlashRLConfig()
+    names = [field.name for field in dataclasses.fields(FlashRLConfig)]
+    assert sorted(composed["cuda"].flashrl) == sorted(names)
+
+
+def test_base_is_valid_on_both_kinds_of_hardware(composed):
+    assert validate_config(composed["cuda"]) == FlashRLConfig()
+    assert validate_config(composed["cpu"]) == FlashRLConfig()
+
+
+def test_a_configuration_without_flashrl_is_refused():
+    message = _refusal(OmegaConf.create({"trainer": {"use_v1": True}}))
+    assert "flashrl is missing" in message and "+experiment=base" in message
+
+
+REFUSED = [
+    # precision reaches the whole-config check
+    ({"flashrl.precision": "fp8"}, "flashrl.precision='fp8'", "int8"),
+    ({"flashrl.update_timeout_s": 0}, "flashrl.update_timeout_s=0", "above 0"),
+    ({"flashrl.receipt_tensors": 0}, "flashrl.receipt_tensors=0", "-1 for all"),
+    ({"flashrl.max_num_gen_batches": -1}, "flashrl.max_num_gen_batches=-1", "0 for no bound"),
+    # another trainer or backend than ours
+    ({"trainer.use_v1": False}, "trainer.use_v1=false", "trainer.use_v1=true"),
+    ({"trainer.v1.trainer_mode": "sync"}, "trainer.v1.trainer_mode=sync", "trainer.v1.trainer_mode=flashrl"),
+    ({f"{ROLLOUT}.name": "vllm"}, f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.name=flashrl"),
+    ({"actor_rollout_ref.hybrid_engine": False}, "hybrid_engine=false", "hybrid_engine=true"),
+    # what verl tests by the rollout's name
+    ({f"{ROLLOUT}.pipeline_model_parallel_size": 2}, "size=2", f"{ROLLOUT}.pipeline_model_parallel_size=1"),
+    ({f"{ROLLOUT}.disaggregation.enabled": True}, "enabled=true", f"{ROLLOUT}.disaggregation.enabled=false"),
+    ({f"{ROLLOUT}.scheduling_policy": "priority"}, "policy=priority", f"{ROLLOUT}.scheduling_policy=fcfs"),
+    ({"actor_rollout_ref.model.lora_rank": 8}, "lora_rank=8", "actor_rollout_ref.model.lora.merge=True"),
+    ({"actor_rollout_ref.model.lora.rank": 8}, "lora.rank=8", "actor_rollout_ref.model.lora.merge=True"),
+    (
+        {"actor_rollout_ref.model.mtp.enable_rollout": True},
+        f"{ROLLOUT}.mtp.enable_rollout=true",
+        "actor_rollout_ref.model.mtp.enable_rollout=false",
+    ),
+    (
+        {f"{ROLLOUT}.checkpoint_engine.backend": "nccl"},
+        f"{ROLLOUT}.checkpoint_engine.backend=nccl",
+        f"{ROLLOUT}.checkpoint_engine.backend=naive",
+    ),
+    # number formats that contradict ours
+    ({f"{ROLLOUT}.dtype": "float32"}, f"{ROLLOUT}.dtype=float32", f"{ROLLOUT}.dtype=bfloat16"),
+    ({f"{ROLLOUT}.load_format": "bitsandbytes"}, "load_format=bitsandbytes", f"{ROLLOUT}.load_format=dummy"),
+    ({f"{ROLLOUT}.quantization": "fp8"}, f"{ROLLOUT}.quantization=fp8", f"{ROLLOUT}.quantization=null"),
+    (
+        {f"{ROLLOUT}.quantization_config_file": "q.json"},
+        "quantization_config_file=q.json",
+        f"{ROLLOUT}.quantization_config_file=null",
+    ),
+    (
+        {f"{ACTOR}.fsdp_config.qat.enable": True},
+        f"{ROLLOUT}.qat.enable=true",
+        f"{ACTOR}.fsdp_config.qat.enable=false",
+    ),
+    # settings that would not reach the workers
+    (
+        {f"{ROLLOUT}.custom.flashrl": {"precision": "bf16"}},
+        f"{ROLLOUT}.custom.flashrl=",
+        f"{ROLLOUT}.custom.flashrl='${{flashrl}}'",
+    ),
+    (
+        {f"{ACTOR}.policy_loss.rollout_correction": {"rollout_is": None}},
+        f"{ACTOR}.policy_loss.rollout_correction=",
+        f"'${{{CORRECTION}}}'",
+    ),
+    # the correction itself
+    ({f"{CORRECTION}.bypass_mode": True}, "bypass_mode=true", f"{CORRECTION}.bypass_mode=false"),
+    (
+        {f"{ACTOR}.policy_loss.loss_mode": "bypass_mode"},
+        "loss_mode=bypass_mode",
+        f"{ACTOR}.policy_loss.loss_mode=vanilla",
+    ),
+    ({f"{CORRECTION}.rollout_is": "word"}, "rollout_is=word", f"{CORRECTION}.rollout_is=token"),
+    ({f"{CORRECTION}.rollout_is_threshold": None}, "threshold=null", "rollout_is_threshold=2.0"),
+    ({f"{CORRECTION}.rollout_is_threshold": 0}, "threshold=0", "rollout_is_threshold=2.0"),
+    ({f"{CORRECTION}.rollout_is_threshold": -2.0}, "threshold=-2.0", "rollout_is_threshold=2.0"),
+    ({f"{CORRECTION}.rollout_is_threshold": True}, "threshold=true", "rollout_is_threshold=2.0"),
+    ({f"{CORRECTION}.rollout_is_threshold": "two"}, "threshold=two", "rollout_is_threshold=2.0"),
+    ({f"{CORRECTION}.rollout_is_threshold": "nan"}, "threshold=nan", "rollout_is_threshold=2.0"),
+    ({f"{CORRECTION}.rollout_is_threshold": "5.0_0.5"}, "threshold=5.0_0.5", "0.5_5.0"),
+    ({f"{CORRECTION}.rollout_is_threshold": 0.5}, "threshold=0.5", "at least 1"),
+    ({f"{CORRECTION}.rollout_rs": "token_k1"}, "rollout_rs=token_k1", f"{CORRECTION}.rollout_rs_threshold="),
+    # TIS needs the log-probs of the policy that sampled, and that policy whole
+    ({f"{ROLLOUT}.calculate_log_probs": False}, "probs=false", f"{ROLLOUT}.calculate_log_probs=true"),
+    ({f"{ROLLOUT}.top_p": 0.9}, f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.top_p=1.0"),
+    ({f"{ROLLOUT}.top_k": 50}, f"{ROLLOUT}.top_k=50", f"{ROLLOUT}.top_k=-1"),
+    ({f"{ROLLOUT}.min_p": 0.05}, f"{ROLLOUT}.min_p=0.05", f"remove {ROLLOUT}.min_p"),
+    ({f"{ROLLOUT}.repetition_penalty": 1.1}, "penalty=1.1", f"{ROLLOUT}.repetition_penalty=1.0"),
+    ({f"{ROLLOUT}.logprobs_mode": "raw_logprobs"}, "mode=raw_logprobs", "logprobs_mode=processed_logprobs"),
+    # engine arguments that would win over ours
+    ({f"{ENGINE}.quantization": "fp8"}, f"{ENGINE}.quantization=fp8", "flashrl.precision"),
+    ({f"{ENGINE}.q": "fp8"}, f"{ENGINE}.q=fp8", "flashrl.precision"),
+    ({f"{ENGINE}.quantization_config": {"a": 1}}, f"{ENGINE}.quantization_config=", "flashrl.precision"),
+    (
+        {f"{ENGINE}.hf_overrides": {"quantization_config": {"quant_method": "fp8"}}},
+        f"{ENGINE}.hf_overrides=",
+        f"remove {ENGINE}.hf_overrides",
+    ),
+    (
+        {f"{ENGINE}.hf_overrides": '{"rope_scaling": {"factor": 4}}'},
+        f"{ENGINE}.hf_overrides=",
+        "config.json of the model",
+    ),
+    ({f"{ENGINE}.load_format": "auto"}, f"{ENGINE}.load_format=auto", f"set {ROLLOUT}.load_format"),
+    ({f"{ENGINE}.dtype": "float16"}, f"{ENGINE}.dtype=float16", f"set {ROLLOUT}.dtype"),
+    ({f"{ENGINE}.logprobs_mode": "raw_logits"}, "mode=raw_logits", f"set {ROLLOUT}.logprobs_mode"),
+    ({f"{ENGINE}.logprobs-mode": "raw_logits"}, "mode=raw_logits", f"set {ROLLOUT}.logprobs_mode"),
+    ({f"{ENGINE}.tensor_parallel_size": 8}, "size=8", f"set {ROLLOUT}.tensor_model_parallel_size"),
+    ({f"{ENGINE}.pipeline_parallel_size": 2}, "size=2", f"set {ROLLOUT}.pipeline_model_parallel_size"),
+    ({f"{ENGINE}.scheduling_policy": "priority"}, "policy=priority", f"set {ROLLOUT}.scheduling_policy"),
+    ({f"{ENGINE}.worker_extension_cls": "a.B"}, "cls=a.B", f"remove {ENGINE}.worker_extension_cls"),
+    ({f"{ENGINE}.override_generation_config": {"min_p": 0.1}}, '{"min_p": 0.1}', f"{ROLLOUT}.temperature"),
+    ({f"{ENGINE}.logits_processors": ["a.B"]}, '["a.B"]', f"remove {ENGINE}.logits_processors"),
+    ({f"{ENGINE}.speculative_config": {"method": "eagle"}}, "eagle", f"remove {ENGINE}.speculative_config"),
+    ({f"{ENGINE}.enable_lora": True}, "enable_lora=true", "actor_rollout_ref.model.lora.merge=True"),
+    ({f"{ENGINE}.config": "more.yaml"}, "config=more.yaml", f"remove {ENGINE}.config"),
+    # hardware chosen by half
+    ({"trainer.device": "cpu"}, "trainer.device=cpu", "hardware=cpu"),
+    ({"trainer.device": "npu"}, "trainer.device=npu", "hardware=cuda or hardware=cpu"),
+    ({f"{ENV}.VERL_PLATFORM": "cpu"}, f"{ENV}.VERL_PLATFORM=cpu", "hardware=cpu"),
+]
+
+
+@pytest.mark.parametrize(
+    ("settings", "value", "remedy"),
+    REFUSED,
+    ids=[",".join(f"{k}={v}" for k, v in row[0].items()) for row in REFUSED],
+)
+def test_contradiction_is_refused_with_value_reason_and_remedy(changed, settings, value, remedy):
+    message = _refusal(changed(settings))
+    key = next(iter(settings))
+    if not key.startswith("flashrl."):
+        stated, _, suggested = message.partition(" Remedy: ")
+        assert " is refused: " in stated
+    else:
+        stated = suggested = message
+    assert value in stated
+    assert remedy in suggested
+
+
+@pytest.mark.parametrize(
+    ("settings", "value", "remedy"),
+    [
+        ({f"{ACTOR}.strategy": "fsdp"}, f"{ACTOR}.strategy=fsdp", f"{ACTOR}.strategy=fsdp2"),
+        ({f"{ROLLOUT}.enable_sleep_mode": True}, "sleep_mode=true", f"{ROLLOUT}.enable_sleep_mode=false"),
+        ({f"{ENV}.VERL_PLATFORM": None}, "trainer.device=cpu", "hardware=cpu"),
+        ({"trainer.device": "cuda"}, f"{ENV}.VERL_PLATFORM=cpu", "hardware=cpu"),
+    ],
+)
+def test_half_of_the_cpu_platform_is_refused(changed, settings, value, remedy):
+    message = _refusal(changed(settings, hardware="cpu"))
+    assert value in message and remedy in message.partition(" Remedy: ")[2]
+
+
+ACCEPTED = [
+    {f"{ROLLOUT}.top_k": 0},
+    {f"{ROLLOUT}.top_p": 1},
+    {f"{ROLLOUT}.min_p": 0.0},
+    {f"{ROLLOUT}.repetition_penalty": 1},
+    {f"{ROLLOUT}.dtype": "float16"},
+    {f"{ROLLOUT}.val_kwargs.top_p": 0.7, f"{ROLLOUT}.val_kwargs.top_k": 20},
+    {f"{CORRECTION}.rollout_is": "sequence", f"{CORRECTION}.rollout_is_threshold": "5.0"},
+    {f"{CORRECTION}.rollout_is_threshold": "0.5_5.0"},
+    {f"{CORRECTION}.rollout_rs": "token_k1", f"{CORRECTION}.rollout_rs_threshold": "0.5_2.0"},
+    {f"{CORRECTION}.rollout_is": None, f"{CORRECTION}.rollout_is_threshold": None},
+    {f"{CORRECTION}.rollout_is": None, f"{ROLLOUT}.top_p": 0.9, f"{ROLLOUT}.calculate_log_probs": False},
+    {"actor_rollout_ref.model.lora_rank": 8, "actor_rollout_ref.model.lora.merge": True},
+    {f"{ENGINE}.quantization": None},
+    {f"{ENGINE}.dtype": "bfloat16", f"{ENGINE}.tensor_parallel_size": 2},
+    {f"{ENGINE}.kv_cache_dtype": "fp8", f"{ENGINE}.max_logprobs": 5, f"{ENGINE}.block_size": 32},
+    {"flashrl.precision": "bf16", "flashrl.receipt_tensors": -1},
+]
+
+
+@pytest.mark.parametrize("settings", ACCEPTED, ids=[",".join(row) for row in ACCEPTED])
+def test_what_is_merely_unusual_is_accepted(changed, settings):
+    validate_config(changed(settings))
+
+
+@pytest.mark.parametrize("key", [f"{ROLLOUT}.top_p", f"{ROLLOUT}.calculate_log_probs"])
+def test_rejection_without_weights_needs_the_same_sampling_as_tis(changed, key):
+    rejection = {
+        f"{CORRECTION}.rollout_is": None,
+        f"{CORRECTION}.rollout_rs": "seq_mean_k3",
+        f"{CORRECTION}.rollout_rs_threshold": 0.01,
+    }
+    message = _refusal(changed({**rejection, key: 0.9 if key.endswith("top_p") else False}))
+    assert key in message
+
+
+def test_a_pair_that_yaml_reads_as_a_number_is_explained():
+    message = _refusal(_compose(f"{CORRECTION}.rollout_is_threshold=0.5_5"))
+    assert "threshold=0.55" in message and "YAML reads 0.5_5 as the number 0.55" in message
+
+
+def test_checking_a_configuration_changes_neither_it_nor_the_environment(composed):
+    for cfg in composed.values():
+        before, environment = copy.deepcopy(cfg), dict(os.environ)
+        validate_config(cfg)
+        assert cfg == before and dict(os.environ) == environment
+
+
+def test_checking_needs_neither_torch_nor_vllm_nor_verl():
+    heavy = "{'torch', 'vllm', 'verl', 'ray', 'transformers'}"
+    code = f"import sys, flashrl_verl.validation; print(sorted({heavy} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
