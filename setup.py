@@ -27,7 +27,7 @@ INSTALL_REQUIRES = [
 TEST = ["pytest>=8", "pytest-timeout>=2.3"]
 
 EXTRAS_REQUIRE = {
-    # Only when asked for by name, on a GPU node without a fork of verl; the same pins as requirements/cuda.txt.
+    # Only when asked for by name, on a GPU node without a fork of verl. Same pins as requirements/cuda.txt.
     # There is no `cpu` extra: pip cannot resolve vLLM's CPU build (requirements/cpu.txt says why).
     "cuda": [
         "verl==0.9.1",

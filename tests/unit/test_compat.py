@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Versions are read without importing anything heavy; what is missing or untested is said in so many words."""
+"""Versions are read without importing anything heavy; what is missing or untested is named."""
 
 import importlib.metadata
 import re
@@ -24,7 +24,8 @@ PINNED_BY_VERL = {"transformers"}
 
 
 def run_python(*arguments: str, cwd: Path) -> str:
-    return subprocess.run([sys.executable, *arguments], cwd=cwd, capture_output=True, text=True, check=True).stdout
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=True).stdout
 
 
 def pins(file_name: str) -> dict[str, str]:
@@ -77,7 +78,7 @@ def test_missing_component_raises_with_the_install_command():
 
 @pytest.mark.parametrize("function", ["require_verl", "require_vllm", "vllm_device"])
 def test_python_without_verl_and_vllm_gets_a_config_error(function, tmp_path):
-    shutil.copytree(Path(packaging.__file__).parent, tmp_path / "packaging")  # all that compat needs installed
+    shutil.copytree(Path(packaging.__file__).parent, tmp_path / "packaging")  # all that compat needs
     code = (
         f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(tmp_path)!r}]\n"
         "from flashrl_verl import compat, errors\n"

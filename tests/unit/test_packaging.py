@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The wheel holds the package, its YAML and nothing else; the lock is whole; the set-up script refuses what it must."""
+"""The wheel holds the package and its YAML only; the lock is whole; the set-up script refuses what it must."""
 
 import base64
 import configparser
@@ -36,8 +36,8 @@ def wheel(tmp_path_factory):
         shutil.copy(ROOT / name, source)
     for name in ("flashrl_verl", "recipe", "tests", "configs"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    options = ["--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder)]
-    subprocess.run([sys.executable, "-m", "pip", "wheel", *options, str(source)], check=True, capture_output=True)
+    pip_wheel = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*pip_wheel, "--wheel-dir", str(folder), str(source)], check=True, capture_output=True)
     (path,) = folder.glob("*.whl")
     with zipfile.ZipFile(path) as archive:
         yield archive

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real vLLM engine under ``flashrl`` quantization takes weight updates: its storage against a recomputation from the trainer.
+
+The engine runs in this process, so its parameters can be looked at; the trainer is a Hugging Face model with AdamW.
+"""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from flashrl_verl.errors import RefitError
+
+pytestmark = pytest.mark.cpu_e2e
+
+LAYERS, HIDDEN, HEADS, KV_HEADS, INTERMEDIATE, VOCAB = 2, 128, 4, 2, 344, 160
+"""344 is divided by no kernel tile; 2 KV heads for 4 heads make q, k and v differ in rows."""
+
+
+@pytest.fixture(scope="module")
+def trainer() -> Qwen2ForCausalLM:
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=INTERMEDIATE,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+        initializer_range=0.05,
+    )
+    return Qwen2ForCausalLM(config).float()
+
+
+@pytest.fixture(scope="module")
+def engine(trainer, tmp_path_factory):
+    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", VERL_PLATFORM="cpu")
+    vllm = pytest.importorskip("vllm")
+    path = tmp_path_factory.mktemp("model")
+    trainer.config.save_pretrained(path)
+    from flashrl_verl.config import Precision
+    from flashrl_verl.plugin_vllm import register
+    from flashrl_verl.quantization.config import quantization_config_dict
+
+    register()
+    llm = vllm.LLM(
+        str(path),
+        skip_tokenizer_init=True,
+        quantization="flashrl",
+        hf_overrides={"quantization_config": quantization_config_dict(Precision.INT8)},
+        worker_extension_cls="flashrl_verl.rollout.worker.FlashRLWorkerExtension",
+        load_format="dummy",
+        enforce_eager=True,
+        max_model_len=128,
+        max_num_batched_tokens=256,
+        dtype="bfloat16",
+        logprobs_mode="processed_logprobs",
+    )
+    yield llm
+
+
+@pytest.fixture
+def refit(engine):
+    """A fresh account of the engine's model and a function that sends it an update."""
+    from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
+    from flashrl_verl.rollout.refit import WeightRefit
+
+    runner = engine.llm_engine.model_executor.driver_worker.worker.model_runner
+    account = WeightRefit(runner.model)
+
+    def update(weights: dict[str, torch.Tensor], step: int, stride: int = 1) -> dict:
+        items = list(weights.items())
+        account.begin(step, stride)
+        for first in range(0, len(items), 5):
+            account.load(items[first : first + 5])
+        config = runner.vllm_config.model_config
+        report = account.finish(lambda: process_weights_after_loading(runner.model, config, torch.device("cpu")))
+        engine.reset_prefix_cache()
+        return report
+
+    update.model = runner.model
+    return update
+
+
+def wire(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What the trainer sends: BF16 copies of its FP32 masters."""
+    return {name: p.detach().bfloat16().clone() for name, p in model.state_dict().items()}
+
+
+def expected(rows: list[torch.Tensor]) -> tuple[np.ndarray, np.ndarray]:
+    """DESIGN's arithmetic in numpy float32: scale = absmax / 127, code = round-half-even(w / scale)."""
+    w = torch.cat(rows).float().numpy()
+    scales = (np.abs(w).max(axis=1, keepdims=True) / np.float32(127)).astype(np.float32)
+    scales[scales == 0] = 1
+    return np.rint(w / scales).astype(np.int8), scales
+
+
+def assert_storage_is_int8_of(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
+    stored = dict(model.named_parameters())
+    fused = {
+        "self_attn.qkv_proj": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+        "self_attn.o_proj": ["self_attn.o_proj"],
+        "mlp.gate_up_proj": ["mlp.gate_proj", "mlp.up_proj"],
+        "mlp.down_proj": ["mlp.down_proj"],
+    }
+    for layer in range(LAYERS):
+        prefix = f"model.layers.{layer}."
+        for name, parts in fused.items():
+            codes, scales = expected([weights[f"{prefix}{part}.weight"] for part in parts])
+            assert stored[f"{prefix}{name}.weight"].dtype == torch.int8
+            np.testing.assert_array_equal(stored[f"{prefix}{name}.weight"].data.numpy(), codes)
+            np.testing.assert_array_equal(stored[f"{prefix}{name}.weight_scale"].data.numpy(), scales)
+    for name in ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"):
+        rows = weights[name].shape[0]
+        assert torch.equal(stored[name].data[:rows], weights[name])
+
+
+def optimizer_step(model: torch.nn.Module, lr: float, seed: int) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.randint(VOCAB, (4, 16), generator=g)
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def greedy(engine) -> tuple[list[int], list[float]]:
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=10, logprobs=0, ignore_eos=True, detokenize=False)
+    out = engine.generate([{"prompt_token_ids": [5, 6, 7, 8]}], params, use_tqdm=False)[0].outputs[0]
+    return list(out.token_ids), [step[t].logprob for t, step in zip(out.token_ids, out.logprobs, strict=True)]
+
+
+def test_four_linears_per_layer_are_int8_and_take_about_half_the_bytes(engine):
+    (layers,) = engine.collective_rpc("flashrl_layers")
+    assert layers["precision"] == "int8"
+    assert layers["quantized_layers"] == 4 * LAYERS
+    assert layers["unquantized_linears"] == []
+    assert 0.5 < layers["quantized_bytes"] / layers["quantized_bytes_as_bf16"] < 0.53
+
+
+def test_codes_and_scales_equal_a_float32_recomputation_before_and_after_an_optimizer_step(engine, trainer, refit):
+    before = wire(trainer)
+    report = refit(before, step=0)
+    assert report["updated"] == len(before) and report["left_alone"] == [] and report["unexpected"] == []
+    assert_storage_is_int8_of(refit.model, before)
+    optimizer_step(trainer, lr=1e-2, seed=1)
+    after = wire(trainer)
+    refit(after, step=1, stride=4)
+    assert_storage_is_int8_of(refit.model, after)
+    changed = [n for n in after if not torch.equal(before[n], after[n])]
+    assert len(changed) == len(after), "an optimizer step that changes nothing would make this test empty"
+
+
+def test_log_probs_follow_the_trainer(engine, trainer, refit):
+    for step in range(2):
+        optimizer_step(trainer, lr=1e-3, seed=10 + step)
+        refit(wire(trainer), step=step)
+        tokens, log_probs = greedy(engine)
+        ids = torch.tensor([[5, 6, 7, 8, *tokens]])
+        with torch.no_grad():
+            logits = trainer.to(torch.bfloat16)(input_ids=ids).logits.float()
+        trainer.float()
+        reference = logits.log_softmax(-1)[0, 3:-1].gather(-1, ids[0, 4:, None]).squeeze(-1)
+        assert np.abs(np.array(log_probs) - reference.numpy()).max() < 0.15
+
+
+def test_the_same_weights_give_the_same_output_at_the_same_addresses(engine, trainer, refit):
+    first = wire(trainer)
+    refit(first, step=0)
+    addresses = {n: p.data_ptr() for n, p in refit.model.named_parameters()}
+    output = greedy(engine)
+    other = {n: (t.float() + 0.02).bfloat16() for n, t in first.items()}
+    refit(other, step=1)
+    assert greedy(engine) != output
+    refit(first, step=2)
+    assert greedy(engine) == output
+    assert {n: p.data_ptr() for n, p in refit.model.named_parameters()} == addresses
+
+
+K_PROJ = "model.layers.0.self_attn.k_proj.weight"
+UP_PROJ = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize("first_update", [True, False], ids=["first update", "later update"])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda w: w.pop(K_PROJ), "k_proj|qkv_proj"),
+        (lambda w: w.pop("model.layers.1.self_attn.v_proj.bias"), r"v_proj\.bias|qkv_proj\.bias"),
+        (lambda w: w.pop("model.norm.weight"), r"model\.norm\.weight"),
+        (lambda w: w.update({"model.layers.0.mlp.extra_proj.weight": torch.zeros(2, 2)}), "extra_proj"),
+        (lambda w: w.update({UP_PROJ: w[UP_PROJ][:-8]}), r"up_proj\.weight.*336"),
+        (lambda w: w.update({UP_PROJ: torch.cat([w[UP_PROJ], w[UP_PROJ]])}), r"up_proj\.weight.*688"),
+        (lambda w: w[UP_PROJ].fill_(float("nan")), r"NaN or Inf in .*up_proj\.weight"),
+        (lambda w: w["model.norm.weight"].fill_(float("inf")), r"NaN or Inf in .*model\.norm\.weight"),
+    ],
+    ids=["missing shard", "missing bias", "missing norm", "extra", "too small", "too large", "NaN", "Inf"],
+)
+def test_whatever_is_unaccounted_for_is_one_error_that_names_it(trainer, refit, change, message, first_update):
+    if not first_update:
+        refit(wire(trainer), step=0)
+    weights = wire(trainer)
+    change(weights)
+    with pytest.raises(RefitError, match=f"step 7: .*({message})"):
+        refit(weights, step=7)
+
+
+def test_all_problems_of_one_update_are_listed_together(trainer, refit):
+    refit(wire(trainer), step=0)
+    weights = wire(trainer)
+    del weights[K_PROJ]
+    weights["model.layers.0.mlp.extra_proj.weight"] = torch.zeros(2, 2)
+    weights[UP_PROJ] = weights[UP_PROJ][:-8]
+    with pytest.raises(RefitError) as caught:
+        refit(weights, step=3)
+    assert all(name in str(caught.value) for name in (K_PROJ, "extra_proj", UP_PROJ))
+
+
+def test_storage_that_does_not_match_what_arrived_is_noticed(trainer, refit):
+    from flashrl_verl.quantization.parameter import QuantizedWeight
+
+    refit(wire(trainer), step=0)
+    weight = next(p for p in refit.model.parameters() if isinstance(p, QuantizedWeight))
+    load = weight.load_qkv_weight
+
+    def overwritten(loaded_weight, **kwargs):
+        load(loaded_weight, **kwargs)
+        weight.data[0, 0] += 1
+
+    weight.load_qkv_weight = overwritten
+    try:
+        with pytest.raises(RefitError, match="stored codes are not those of the tensors that arrived"):
+            refit(wire(trainer), step=1)
+    finally:
+        del weight.load_qkv_weight
