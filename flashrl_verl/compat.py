@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is installed, and whether it was tested: the only place that reads versions or probes hardware.
 
-flashrl-verl hooks into internals of verl and vLLM, so a version that nobody ran may lack a hook or, worse, call
-it differently. A missing package stops the run; an untested version is a warning that names the tested ones,
-because users bring forks.
+flashrl-verl hooks into internals of verl and vLLM, so a version that nobody ran may lack a hook or, worse,
+call it differently. A missing package stops the run; an untested version is a warning that names the tested
+ones, because users bring forks.
 """
 
 import importlib.metadata
@@ -164,7 +164,7 @@ def vllm_device() -> Literal["cpu", "cuda"]:
     if current_platform.is_cuda():
         return "cuda"
     raise ConfigError(
-        f"vLLM {installed} runs on {current_platform.device_type or 'no device'!r}; flashrl-verl needs 'cpu' or "
-        "'cuda'. Either no GPU driver answers, or this is a CPU build whose version lacks '+cpu'. "
+        f"vLLM {installed} runs on {current_platform.device_type or 'no device'!r}; flashrl-verl needs 'cpu' "
+        "or 'cuda'. Either no GPU driver answers, or this is a CPU build whose version lacks '+cpu'. "
         f"Check nvidia-smi, or install again: {INSTALL_COMMAND}"
     )

@@ -165,6 +165,8 @@ class FlashRLTrainer(PPOTrainerSync):
             "flashrl/refit_gigabytes": receipt["bytes"] / 1e9,
             "flashrl/receipt_step": receipt["step"],
             "flashrl/receipt_checksums": len(receipt["checksums"]),
+            # One number for "the same weights": equal for equal weights at the same step, also after a resume.
+            "flashrl/receipt_sum": sum(receipt["checksums"].values()) % 2**32,
         }
 
     def _check_padded_vocabulary(self) -> None:
@@ -207,5 +209,6 @@ def _describe(precision: str, layers: dict[str, float], refit: dict[str, float])
     return (
         f"[flashrl] rollout precision {precision}: {layers['flashrl/quantized_layers']} quantized linears ({kept}), "
         f"{layers['flashrl/weight_bytes'] / 1e6:.2f} MB of weights; first refit {refit['flashrl/refit_tensors']} tensors in "
-        f"{refit['flashrl/refit_seconds']:.2f} s, receipt of step {refit['flashrl/receipt_step']} verified"
+        f"{refit['flashrl/refit_seconds']:.2f} s, receipt of step {refit['flashrl/receipt_step']} verified "
+        f"(sum {refit['flashrl/receipt_sum']})"
     )

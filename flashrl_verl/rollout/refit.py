@@ -43,6 +43,8 @@ class WeightRefit:
         self.model = model
         self.baseline: dict[str, tuple[int, ...]] | None = None
         """HF name -> shape of every tensor of a whole update; None until the first one has succeeded."""
+        self.written: dict[str, set[str]] = {}
+        """HF name -> the vLLM parameters it writes, as seen in the first update."""
         self.left_alone: list[str] = []
         """HF names the model ignores on purpose (a tied ``lm_head``, rotary inverse frequencies)."""
         self.last_receipt: dict = {}
@@ -125,6 +127,7 @@ class WeightRefit:
         except Exception as error:  # noqa: BLE001 - models raise anything; the name is what the user needs
             self._problems.append(f"{name} {tuple(tensor.shape)} does not fit: {_first_line(error)}")
             return
+        self.written[name] = loaded
         if loaded:
             return
         if name.endswith("rotary_emb.inv_freq") or (name.startswith("lm_head.") and self._tied()):
@@ -147,12 +150,16 @@ class WeightRefit:
         sampled = [(n, t) for n, t in weights if n in alone]
         others = [(n, t) for n, t in weights if n not in alone]
         try:
-            self.model.load_weights(others)
+            loaded = set(self.model.load_weights(others) or ()) if others else set()
             for name, tensor in sampled:
-                self._load_one(name, tensor)
+                loaded |= self._load_one(name, tensor)
         except Exception as error:  # noqa: BLE001
             names = ", ".join(n for n, _ in weights[:_LISTED])
             self._problems.append(f"loading a bucket failed ({names}): {_first_line(error)}")
+            return
+        skipped = [n for n, _ in weights if not self.written[n] <= loaded]
+        if skipped:
+            self._problems.append("the model did not load " + _list(skipped))
 
     def _observer_for(self, name: str):
         def observe(weight: QuantizedWeight, source: torch.Tensor, row_offset: int, column_offset: int) -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Supervised warm-up: from random weights to a policy that is worth improving by RL.
 
-It stops when the greedy accuracy on a probe crosses a target, not after a fixed number of steps: the step at which a small
-transformer discovers how to align digits varies several-fold with its seed.
+It stops when the accuracy on a probe crosses a target, not after a fixed number of steps: when a small transformer discovers
+how to align digits depends on its seed.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ IGNORE = -100
 class WarmupConfig:
     """How the warm-up is run."""
 
-    target_accuracy: float = 0.45
-    """Greedy probe accuracy at which to stop. A perfect adder that always forgets its carries reaches 0.55."""
+    target_accuracy: float = 0.42
+    """Sampled probe accuracy at which to stop; the greedy one is a few points above it then. The sampled one decides because
+    it is an expectation over the policy and does not jump. A perfect adder with a slip rate of 0.6 would reach 0.73."""
     max_steps: int = 600
     """Give up after this many updates; about 100 are needed."""
     batch_size: int = 128
@@ -148,7 +149,7 @@ def warm_up(
     seed: int,
     on_probe: Callable[[int, Accuracy], None] | None = None,
 ) -> WarmupResult:
-    """Train `model` in place on the training problems until the probe's greedy accuracy reaches the target.
+    """Train `model` in place on the training problems until the probe's sampled accuracy reaches the target.
 
     Args:
         model: float32, on the CPU.
@@ -185,11 +186,11 @@ def warm_up(
             model.train()
             if on_probe:
                 on_probe(step, accuracy)
-            if accuracy.greedy >= config.target_accuracy:
+            if accuracy.sampled >= config.target_accuracy:
                 model.eval()
                 return WarmupResult(steps=step, seconds=time.monotonic() - started, probe=accuracy)
     raise FlashRLError(
-        f"The warm-up of the toy model reached a probe accuracy of {accuracy.greedy:.2f} in {config.max_steps} updates, "
+        f"The warm-up of the toy model reached a sampled probe accuracy of {accuracy.sampled:.2f} in {config.max_steps} updates, "
         f"short of {config.target_accuracy:.2f}. Try another seed: flashrl quickstart --seed {seed + 1}."
     )
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The wheel holds the package and its YAML only; the lock is whole; the set-up script refuses what it must."""
+"""The wheel holds the package and its YAML only, the lock is whole, and set-up refuses what it must."""
 
 import base64
 import configparser

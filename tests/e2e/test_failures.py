@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What goes wrong ends the run with one error that names it, soon, and loses nothing."""
+
+import os
+import re
+import signal
+import time
+
+import pytest
+from recipe_runs import command, finish, make_assets, start
+
+pytestmark = [pytest.mark.cpu_e2e, pytest.mark.slow, pytest.mark.timeout(600)]
+
+NO_FILTER = "algorithm.filter_groups.enable=false"
+
+
+def assert_says(pattern: str, output: str) -> None:
+    assert re.search(pattern, output), f"no {pattern!r} in the output, which ends:\n{output[-3000:]}"
+
+
+def steps_trained(run) -> list[int]:
+    return [step for step in run.metrics() if step > 0]
+
+
+@pytest.mark.parametrize(
+    "fault, message",
+    [
+        ("skip_update:2", r"step 1, but the trainer is at step 2"),
+        ("stale_tensor:2", r"at step 2 .* model.layers.0.mlp.down_proj.weight"),
+    ],
+)
+def test_a_dropped_update_is_noticed_at_a_learning_rate_of_1e_6(recipe, fault, message):
+    run = recipe(NO_FILTER, "actor_rollout_ref.actor.optim.lr=1e-6", "trainer.total_training_steps=3", fault=fault)
+    assert run.returncode != 0
+    assert_says(message, run.output)
+    assert steps_trained(run) == [1]
+
+
+@pytest.mark.parametrize(
+    "fault, message",
+    [
+        ("raise_in_receiver:2", "weight update of step 2|OSError: a fault inside the receiver"),
+        ("kill_engine:2", "weight update of step 2: the rollout engine ended"),
+    ],
+)
+def test_a_failing_receiver_ends_the_run_within_the_time_limit(recipe, tmp_path, fault, message):
+    run = recipe(NO_FILTER, "trainer.total_training_steps=3", "flashrl.update_timeout_s=60", fault=fault)
+    assert run.returncode != 0
+    assert_says(message, run.output)
+    assert time.time() - run.metrics_file.stat().st_mtime < 60, "the metrics of step 1 were the last sign of life"
+
+
+def test_nan_in_an_update_is_never_saved(recipe, tmp_path):
+    run = recipe(NO_FILTER, "trainer.total_training_steps=3", "trainer.save_freq=1", fault="nan_update:2")
+    assert run.returncode != 0
+    assert_says(r"step 2: .*NaN or Inf in 1 parameters \(.*down_proj.weight\); no checkpoint was saved", run.output)
+    assert sorted(p.name for p in (tmp_path / "checkpoints").glob("global_step_*")) == ["global_step_1"]
+
+
+def test_constant_groups_end_dynamic_sampling_with_an_error_that_says_so(recipe):
+    run = recipe("reward.custom_reward_function.name=constant", "flashrl.max_num_gen_batches=3")
+    assert run.returncode != 0
+    assert_says(r"DynamicSamplingError: step 1: .*more than 3 x 4 prompts.*flashrl\.max_num_gen_batches", run.output)
+
+
+@pytest.fixture(scope="module")
+def padded_assets(tmp_path_factory):
+    return make_assets(tmp_path_factory.mktemp("padded"), vocabulary_padding=58)
+
+
+def test_a_padded_vocabulary_is_refused_above_the_limit_with_its_mass(recipe, padded_assets):
+    run = recipe(NO_FILTER, assets=padded_assets)
+    assert run.returncode != 0
+    assert_says(
+        r"puts \d\.\d+e-0\d of its probability on tokens past len\(tokenizer\).*flashrl\.padded_vocab_mass_limit", run.output
+    )
+
+
+def test_a_padded_vocabulary_below_the_limit_warns_with_its_mass(recipe, padded_assets):
+    run = recipe(NO_FILTER, "flashrl.padded_vocab_mass_limit=0.9", "trainer.total_training_steps=1", assets=padded_assets)
+    assert run.returncode == 0, run.output[-3000:]
+    assert_says(r"puts \d\.\d+e-0\d of its probability on tokens past len\(tokenizer\).*allowed", run.output)
+
+
+def test_a_killed_run_resumes_with_equal_weights_and_its_history(assets, tmp_path):
+    words = command(
+        assets, tmp_path, NO_FILTER, "trainer.total_training_steps=6", "trainer.save_freq=2", "trainer.resume_mode=auto"
+    )
+    first = start(words, tmp_path)
+    metrics_file = tmp_path / "metrics.jsonl"
+    deadline = time.monotonic() + 240
+    while not (metrics_file.exists() and metrics_file.read_text().count("\n") >= 4):  # steps 0 to 3
+        assert first.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()[-3000:]
+        time.sleep(0.2)
+    os.kill(first.pid, signal.SIGKILL)
+    first.wait()
+    time.sleep(5)  # Ray's processes notice
+    before = finish(first, tmp_path).metrics()
+    latest = int((tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
+    assert latest in (2, 4)
+    os.rename(tmp_path / "log", tmp_path / "log-first")
+    run = finish(start(words, tmp_path), tmp_path)
+    assert run.returncode == 0, run.output[-3000:]
+    metrics = run.metrics()
+    assert sorted(metrics) == list(range(7))
+    assert run.steps_in_file() == sorted(run.steps_in_file()), "history first, then the resumed steps"
+    assert metrics[1] == before[1] and metrics[2]["actor/loss"] == before[2]["actor/loss"]
+    # The resumed run's first refit sends the checkpoint's weights: same step, same checksums as before the kill.
+    assert_says(
+        rf"rollout precision int8: 8 quantized linears .*receipt of step {latest} verified "
+        rf"\(sum {before[latest]['flashrl/receipt_sum']}\)",
+        run.output,
+    )

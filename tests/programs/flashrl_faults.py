@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Faults for end-to-end tests, loaded by verl through VERL_USE_EXTERNAL_MODULES in every process of a run.
+
+FLASHRL_TEST_FAULT is ``<kind>:<step>``. Each fault replaces a method of this package's own classes; verl and vLLM are left
+as they are.
+"""
+
+import os
+import signal
+
+import torch
+
+from flashrl_verl.import_hooks import after_import
+
+KIND, STEP = os.environ["FLASHRL_TEST_FAULT"].split(":")
+STEP = int(STEP)
+TENSOR = "model.layers.0.mlp.down_proj.weight"
+
+
+def skip_update(adapter) -> None:
+    """The trainer's adapter forgets one update altogether."""
+    update_weights = adapter.FlashRLServerAdapter.update_weights
+
+    async def forgetful(self, weights, global_steps=None, **kwargs):
+        if global_steps != STEP:
+            await update_weights(self, weights, global_steps=global_steps, **kwargs)
+
+    adapter.FlashRLServerAdapter.update_weights = forgetful
+
+
+def stale_tensor(refit) -> None:
+    """The engine gets one tensor of the update before."""
+    load = refit.WeightRefit.load
+    kept: dict[str, torch.Tensor] = {}
+
+    def stale(self, weights):
+        step = self.manifest.step
+        fresh = {n: t.clone() for n, t in weights if n == TENSOR}
+        load(self, [(n, kept[n] if n == TENSOR and step == STEP else t) for n, t in weights])
+        kept.update(fresh)
+
+    refit.WeightRefit.load = stale
+
+
+def raise_in_receiver(refit) -> None:
+    load = refit.WeightRefit.load
+
+    def raising(self, weights):
+        if self.manifest.step == STEP:
+            raise OSError("a fault inside the receiver")
+        load(self, weights)
+
+    refit.WeightRefit.load = raising
+
+
+def kill_engine(refit) -> None:
+    load = refit.WeightRefit.load
+
+    def killing(self, weights):
+        if self.manifest.step == STEP:
+            os.kill(os.getpid(), signal.SIGKILL)
+        load(self, weights)
+
+    refit.WeightRefit.load = killing
+
+
+def nan_update(worker) -> None:
+    """The optimizer step leaves a NaN in one weight of the actor."""
+    update_actor = worker.FlashRLWorker.update_actor
+    calls = []
+
+    def poisoned(self, data):
+        output = update_actor(self, data)
+        calls.append(1)
+        if len(calls) == STEP:
+            parameter = dict(self.actor.engine.module.named_parameters())[TENSOR]
+            with torch.no_grad():
+                parameter.data.to_local().view(-1)[3] = float("nan")
+        return output
+
+    poisoned.__dict__.update(update_actor.__dict__)  # verl's dispatch attributes
+    worker.FlashRLWorker.update_actor = poisoned
+
+
+MODULES = {
+    "skip_update": ("flashrl_verl.rollout.adapter", skip_update),
+    "stale_tensor": ("flashrl_verl.rollout.refit", stale_tensor),
+    "raise_in_receiver": ("flashrl_verl.rollout.refit", raise_in_receiver),
+    "kill_engine": ("flashrl_verl.rollout.refit", kill_engine),
+    "nan_update": ("flashrl_verl.worker", nan_update),
+}
+after_import(*MODULES[KIND])

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""End-to-end tests run the recipe as a user does: a process, a Hydra command line, a metrics file."""
+
+import dataclasses
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+PROGRAMS = Path(__file__).parent
+ROOT = PROGRAMS.parents[1]
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+
+
+@dataclasses.dataclass
+class Run:
+    """A finished run of the recipe."""
+
+    returncode: int
+    output: str
+    metrics_file: Path
+    seconds: float
+
+    def metrics(self) -> dict[int, dict]:
+        """step -> metrics, later lines of a step merged over earlier ones."""
+        steps: dict[int, dict] = {}
+        for line in self.metrics_file.read_text().splitlines():
+            entry = json.loads(line)
+            steps.setdefault(entry["step"], {}).update(entry["data"])
+        return steps
+
+    def steps_in_file(self) -> list[int]:
+        return [json.loads(line)["step"] for line in self.metrics_file.read_text().splitlines()]
+
+
+def make_assets(folder: Path, *, vocabulary_padding: int = 0) -> Path:
+    """An untrained toy model with its tokenizer and data, in the layout of the quickstart experiment."""
+    import datasets
+    import torch
+
+    from flashrl_verl.toy.model import ToyModelConfig, build_model
+    from flashrl_verl.toy.task import TaskConfig, split_problems, verl_rows
+    from flashrl_verl.toy.tokenizer import build_tokenizer
+
+    tokenizer = build_tokenizer()
+    model = build_model(tokenizer, ToyModelConfig(), seed=3)
+    if vocabulary_padding:
+        model.resize_token_embeddings(len(tokenizer) + vocabulary_padding, mean_resizing=False)
+    model.to(torch.bfloat16).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    split = split_problems(TaskConfig(), seed=3)
+    for name, problems in (("train", split.train[:64]), ("test", split.test[:8])):
+        datasets.Dataset.from_list(verl_rows(problems, split=name)).to_parquet(folder / f"{name}.parquet")
+    return folder
+
+
+def command(assets: Path, folder: Path, *overrides: str) -> list[str]:
+    """The recipe's smoke experiment on ``assets``, writing under ``folder``."""
+    return [
+        *(sys.executable, "-m", "recipe.flashrl.main_flashrl", "experiment=smoke"),
+        f"quickstart.assets={assets}",
+        f"trainer.default_local_dir={folder}/checkpoints",
+        f"reward.custom_reward_function.path={PROGRAMS}/digit_reward.py",
+        "reward.custom_reward_function.name=share_of_digits",
+        *overrides,
+    ]
+
+
+def environment(folder: Path, fault: str | None = None) -> dict[str, str]:
+    env = dict(os.environ, HF_HUB_OFFLINE="1", RAY_USAGE_STATS_ENABLED="0", VLLM_NO_USAGE_STATS="1")
+    env["VERL_FILE_LOGGER_PATH"] = str(folder / "metrics.jsonl")
+    env.pop("VERL_PLATFORM", None)  # the recipe sets it from the configuration
+    if fault:
+        path = [str(PROGRAMS), *filter(None, [env.get("PYTHONPATH")])]
+        env.update(VERL_USE_EXTERNAL_MODULES="flashrl_faults", FLASHRL_TEST_FAULT=fault, PYTHONPATH=":".join(path))
+    return env
+
+
+def start(
+    words: list[str],
+    folder: Path,
+    *,
+    fault: str | None = None,
+    cwd: Path = ROOT,
+    variables: dict[str, str] | None = None,
+) -> subprocess.Popen:
+    """Start a run in a process group of its own; its output goes to ``folder/log``."""
+    with open(folder / "log", "ab") as log:
+        return subprocess.Popen(
+            words, cwd=cwd, env={**environment(folder, fault), **(variables or {})}, stdout=log, stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+
+
+def finish(process: subprocess.Popen, folder: Path, timeout: float = 280) -> Run:
+    """Wait for a run; end its process group when it takes too long."""
+    started = time.monotonic()
+    try:
+        process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        tail = (folder / "log").read_text(errors="replace")[-3000:]
+        pytest.fail(f"the run did not end within {timeout} s:\n{tail}")
+    output = _ANSI.sub("", (folder / "log").read_text(errors="replace"))
+    return Run(process.returncode, output, folder / "metrics.jsonl", time.monotonic() - started)
