@@ -164,7 +164,7 @@ sys.exit(any(finding.status is Status.MISSING for finding in findings))
 PY
 }
 
-stamp() { # stamp WORD... FILES on stdin
+stamp() { # stamp WORD...: a hash of the words and of stdin
   { printf '%s\n' "$@"; cat; } | sha256sum | cut -d ' ' -f 1
 }
 
@@ -176,7 +176,7 @@ requirements=$root/requirements/$device.txt
 find_python
 
 # Two stamps: a new lock makes a new environment; a new setup.py (or this file) only installs the package's metadata again.
-environment_stamp=$(stamp "$device" "$version" "${FLASHRL_VLLM_WHEEL:-}" <"$requirements")
+environment_stamp=$(grep -v '^#' "$requirements" | stamp "$device" "$version" "${FLASHRL_VLLM_WHEEL:-}")
 package_stamp=$(cat "$root/setup.py" "${BASH_SOURCE[0]}" | stamp "$root" "$environment_stamp")
 
 if ! unchanged .flashrl-environment "$environment_stamp"; then

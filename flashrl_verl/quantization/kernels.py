@@ -5,8 +5,6 @@ Both write exactly the codes and scales of ``numerics.py``. The Triton kernel re
 longer than one block), so a refit costs about one read of the BF16 weights and one write of the codes.
 """
 
-import functools
-
 import torch
 
 from flashrl_verl.quantization import numerics
@@ -54,10 +52,11 @@ def quantize_rows_into(
 def _triton_quantize_rows_into(
     weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, column_offset: int
 ) -> None:
-    triton, kernel = _triton_kernel()
+    from flashrl_verl.quantization.triton_rows import quantize_rows_kernel  # Triton is only where a GPU is
+
     n, k = weight.shape
-    block = min(triton.next_power_of_2(k), _MAX_BLOCK)
-    kernel[(n,)](
+    block = min(1 << (k - 1).bit_length(), _MAX_BLOCK)
+    quantize_rows_kernel[(n,)](
         weight,
         codes,
         scales,
@@ -73,46 +72,3 @@ def _triton_quantize_rows_into(
         ONE_PASS=block >= k,
         num_warps=8 if block <= 8192 else 16,
     )
-
-
-@functools.cache
-def _triton_kernel():
-    """Build the kernel on first use, so that machines without a GPU need no Triton."""
-    import triton
-    import triton.language as tl
-    from triton.language.extra import libdevice
-
-    @triton.jit
-    def rows_kernel(
-        w_ptr, q_ptr, s_ptr, k, first, k_local, w_row, w_col, q_row, q_col, s_row,
-        BLOCK: tl.constexpr, ONE_PASS: tl.constexpr,
-    ):  # fmt: skip
-        row = tl.program_id(0).to(tl.int64)
-        offsets = tl.arange(0, BLOCK)
-        if ONE_PASS:
-            x = tl.load(w_ptr + row * w_row + offsets * w_col, mask=offsets < k, other=0.0).to(tl.float32)
-            absmax = tl.max(tl.abs(x), 0, propagate_nan=True)
-        else:
-            partial = tl.zeros((BLOCK,), tl.float32)
-            for start in range(0, k, BLOCK):
-                cols = start + offsets
-                y = tl.load(w_ptr + row * w_row + cols * w_col, mask=cols < k, other=0.0).to(tl.float32)
-                partial = tl.maximum(partial, tl.abs(y), propagate_nan=tl.PropagateNan.ALL)
-            absmax = tl.max(partial, 0, propagate_nan=True)
-        scale = tl.div_rn(absmax, 127.0)
-        scale = tl.where(scale == 0.0, 1.0, scale)
-        tl.store(s_ptr + row * s_row, scale)
-        if ONE_PASS:
-            code = libdevice.rint(tl.div_rn(x, scale))
-            code = tl.minimum(tl.maximum(code, -127.0), 127.0).to(tl.int8)
-            keep = (offsets >= first) & (offsets < first + k_local)
-            tl.store(q_ptr + row * q_row + (offsets - first) * q_col, code, mask=keep)
-        else:
-            for start in range(0, k_local, BLOCK):
-                cols = start + offsets
-                y = tl.load(w_ptr + row * w_row + (first + cols) * w_col, mask=cols < k_local, other=0.0).to(tl.float32)
-                code = libdevice.rint(tl.div_rn(y, scale))
-                code = tl.minimum(tl.maximum(code, -127.0), 127.0).to(tl.int8)
-                tl.store(q_ptr + row * q_row + cols * q_col, code, mask=cols < k_local)
-
-    return triton, rows_kernel

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A real vLLM engine under ``flashrl`` quantization takes weight updates: its storage against a recomputation from the trainer.
 
-The engine runs in this process, so its parameters can be looked at; the trainer is a Hugging Face model with AdamW.
+The engine runs in this process, so its parameters can be looked at; the trainer is a Hugging Face model with AdamW. On a machine
+with a GPU the engine is the CUDA one, with CUDA graphs and sleep mode; elsewhere it is the CPU one.
 """
 
 import os
@@ -15,8 +16,9 @@ from flashrl_verl.errors import RefitError
 
 pytestmark = pytest.mark.cpu_e2e
 
+CUDA = torch.cuda.is_available()
 LAYERS, HIDDEN, HEADS, KV_HEADS, INTERMEDIATE, VOCAB = 2, 128, 4, 2, 344, 160
-"""344 is divided by no kernel tile; 2 KV heads for 4 heads make q, k and v differ in rows."""
+"""344 is no multiple of 16, a kernel's tile; 2 KV heads for 4 heads make q, k and v differ in rows."""
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +40,7 @@ def trainer() -> Qwen2ForCausalLM:
 
 @pytest.fixture(scope="module")
 def engine(trainer, tmp_path_factory):
-    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", VERL_PLATFORM="cpu")
+    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", VERL_PLATFORM="nvidia" if CUDA else "cpu")
     vllm = pytest.importorskip("vllm")
     path = tmp_path_factory.mktemp("model")
     trainer.config.save_pretrained(path)
@@ -54,7 +56,9 @@ def engine(trainer, tmp_path_factory):
         hf_overrides={"quantization_config": quantization_config_dict(Precision.INT8)},
         worker_extension_cls="flashrl_verl.rollout.worker.FlashRLWorkerExtension",
         load_format="dummy",
-        enforce_eager=True,
+        enforce_eager=not CUDA,
+        enable_sleep_mode=CUDA,
+        **({"gpu_memory_utilization": 0.15} if CUDA else {}),
         max_model_len=128,
         max_num_batched_tokens=256,
         dtype="bfloat16",
@@ -79,7 +83,8 @@ def refit(engine):
         for first in range(0, len(items), 5):
             account.load(items[first : first + 5])
         config = runner.vllm_config.model_config
-        report = account.finish(lambda: process_weights_after_loading(runner.model, config, torch.device("cpu")))
+        device = torch.device("cuda" if CUDA else "cpu")
+        report = account.finish(lambda: process_weights_after_loading(runner.model, config, device))
         engine.reset_prefix_cache()
         return report
 
@@ -113,11 +118,11 @@ def assert_storage_is_int8_of(model: torch.nn.Module, weights: dict[str, torch.T
         for name, parts in fused.items():
             codes, scales = expected([weights[f"{prefix}{part}.weight"] for part in parts])
             assert stored[f"{prefix}{name}.weight"].dtype == torch.int8
-            np.testing.assert_array_equal(stored[f"{prefix}{name}.weight"].data.numpy(), codes)
-            np.testing.assert_array_equal(stored[f"{prefix}{name}.weight_scale"].data.numpy(), scales)
+            np.testing.assert_array_equal(stored[f"{prefix}{name}.weight"].data.cpu().numpy(), codes)
+            np.testing.assert_array_equal(stored[f"{prefix}{name}.weight_scale"].data.cpu().numpy(), scales)
     for name in ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"):
         rows = weights[name].shape[0]
-        assert torch.equal(stored[name].data[:rows], weights[name])
+        assert torch.equal(stored[name].data[:rows].cpu(), weights[name])
 
 
 def optimizer_step(model: torch.nn.Module, lr: float, seed: int) -> None:
@@ -181,6 +186,21 @@ def test_the_same_weights_give_the_same_output_at_the_same_addresses(engine, tra
     assert greedy(engine) != output
     refit(first, step=2)
     assert greedy(engine) == output
+    assert {n: p.data_ptr() for n, p in refit.model.named_parameters()} == addresses
+
+
+@pytest.mark.gpu
+def test_after_sleep_level_2_a_refit_restores_output_and_addresses(engine, trainer, refit):
+    weights = wire(trainer)
+    refit(weights, step=0)
+    addresses = {n: p.data_ptr() for n, p in refit.model.named_parameters()}
+    output = greedy(engine)
+    for step in range(1, 4):
+        engine.sleep(level=2)
+        engine.wake_up(tags=["weights"])
+        refit(weights, step=step)
+        engine.wake_up(tags=["kv_cache"])
+        assert greedy(engine) == output
     assert {n: p.data_ptr() for n, p in refit.model.named_parameters()} == addresses
 
 

@@ -39,8 +39,14 @@ class Run:
         return [json.loads(line)["step"] for line in self.metrics_file.read_text().splitlines()]
 
 
-def make_assets(folder: Path, *, vocabulary_padding: int = 0) -> Path:
-    """An untrained toy model with its tokenizer and data, in the layout of the quickstart experiment."""
+def make_assets(folder: Path, *, vocabulary_padding: int = 0, **sizes: int) -> Path:
+    """An untrained toy model with its tokenizer and data, in the layout of the quickstart experiment.
+
+    Args:
+        folder: where they go.
+        vocabulary_padding: rows of the embedding past the tokenizer.
+        **sizes: of ``ToyModelConfig``.
+    """
     import datasets
     import torch
 
@@ -49,7 +55,7 @@ def make_assets(folder: Path, *, vocabulary_padding: int = 0) -> Path:
     from flashrl_verl.toy.tokenizer import build_tokenizer
 
     tokenizer = build_tokenizer()
-    model = build_model(tokenizer, ToyModelConfig(), seed=3)
+    model = build_model(tokenizer, ToyModelConfig(**sizes), seed=3)
     if vocabulary_padding:
         model.resize_token_embeddings(len(tokenizer) + vocabulary_padding, mean_resizing=False)
     model.to(torch.bfloat16).save_pretrained(folder / "model")

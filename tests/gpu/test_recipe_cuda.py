@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The recipe on one GPU: FSDP2, vLLM with CUDA graphs and sleep mode, five steps, INT8 beside BF16.
+
+Metrics are left in ``<basetemp>/<precision>/metrics.jsonl``.
+"""
+
+import math
+
+import pytest
+from recipe_runs import command, finish, make_assets, start
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(560)]
+
+HALF_BILLION = dict(hidden_size=896, intermediate_size=4864, num_layers=24, head_dim=64, num_kv_heads=2)
+"""Qwen2.5-0.5B's shape without its vocabulary: 0.36 billion parameters in the layers."""
+
+STEPS = 5
+
+
+@pytest.fixture(scope="session")
+def large_assets(tmp_path_factory):
+    return make_assets(tmp_path_factory.mktemp("assets"), initializer_range=0.02, **HALF_BILLION)
+
+
+@pytest.mark.parametrize("precision", ["int8", "bf16"])
+def test_five_steps_with_cuda_graphs_and_sleep_mode(large_assets, tmp_path, precision):
+    words = command(
+        large_assets,
+        tmp_path,
+        "hardware=cuda",
+        f"flashrl.precision={precision}",
+        f"trainer.total_training_steps={STEPS}",
+        "data.train_batch_size=16",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=16",
+        "actor_rollout_ref.rollout.n=8",
+        "actor_rollout_ref.actor.optim.lr=1e-5",
+        "actor_rollout_ref.rollout.gpu_memory_utilization=0.3",
+        "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=512",
+    )
+    run = finish(start(words, tmp_path), tmp_path, timeout=540)
+    assert run.returncode == 0, run.output[-6000:]
+    metrics = run.metrics()
+    assert sorted(metrics) == list(range(STEPS + 1))
+    for step in range(1, STEPS + 1):
+        assert metrics[step]["flashrl/receipt_step"] == step
+        assert metrics[step]["flashrl/quantized_layers"] == (4 * 24 if precision == "int8" else 0)
+        assert 0 <= metrics[step]["rollout_corr/k3_kl"] < 1e-2
+        assert metrics[step]["training/rollout_actor_probs_pearson_corr"] > 0.99
+        assert all(math.isfinite(v) for v in metrics[step].values())
