@@ -17,7 +17,8 @@ from flashrl_verl.metrics_file import MetricsFile, metrics_path
 from flashrl_verl.rollout.receipt import verify_receipts
 from flashrl_verl.validation import validate_config
 
-logger = logging.getLogger(__name__)
+# Under "verl", whose handler verl keeps apart from the root logger: imported libraries silence that one.
+log = logging.getLogger("verl.flashrl")
 
 _POLL_INTERVAL_S = 0.1
 """How often the replay buffer looks for finished groups, seconds. verl's 2 s would be added to most steps of a small run."""
@@ -69,7 +70,7 @@ class FlashRLTrainer(PPOTrainerSync):
         metrics = self._verify_refit()
         layers = self._ask_servers("flashrl_layers")
         self._layer_metrics = _summarize_layers([worker for replica in layers for worker in replica])
-        print(_describe(self.flashrl.precision.value, self._layer_metrics, metrics), flush=True)
+        log.info(_describe(self.flashrl.precision.value, self._layer_metrics, metrics))
 
     @property
     def logger(self):
@@ -185,7 +186,7 @@ class FlashRLTrainer(PPOTrainerSync):
             )
         if not getattr(self, "_warned_padding", False):
             self._warned_padding = True
-            logger.warning("%s (allowed: flashrl.padded_vocab_mass_limit=%g)", text, limit)
+            log.warning("%s (allowed: flashrl.padded_vocab_mass_limit=%g)", text, limit)
 
 
 def _summarize_layers(workers: list[dict]) -> dict[str, float]:
