@@ -127,7 +127,7 @@ class FlashRLTrainer(PPOTrainerSync):
             raise FlashRLError(
                 f"step {self.global_steps}: the actor's update left NaN or Inf in {len(bad)} parameters ({', '.join(bad[:8])}); "
                 "no checkpoint was saved from it. Resume from the last one with a lower actor_rollout_ref.actor.optim.lr "
-                "or actor_rollout_ref.actor.grad_clip"
+                "or actor_rollout_ref.actor.optim.clip_grad"
             )
         super()._save_checkpoint()
 

@@ -115,6 +115,13 @@ _BACKEND = (
         1,
     ),
     Rule(
+        f"{ROLLOUT}.data_parallel_size",
+        one_of(1),
+        "vLLM's collective calls reach one data-parallel shard of an engine, so the receipts of the others could not be read",
+        f"{ROLLOUT}.data_parallel_size=1; more replicas come by themselves from more GPUs",
+        1,
+    ),
+    Rule(
         f"{ROLLOUT}.disaggregation.enabled",
         one_of(False),
         "separate prefill and decode replicas are built from verl's own server class, without FlashRL",

@@ -123,7 +123,7 @@ class FlashRLServerAdapter(ServerAdapter):
             raise RefitError(
                 f"weight update of step {step}: NaN or Inf in {len(non_finite)} of the trainer's tensors "
                 f"({', '.join(non_finite[:8])}); no checkpoint was saved from them. Resume from the last one with a lower "
-                "actor_rollout_ref.actor.optim.lr or actor_rollout_ref.actor.grad_clip"
+                "actor_rollout_ref.actor.optim.lr or actor_rollout_ref.actor.optim.clip_grad"
             )
         errors = [f"worker {i}: {r['error']}" for i, r in enumerate(reports) if r.get("error")]
         if errors:

@@ -1,0 +1,240 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run's metrics file turned into a table, a Markdown report and curves.
+
+A value that is missing or not finite is shown as such: a report that leaves it out would look better than the run was.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flashrl_verl.errors import FlashRLError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+METRICS_FILE, RUN_FILE, REPORT_FILE, CURVES_FILE = "metrics.jsonl", "run.json", "report.md", "curves.png"
+HELD_OUT = re.compile(r"val-core/(?P<source>.+)/acc/mean@\d+")
+"""verl's name for the accuracy on the held-out prompts, greedy unless `rollout.val_kwargs` says otherwise."""
+SCORE, MISMATCH_KL = "critic/score/mean", "rollout_corr/k3_kl"
+CORRELATION = "training/rollout_actor_probs_pearson_corr"
+MISSING = "not logged"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metrics:
+    """Metrics by step, steps ascending."""
+
+    rows: dict[int, dict[str, float]]
+    """Step to metrics. verl's logger writes NaN and infinities as null; they are NaN here."""
+    unreadable_lines: int = 0
+    """Lines that are not a record: one torn line at the end is what an interrupted run leaves behind."""
+
+    @property
+    def last_step(self) -> int:
+        """The last step that was trained; 0 when there is only the validation before it."""
+        return max(self.rows, default=0)
+
+    def keys(self, pattern: re.Pattern[str]) -> list[str]:
+        """Names that match the whole pattern, sorted."""
+        return sorted({key for row in self.rows.values() for key in row if pattern.fullmatch(key)})
+
+    def series(self, key: str) -> tuple[list[int], list[float]]:
+        """Steps that logged `key`, and its values there, NaN included."""
+        points = [(step, row[key]) for step, row in self.rows.items() if key in row]
+        return [step for step, _ in points], [value for _, value in points]
+
+    def first(self, key: str) -> float | None:
+        """The first logged value, or None."""
+        return next(iter(self.series(key)[1]), None)
+
+    def last(self, key: str) -> float | None:
+        """The last logged value, or None."""
+        return next(reversed(self.series(key)[1]), None)
+
+
+def read_metrics(path: Path) -> Metrics:
+    """Read verl's JSON lines, `{"step": n, "data": {...}}`.
+
+    A step may occur twice, after a resume: its lines are merged and the later value of a metric wins. Lines that cannot be
+    read are counted, not fatal. Values that are not numbers are left out.
+
+    Raises:
+        FlashRLError: the file is not there.
+    """
+    if not path.is_file():
+        raise FlashRLError(f"{path} is not there: the run logged nothing, or trainer.logger lacks `file`.")
+    rows: dict[int, dict[str, float]] = {}
+    unreadable = 0
+    for line in path.read_bytes().splitlines():
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+            step, data = int(record["step"]), dict(record["data"])
+        except (ValueError, KeyError, TypeError):
+            unreadable += 1
+            continue
+        rows.setdefault(step, {}).update(_numbers(data))
+    return Metrics(rows=dict(sorted(rows.items())), unreadable_lines=unreadable)
+
+
+def _numbers(data: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    for key, value in data.items():
+        if value is None:
+            yield key, math.nan
+        elif isinstance(value, int | float):
+            yield key, float(value)
+
+
+def show(value: float | None, form: str = ".3f") -> str:
+    """The number in the given format; `not logged` for None, and NaN and infinities by name."""
+    if value is None:
+        return MISSING
+    return format(value, form) if math.isfinite(value) else f"NOT FINITE ({value})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What there is to say about one run."""
+
+    metrics: Metrics
+    run: dict[str, Any]
+    """What the quickstart wrote about the run into `run.json`; empty for a run that was started otherwise."""
+    metrics_path: Path
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Labels and values, in the order to show them."""
+        return [*self._learning(), *self._mismatch(), *self._weights(), *self._costs(), *self._origin()]
+
+    def _learning(self) -> Iterator[tuple[str, str]]:
+        metrics = self.metrics
+        planned = self.run.get("total_steps")
+        yield "steps trained", f"{metrics.last_step}" + (f" of {planned}" if planned else "")
+        held_out = metrics.keys(HELD_OUT)
+        if not held_out:
+            yield "held-out accuracy", MISSING
+        for key in held_out:
+            yield f"held-out accuracy, {HELD_OUT.fullmatch(key)['source']}", self._before_after(key)
+        yield "training score (kept groups)", f"{show(metrics.first(SCORE))} -> {show(metrics.last(SCORE))}"
+
+    def _before_after(self, key: str) -> str:
+        steps, values = self.metrics.series(key)
+        if len(steps) < 2:
+            return f"{show(values[0])} (step {steps[0]}, one validation only)"
+        change = (values[-1] - values[0]) * 100
+        points = f", {change:+.1f} points" if math.isfinite(change) else ""
+        return f"{show(values[0])} -> {show(values[-1])} (step {steps[0]} -> {steps[-1]}{points})"
+
+    def _mismatch(self) -> Iterator[tuple[str, str]]:
+        _, values = self.metrics.series(MISMATCH_KL)
+        finite = [value for value in values if math.isfinite(value)]
+        worst = f", largest {max(finite):.2e}" if finite else ""
+        lost = f", {len(values) - len(finite)} NOT FINITE" if len(values) > len(finite) else ""
+        yield "mismatch KL (k3), last", show(self.metrics.last(MISMATCH_KL), ".2e") + worst + lost
+        yield "probability correlation, last", show(self.metrics.last(CORRELATION), ".5f")
+
+    def _weights(self) -> Iterator[tuple[str, str]]:
+        last = self.metrics.last
+        layers, share = last("flashrl/quantized_layers"), last("flashrl/quantized_bytes")
+        as_bf16, total = last("flashrl/quantized_bytes_as_bf16"), last("flashrl/weight_bytes")
+        yield "rollout precision", f"{self.run.get('precision', MISSING)}, {show(layers, '.0f')} quantized layers"
+        text = MISSING if total is None else f"{show(total / 1e6, '.2f')} MB"
+        if share and as_bf16:
+            text += f"; quantized layers {share / 1e6:.2f} MB, in BF16 {as_bf16 / 1e6:.2f} MB"
+        yield "rollout weights", text
+        yield "weight update (refit)", _seconds(last("flashrl/refit_seconds"), 3)
+
+    def _costs(self) -> Iterator[tuple[str, str]]:
+        _, steps = self.metrics.series("timing_s/step")
+        finite = sorted(value for value in steps if math.isfinite(value))
+        yield "step time, median", _seconds(finite[len(finite) // 2] if finite else None)
+        for phase, seconds in self.run.get("seconds", {}).items():
+            yield f"wall time, {phase}", _seconds(seconds)
+        if "peak_memory_bytes" in self.run:
+            peak, kind = self.run["peak_memory_bytes"], self.run["memory_kind"]
+            yield "peak memory, all processes", f"{peak / 2**30:.2f} GiB ({kind})"
+
+    def _origin(self) -> Iterator[tuple[str, str]]:
+        if "hardware" in self.run:
+            yield "hardware", self.run["hardware"]
+        if "seed" in self.run:
+            yield "seed", str(self.run["seed"])
+        if "versions" in self.run:
+            yield "versions", ", ".join(f"{name} {version}" for name, version in self.run["versions"].items())
+        if self.run.get("exit_code"):
+            yield "training ended with exit code", str(self.run["exit_code"])
+        if self.metrics.unreadable_lines:
+            yield "unreadable lines in the metrics", str(self.metrics.unreadable_lines)
+
+    def table(self) -> Table:
+        """The rows for a terminal."""
+        from rich.markup import escape
+        from rich.table import Table
+
+        table = Table(title=f"FlashRL run: {self.metrics_path.parent.name}", title_justify="left", show_header=False)
+        table.add_column(style="bold")
+        table.add_column(overflow="fold")
+        for label, value in self.rows():
+            style = "red" if "NOT FINITE" in value else ("green" if "points" in value and "+" in value else "")
+            table.add_row(label, f"[{style}]{escape(value)}[/]" if style else escape(value))
+        return table
+
+    def markdown(self) -> str:
+        """The rows and the picture for a file."""
+        cells = "\n".join(f"| {label} | {value.replace('|', '/')} |" for label, value in self.rows())
+        parts = ["# FlashRL run report", f"| what | value |\n|---|---|\n{cells}", f"![curves]({CURVES_FILE})", NOTES]
+        if "command" in self.run:
+            parts.append(f"Command:\n\n    {self.run['command']}")
+        parts.append(f"Source: `{self.metrics_path.name}`, one JSON object a step.")
+        return "\n\n".join(parts) + "\n"
+
+
+NOTES = """\
+How to read it:
+
+- *Held-out accuracy* is asked of prompts that were never trained on.
+- *Training score* is the mean reward of the groups that dynamic sampling kept. It drops groups that are all right or all
+  wrong, so this number stays near the middle while the policy improves; the held-out accuracy is the one to watch.
+- *Mismatch KL* (k3 estimator) compares the rollout's probabilities with the trainer's for the sampled tokens. A healthy run
+  stays below 1e-2, with a correlation above 0.99. A weight update that was missed shows here at a high learning rate."""
+
+
+def _seconds(value: float | None, digits: int = 1) -> str:
+    return f"{show(value, f'.{digits}f')} s" if value is not None else MISSING
+
+
+def load(path: Path) -> Report:
+    """Read a run.
+
+    Args:
+        path: the run's directory, or its metrics file.
+
+    Raises:
+        FlashRLError: there is no metrics file, or it holds no record.
+    """
+    path = Path(path)
+    metrics_path = path / METRICS_FILE if path.is_dir() else path
+    metrics = read_metrics(metrics_path)
+    if not metrics.rows:
+        raise FlashRLError(f"{metrics_path} holds no step: the run ended before its first validation or step.")
+    run_path = metrics_path.parent / RUN_FILE
+    run = json.loads(run_path.read_text()) if run_path.is_file() and metrics_path.name == METRICS_FILE else {}
+    return Report(metrics=metrics, run=run, metrics_path=metrics_path)
+
+
+def write(report: Report) -> tuple[Path, Path]:
+    """Write `report.md` and `curves.png` beside the metrics; returns their paths."""
+    from flashrl_verl.plots import plot_curves
+
+    directory = report.metrics_path.parent
+    markdown, curves = directory / REPORT_FILE, directory / CURVES_FILE
+    plot_curves(report.metrics, curves)
+    markdown.write_text(report.markdown())
+    return markdown, curves

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What goes over the wire: the rollout's dtype, except routers and integers."""
+
+import torch
+
+from flashrl_verl.rollout.adapter import cast_for_rollout
+from flashrl_verl.rollout.padded_vocab import PaddedVocabularyMeter
+
+
+def test_floating_weights_are_cast_and_routers_keep_their_precision():
+    weights = {
+        "model.layers.0.mlp.gate_proj.weight": torch.randn(3, 4),
+        "model.layers.0.mlp.gate.weight": torch.randn(3, 4),
+        "model.layers.0.block_sparse_moe.router.weight": torch.randn(3, 4),
+        "model.embed_tokens.weight": torch.randn(3, 4, dtype=torch.bfloat16),
+        "counter": torch.arange(3),
+    }
+    sent = dict(cast_for_rollout(weights.items(), torch.bfloat16))
+    assert {name: tensor.dtype for name, tensor in sent.items()} == {
+        "model.layers.0.mlp.gate_proj.weight": torch.bfloat16,
+        "model.layers.0.mlp.gate.weight": torch.float32,
+        "model.layers.0.block_sparse_moe.router.weight": torch.float32,
+        "model.embed_tokens.weight": torch.bfloat16,
+        "counter": torch.int64,
+    }
+    expected = weights["model.layers.0.mlp.gate_proj.weight"].bfloat16()
+    assert torch.equal(sent["model.layers.0.mlp.gate_proj.weight"], expected)
+
+
+class Model(torch.nn.Module):
+    def __init__(self, vocab_size: int, logits: torch.Tensor):
+        super().__init__()
+        self.config = type("Config", (), {"vocab_size": vocab_size})()
+        self.logits = logits
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.logits
+
+
+def test_the_measured_mass_is_that_of_the_columns_past_the_tokenizer():
+    probabilities = torch.tensor([[0.5, 0.2, 0.2, 0.1], [0.25, 0.25, 0.1, 0.4]])
+    model = Model(4, probabilities.log())
+    meter = PaddedVocabularyMeter.attach(model, 2)
+    assert torch.equal(model.compute_logits(torch.zeros(1)), probabilities.log()), "the logits pass unchanged"
+    assert abs(meter.mass() - (0.3 + 0.5) / 2) < 1e-6
+    meter.reset()
+    assert meter.mass() == 0.0
+
+
+def test_a_vocabulary_without_padding_is_not_touched():
+    model = Model(4, torch.zeros(1, 4))
+    assert PaddedVocabularyMeter.attach(model, 4) is None
+    assert "compute_logits" not in vars(model)
