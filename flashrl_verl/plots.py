@@ -12,9 +12,11 @@ from flashrl_verl.report import HELD_OUT, MISMATCH_KL, SCORE, Metrics
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe and Ito's palette (https://jfly.uni-koeln.de/color), black and yellow left out: yellow is faint on white.
+# Okabe and Ito's palette (https://jfly.uni-koeln.de/color), black and yellow left out: yellow is faint on
+# white.
 BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9"
 GREY = "#BBBBBB"
+TITLE = {"loc": "left", "fontsize": 11, "fontweight": "bold"}
 
 PHASES = {
     "gen": ("rollout", SKY),
@@ -26,17 +28,20 @@ PHASES = {
     "update_weights": ("refit", VERMILION),
     "save_checkpoint": ("checkpoint", "#666666"),
 }
-"""Parts of a step in their order: verl's `timing_s/<name>` to label and colour. What is left of a step is "other"."""
+"""Parts of a step in their order: verl's `timing_s/<name>` to label and colour. What is left of a step is
+"other"."""
 
 HEALTHY_KL = 1e-2
-"""Mismatch KL above which a rollout no longer samples the trainer's policy, for all that runs so far have shown."""
+"""Mismatch KL above which a rollout no longer samples the trainer's policy, for all that runs so far have
+shown."""
 
 
 def plot_curves(metrics: Metrics, path: Path) -> None:
     """Draw accuracy and score, mismatch KL, and step time side by side.
 
     Args:
-        metrics: what to draw; what was not logged is said in the panel, values that are not finite are marked on its floor.
+        metrics: what to draw; what was not logged is said in the panel, values that are not finite are marked
+            on its floor.
         path: the PNG to write.
     """
     # The object interface: pyplot would choose a backend for the whole process.
@@ -55,12 +60,11 @@ def plot_curves(metrics: Metrics, path: Path) -> None:
         axes.grid(axis="y", color="#E5E5E5", linewidth=0.8)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.title.set(fontsize=11, fontweight="bold")
     figure.savefig(path, dpi=150)
 
 
 def _draw_learning(axes: Axes, metrics: Metrics) -> None:
-    axes.set_title("Accuracy and score", loc="left")
+    axes.set_title("Accuracy and score", **TITLE)
     keys = metrics.keys(HELD_OUT)
     for key, color in zip(keys, (BLUE, GREEN, VERMILION, PURPLE), strict=False):
         steps, values = metrics.series(key)
@@ -71,7 +75,7 @@ def _draw_learning(axes: Axes, metrics: Metrics) -> None:
                 axes.annotate(
                     f"{values[index]:.0%}",
                     (steps[index], values[index]),
-                    xytext=(0, 7),
+                    xytext=(0, 7 if index else -15),  # the first one below: the score starts above it
                     textcoords="offset points",
                     ha=side,
                     color=color,
@@ -87,13 +91,15 @@ def _draw_learning(axes: Axes, metrics: Metrics) -> None:
 
 
 def _draw_mismatch(axes: Axes, metrics: Metrics) -> None:
-    axes.set_title("Mismatch KL, rollout to trainer (k3)", loc="left")
+    axes.set_title("Mismatch KL, rollout to trainer (k3)", **TITLE)
     steps, values = metrics.series(MISMATCH_KL)
     positive = [(s, v) for s, v in zip(steps, values, strict=True) if math.isfinite(v) and v > 0]
     axes.set_yscale("log")
     if positive:
         axes.plot(*zip(*positive, strict=True), ".-", color=VERMILION, linewidth=1.5, label="per step")
-        axes.axhline(HEALTHY_KL, color="#666666", linestyle="--", linewidth=1, label="limit of a healthy run (1e-2)")
+        axes.axhline(
+            HEALTHY_KL, color="#666666", linestyle="--", linewidth=1, label="limit of a healthy run (1e-2)"
+        )
         low, high = min(v for _, v in positive), max(v for _, v in positive)
         axes.set_ylim(low / 5, max(high, HEALTHY_KL) * 5)
     _mark_not_finite(axes, steps, values)
@@ -101,7 +107,7 @@ def _draw_mismatch(axes: Axes, metrics: Metrics) -> None:
 
 
 def _draw_time(axes: Axes, metrics: Metrics) -> None:
-    axes.set_title("Step time", loc="left")
+    axes.set_title("Step time", **TITLE)
     axes.set_ylabel("seconds")
     steps, totals = metrics.series("timing_s/step")
     rows = [metrics.rows[step] for step in steps]
@@ -129,7 +135,14 @@ def _mark_not_finite(axes: Axes, steps: list[int], values: list[float]) -> None:
     bad = [step for step, value in zip(steps, values, strict=True) if not math.isfinite(value)]
     if bad:
         # x in data, y in axes coordinates: a NaN has no height.
-        axes.plot(bad, [0.02] * len(bad), "x", color="black", transform=axes.get_xaxis_transform(), label="not finite")
+        axes.plot(
+            bad,
+            [0.02] * len(bad),
+            "x",
+            color="black",
+            transform=axes.get_xaxis_transform(),
+            label="not finite",
+        )
 
 
 def _finish(axes: Axes, drawn: bool, where: str) -> None:

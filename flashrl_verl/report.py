@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run's metrics file turned into a table, a Markdown report and curves.
 
-A value that is missing or not finite is shown as such: a report that leaves it out would look better than the run was.
+A value that is missing or not finite is shown as such: a report that leaves it out would look better than the
+run was.
 """
 
 from __future__ import annotations
@@ -25,6 +26,11 @@ HELD_OUT = re.compile(r"val-core/(?P<source>.+)/acc/mean@\d+")
 SCORE, MISMATCH_KL = "critic/score/mean", "rollout_corr/k3_kl"
 CORRELATION = "training/rollout_actor_probs_pearson_corr"
 MISSING = "not logged"
+
+_COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+_RAY_PREFIX = re.compile(r"^\([\w.:*-]+(?: \S+)?\s+pid=\d+(?:, ip=\S+)?\)\s?")
+_OURS = re.compile(r"^(?:flashrl_verl\.errors\.)?(?:FlashRL|Config|Refit|DynamicSampling)Error: \S")
+_ANY = re.compile(r"^(?!ray\.exceptions\.)(?:\w+\.)*\w*(?:Error|Exception|Killed|Exit): \S")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +68,8 @@ class Metrics:
 def read_metrics(path: Path) -> Metrics:
     """Read verl's JSON lines, `{"step": n, "data": {...}}`.
 
-    A step may occur twice, after a resume: its lines are merged and the later value of a metric wins. Lines that cannot be
-    read are counted, not fatal. Values that are not numbers are left out.
+    A step may occur twice, after a resume: its lines are merged and the later value of a metric wins. Lines
+    that cannot be read are counted, not fatal. Values that are not numbers are left out.
 
     Raises:
         FlashRLError: the file is not there.
@@ -144,7 +150,10 @@ class Report:
         last = self.metrics.last
         layers, share = last("flashrl/quantized_layers"), last("flashrl/quantized_bytes")
         as_bf16, total = last("flashrl/quantized_bytes_as_bf16"), last("flashrl/weight_bytes")
-        yield "rollout precision", f"{self.run.get('precision', MISSING)}, {show(layers, '.0f')} quantized layers"
+        yield (
+            "rollout precision",
+            f"{self.run.get('precision', MISSING)}, {show(layers, '.0f')} quantized layers",
+        )
         text = MISSING if total is None else f"{show(total / 1e6, '.2f')} MB"
         if share and as_bf16:
             text += f"; quantized layers {share / 1e6:.2f} MB, in BF16 {as_bf16 / 1e6:.2f} MB"
@@ -178,18 +187,25 @@ class Report:
         from rich.markup import escape
         from rich.table import Table
 
-        table = Table(title=f"FlashRL run: {self.metrics_path.parent.name}", title_justify="left", show_header=False)
+        table = Table(
+            title=f"FlashRL run: {self.metrics_path.parent.name}", title_justify="left", show_header=False
+        )
         table.add_column(style="bold")
         table.add_column(overflow="fold")
         for label, value in self.rows():
-            style = "red" if "NOT FINITE" in value else ("green" if "points" in value and "+" in value else "")
+            style = "red" if "NOT FINITE" in value else "green" if re.search(r"\+.* points", value) else ""
             table.add_row(label, f"[{style}]{escape(value)}[/]" if style else escape(value))
         return table
 
     def markdown(self) -> str:
         """The rows and the picture for a file."""
         cells = "\n".join(f"| {label} | {value.replace('|', '/')} |" for label, value in self.rows())
-        parts = ["# FlashRL run report", f"| what | value |\n|---|---|\n{cells}", f"![curves]({CURVES_FILE})", NOTES]
+        parts = [
+            "# FlashRL run report",
+            f"| what | value |\n|---|---|\n{cells}",
+            f"![curves]({CURVES_FILE})",
+            NOTES,
+        ]
         if "command" in self.run:
             parts.append(f"Command:\n\n    {self.run['command']}")
         parts.append(f"Source: `{self.metrics_path.name}`, one JSON object a step.")
@@ -200,10 +216,12 @@ NOTES = """\
 How to read it:
 
 - *Held-out accuracy* is asked of prompts that were never trained on.
-- *Training score* is the mean reward of the groups that dynamic sampling kept. It drops groups that are all right or all
-  wrong, so this number stays near the middle while the policy improves; the held-out accuracy is the one to watch.
-- *Mismatch KL* (k3 estimator) compares the rollout's probabilities with the trainer's for the sampled tokens. A healthy run
-  stays below 1e-2, with a correlation above 0.99. A weight update that was missed shows here at a high learning rate."""
+- *Training score* is the mean reward of the groups that dynamic sampling kept. It drops groups that are all
+  right or all wrong, so this number stays near the middle while the policy improves; the held-out accuracy is
+  the one to watch.
+- *Mismatch KL* (k3 estimator) compares the rollout's probabilities with the trainer's for the sampled tokens.
+  A healthy run stays below 1e-2, with a correlation above 0.99. A weight update that was missed shows here at
+  a high learning rate."""
 
 
 def _seconds(value: float | None, digits: int = 1) -> str:
@@ -223,7 +241,9 @@ def load(path: Path) -> Report:
     metrics_path = path / METRICS_FILE if path.is_dir() else path
     metrics = read_metrics(metrics_path)
     if not metrics.rows:
-        raise FlashRLError(f"{metrics_path} holds no step: the run ended before its first validation or step.")
+        raise FlashRLError(
+            f"{metrics_path} holds no step: the run ended before its first validation or step."
+        )
     run_path = metrics_path.parent / RUN_FILE
     run = json.loads(run_path.read_text()) if run_path.is_file() and metrics_path.name == METRICS_FILE else {}
     return Report(metrics=metrics, run=run, metrics_path=metrics_path)
@@ -238,3 +258,28 @@ def write(report: Report) -> tuple[Path, Path]:
     plot_curves(report.metrics, curves)
     markdown.write_text(report.markdown())
     return markdown, curves
+
+
+def last_error(log: str) -> list[str]:
+    """What a person needs of a failed run's log: the exception's message without traceback and prefixes.
+
+    FlashRL's own errors come first: what follows them is only their consequence in other processes.
+    """
+    lines = [_RAY_PREFIX.sub("", _COLOURS.sub("", line)).rstrip() for line in log.splitlines()]
+    for pattern in (_OURS, _ANY):
+        found = [i for i, line in enumerate(lines) if pattern.match(line)]
+        if found:
+            start = found[-1]
+            more = lines[start + 1 : start + 6]
+            end = next((i for i, line in enumerate(more) if not line or _looks_like_log(line)), len(more))
+            return [lines[start], *more[:end]]
+    return [line for line in lines if line][-10:]
+
+
+def _looks_like_log(line: str) -> bool:
+    return bool(
+        re.match(
+            r"(Traceback|\[|INFO|WARNING|ERROR|DEBUG|Set the environment variable HYDRA|  File |\d{4}-\d\d)",
+            line,
+        )
+    )

@@ -14,7 +14,7 @@ from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 from flashrl_verl.config import FlashRLConfig
 from flashrl_verl.errors import ConfigError, RefitError
 from flashrl_verl.rollout.receipt import Manifest, stride_for
-from flashrl_verl.rollout.transfer import TIMEOUT_KEY, WatchedSender
+from flashrl_verl.rollout.transfer import TIMEOUT_KEY, WatchedSender, socket_scope
 
 _ROUTER = re.compile(r"(^|\.)(gate|router)(\.|$)")
 """Names of MoE routers, which keep the trainer's precision on the wire (verl sends them in FP32 for the same reason)."""
@@ -40,6 +40,8 @@ class FlashRLServerAdapter(ServerAdapter):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.flashrl = FlashRLConfig.from_mapping((self.config.custom or {}).get("flashrl", {}))
+        job_id = ray.get_runtime_context().get_job_id()
+        self.zmq_handle = self.zmq_handle.replace(job_id, socket_scope(), 1)
         self.sent_receipt: dict = {}
         self.reports: list[dict] = []
         """The engine workers' reports on the last update; only the rank that owns the server has them."""

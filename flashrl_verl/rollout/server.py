@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's vLLM server, started with the flashrl quantization and checked to be what it says it is."""
 
+import os
 from collections.abc import Callable
 from typing import Any
 
+import ray
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
 from flashrl_verl.config import FlashRLConfig, Precision
 from flashrl_verl.errors import ConfigError, FlashRLError
 from flashrl_verl.plugin_vllm import register
+from flashrl_verl.rollout.transfer import socket_scope
 
 NAME = "flashrl"
 """Value of ``actor_rollout_ref.rollout.name``, and the prefix of the servers' Ray actor names on both sides."""
@@ -35,6 +38,11 @@ class FlashRLHttpServer(vLLMHttpServer):
 
     def _get_worker_extension_cls(self) -> str:
         return "flashrl_verl.rollout.worker.FlashRLWorkerExtension"
+
+    def _post_init(self, cuda_visible_devices: str) -> None:
+        super()._post_init(cuda_visible_devices)
+        # The engine's workers build the path of their weight socket from this variable of verl's.
+        os.environ["VERL_RAY_JOB_ID"] = socket_scope()
 
     async def run_server(self, args) -> None:
         await super().run_server(args)
@@ -86,8 +94,6 @@ class FlashRLReplica(vLLMReplica):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        import ray
-
         self.server_class = ray.remote(FlashRLHttpServer)
 
     def _get_server_name_prefix(self) -> str:

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable
 
+import ray
 import torch
 import zmq
 from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver, BucketedWeightSender
@@ -24,6 +25,16 @@ _POLL_MS = 200
 
 _LINGER_MS = 5000
 """How long a closed socket may still deliver what was sent on it, milliseconds."""
+
+
+def socket_scope() -> str:
+    """What makes a weight socket's path belong to one job on one machine: the Ray job id and the start of the Ray node id.
+
+    verl uses the job id alone, which is 01000000 in every Ray cluster that a driver starts for itself: two runs on one machine
+    would take each other's weights.
+    """
+    context = ray.get_runtime_context()
+    return f"{context.get_job_id()}-{context.get_node_id()[:16]}"
 
 
 class _WatchedSocket:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything the quickstart trains with, in one directory: model, tokenizer, data, and a manifest of how they were made."""
+"""Everything the quickstart trains with, in one directory: model, tokenizer, data, and a manifest of how they
+were made."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from flashrl_verl.errors import FlashRLError
 from flashrl_verl.toy.model import ToyModelConfig, build_model
 from flashrl_verl.toy.task import Problem, Split, TaskConfig, split_problems, verl_rows
 from flashrl_verl.toy.tokenizer import build_tokenizer
@@ -45,7 +47,8 @@ class Assets:
 
     root: Path
     made: dict[str, Any]
-    """`warmup_steps`, `warmup_seconds`, `parameters`, and the accuracies `probe` and `test` of the BF16 model on disk."""
+    """`warmup_steps`, `warmup_seconds`, `parameters`, and the accuracies `probe` and `test` of the BF16 model
+    on disk."""
     reused: bool
     """Whether they were there already."""
 
@@ -81,15 +84,17 @@ def make_assets(
         on_probe: told of the warm-up's progress: updates so far, accuracy.
 
     Raises:
-        FlashRLError: the warm-up did not reach its target.
-        FileExistsError: `root` holds something else.
+        FlashRLError: the warm-up did not reach its target, or `root` holds something else.
     """
     root = Path(root)
     made = _made_before(root, config)
     if made is not None:
         return Assets(root=root, made=made, reused=True)
     if root.exists() and any(root.iterdir()) and not (root / MANIFEST).is_file():
-        raise FileExistsError(f"{root} is not empty and has no {MANIFEST}; move it away or choose another output directory")
+        raise FlashRLError(
+            f"{root} is not empty and has no {MANIFEST}, so it is not overwritten. Move it away, or choose "
+            "another place: flashrl quickstart --output DIR."
+        )
     root.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{root.name}-", dir=root.parent))
     try:
@@ -114,7 +119,9 @@ def _made_before(root: Path, config: AssetsConfig) -> dict[str, Any] | None:
     return manifest["made"] if same and whole else None
 
 
-def _make(root: Path, config: AssetsConfig, on_probe: Callable[[int, Accuracy], None] | None) -> dict[str, Any]:
+def _make(
+    root: Path, config: AssetsConfig, on_probe: Callable[[int, Accuracy], None] | None
+) -> dict[str, Any]:
     split = split_problems(config.task, seed=config.seed)
     _write_parquet(split.train, root / "train.parquet", split="train")
     _write_parquet(split.test, root / "test.parquet", split="test")
@@ -164,7 +171,8 @@ def _write_parquet(problems: tuple[Problem, ...], path: Path, *, split: str) -> 
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """One thread for PyTorch: sums are then the same on machines of any size, and a busy core stalls nobody at a barrier."""
+    """One thread for PyTorch: sums are then the same on machines of any size, and a busy core stalls nobody
+    at a barrier."""
     import torch
 
     threads = torch.get_num_threads()

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Qwen2 small enough to be trained on two CPU cores, with every kind of linear layer that FlashRL quantizes."""
+"""A Qwen2 small enough to be trained on two CPU cores, with every kind of linear layer that FlashRL
+quantizes."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ class ToyModelConfig:
     num_layers: int = 2
     """Decoder layers."""
     head_dim: int = 32
-    """vLLM's CPU attention knows 32, 64, 80, 96, 112, 128, 160, 192, 224, 256 and 512 (`CPUAttentionBackend`)."""
+    """vLLM's CPU attention knows 32, 64, 80, 96, 112, 128, 160, 192, 224, 256 and 512
+    (`CPUAttentionBackend`)."""
     num_kv_heads: int = 2
     """Fewer than the query heads, so that the fused QKV projection has shards of different heights (GQA)."""
     max_position_embeddings: int = 512
@@ -29,14 +31,15 @@ class ToyModelConfig:
     initializer_range: float = 0.05
     """Standard deviation of the initial weights; Qwen's 0.02 learns more slowly at this width."""
     rope_theta: float = 100.0
-    """Base of the rotary embedding. Low, because a sequence is 17 tokens long: with Qwen's 1e6 most dimensions would hardly turn
-    and digits would be harder to tell apart by position."""
+    """Base of the rotary embedding. Low, because a sequence is 17 tokens long: with Qwen's 1e6 most
+    dimensions would hardly turn and digits would be harder to tell apart by position."""
 
 
 def build_model(tokenizer: PreTrainedTokenizerBase, config: ToyModelConfig, *, seed: int) -> Qwen2ForCausalLM:
     """Build the model with random float32 weights.
 
-    The embedding and the output head are separate, as in Qwen2.5-7B and larger, and both have `len(tokenizer)` rows.
+    The embedding and the output head are separate, as in Qwen2.5-7B and larger, and both have
+    `len(tokenizer)` rows.
 
     Args:
         tokenizer: gives the vocabulary's size and the ids at which a turn ends.

@@ -22,7 +22,8 @@ def compute_score(
         extra_info: not used.
 
     Returns:
-        `score`, what is optimized, and `acc`, by which dynamic sampling finds the groups that carry no signal.
+        `score`, what is optimized, and `acc`, by which dynamic sampling finds the groups that carry no
+        signal.
 
     Raises:
         ConfigError: the data are not the toy task's.

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The toy task: add two numbers. Its problems, its split, and the slip that the warm-up teaches for RL to unlearn.
+"""The toy task: add two numbers. Its problems, its split, and the slip that the warm-up teaches for RL to
+unlearn.
 
-Why a slip, and not just a short warm-up? A half-trained adder is wrong in many unrelated ways, each of which costs RL many
-samples. Here the warm-up data forget the carry of the units in most of their answers (27+38=55), so that the policy is
-almost always right without a carry and mostly wrong with one, while the right answer stays among a handful of samples.
-That is a policy which a 0/1 reward can mend in a few dozen updates, and its mistake is one that a person can read.
+Why a slip, and not just a short warm-up? A half-trained adder is wrong in many unrelated ways, each of which
+costs RL many samples. Here the warm-up data forget the carry of the units in most of their answers
+(27+38=55), so that the policy is almost always right without a carry and mostly wrong with one, while the
+right answer stays among a handful of samples. That is a policy which a 0/1 reward can mend in a few dozen
+updates, and its mistake is one that a person can read.
 """
 
 from __future__ import annotations
@@ -55,21 +57,27 @@ class TaskConfig:
     max_operand: int = 49
     """Both numbers run from 0 to this one: 50 x 50 problems, 45 % of them with a carry."""
     test_pairs: int = 64
-    """Unordered pairs of different numbers held out for validation, half of them with a carry. Both orders are asked: 128
-    prompts, so that one standard error of an accuracy is 4 points."""
+    """Unordered pairs of different numbers held out for validation, half of them with a carry. Both orders
+    are asked: 128 prompts, so that one standard error of an accuracy is 4 points."""
     probe_pairs: int = 96
     """The same for the probe that stops the warm-up; RL does not see these either."""
     slip_rate: float = 0.6
-    """Probability that a warm-up label forgets its carry. Above 0.5, so that the greedy answer is the slip; far enough
-    below 1 that the right answer is usually among 8 samples."""
+    """Probability that a warm-up label forgets its carry. Above 0.5, so that the greedy answer is the slip;
+    far enough below 1 that the right answer is usually among 8 samples."""
 
     def __post_init__(self) -> None:
         pairs = self.max_operand * (self.max_operand + 1) // 2
         held_out = self.test_pairs + self.probe_pairs
-        if min(self.test_pairs, self.probe_pairs) < 2 or self.test_pairs % 2 or self.probe_pairs % 2 or held_out > pairs // 3:
+        if (
+            min(self.test_pairs, self.probe_pairs) < 2
+            or self.test_pairs % 2
+            or self.probe_pairs % 2
+            or held_out > pairs // 3
+        ):
             raise ConfigError(
-                f"test_pairs={self.test_pairs} and probe_pairs={self.probe_pairs} must be positive, even, and together at most "
-                f"a third of the {pairs} pairs of max_operand={self.max_operand}. Raise max_operand or hold out fewer."
+                f"test_pairs={self.test_pairs} and probe_pairs={self.probe_pairs} must be positive, even, "
+                f"and together at most a third of the {pairs} pairs of max_operand={self.max_operand}. "
+                "Raise max_operand or hold out fewer."
             )
         if not 0.0 <= self.slip_rate <= 1.0:
             raise ConfigError(f"slip_rate={self.slip_rate} is not a probability. Set it between 0 and 1.")
@@ -77,7 +85,8 @@ class TaskConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """Disjoint sets of problems: 27+38 and 38+27 are always in the same one, or the test would leak through symmetry."""
+    """Disjoint sets of problems: 27+38 and 38+27 are always in the same one, or the test would leak through
+    symmetry."""
 
     train: tuple[Problem, ...]
     probe: tuple[Problem, ...]

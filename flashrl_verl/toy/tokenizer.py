@@ -12,7 +12,8 @@ PAD, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 ROLES = ("system", "user", "assistant")
 """Each role is one token, so that the chat template costs 8 tokens instead of 22."""
 
-# Qwen's ChatML without its default system prompt: verl's Qwen chat builder looks for <|im_end|> and a one-token newline.
+# Qwen's ChatML without its default system prompt: verl's Qwen chat builder looks for <|im_end|> and a
+# one-token newline.
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -22,8 +23,9 @@ CHAT_TEMPLATE = (
 def build_tokenizer(max_length: int = 512) -> PreTrainedTokenizerFast:
     """Build the tokenizer: 3 special tokens, the 256 bytes, 3 role names; `len(tokenizer)` is 262.
 
-    Every id is reachable by encoding text. A vocabulary that is padded past `len(tokenizer)` would let the trainer put
-    probability on ids which the rollout engine masks, and each importance ratio would carry that missing mass.
+    Every id is reachable by encoding text. A vocabulary that is padded past `len(tokenizer)` would let the
+    trainer put probability on ids which the rollout engine masks, and each importance ratio would carry that
+    missing mass.
 
     Args:
         max_length: `model_max_length`, in tokens.
@@ -36,7 +38,9 @@ def build_tokenizer(max_length: int = 512) -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in (PAD, TURN_START, TURN_END)])
+    backend.add_special_tokens(
+        [AddedToken(t, special=True, normalized=False) for t in (PAD, TURN_START, TURN_END)]
+    )
     backend.add_tokens([AddedToken(role, normalized=False) for role in ROLES])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,

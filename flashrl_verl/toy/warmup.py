@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Supervised warm-up: from random weights to a policy that is worth improving by RL.
 
-It stops when the accuracy on a probe crosses a target, not after a fixed number of steps: when a small transformer discovers
-how to align digits depends on its seed.
+It stops when the accuracy on a probe crosses a target, not after a fixed number of steps: when a small
+transformer discovers how to align digits depends on its seed.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ class WarmupConfig:
     """How the warm-up is run."""
 
     target_accuracy: float = 0.45
-    """Sampled probe accuracy at which to stop; the greedy one is a few points above it then. The sampled one decides because
-    it is an expectation over the policy and does not jump. A perfect adder with a slip rate of 0.6 would reach 0.70."""
+    """Sampled probe accuracy at which to stop; the greedy one is a few points above it then. The sampled one
+    decides because it is an expectation over the policy and does not jump. A perfect adder with a slip rate
+    of 0.6 would reach 0.70."""
     max_steps: int = 600
     """Give up after this many updates; about 100 are needed."""
     batch_size: int = 128
@@ -68,7 +69,8 @@ class WarmupResult:
 
 
 class Encoder:
-    """Problems to token tensors: the chat prompt, then the answer and the end of the turn, padded on the right."""
+    """Problems to token tensors: the chat prompt, then the answer and the end of the turn, padded on the
+    right."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self._tokenizer = tokenizer
@@ -91,14 +93,19 @@ class Encoder:
 
         Returns:
             tokens: [B, T] int64.
-            labels: [B, T] int64, the token that follows each position where that belongs to the answer, else IGNORE.
+            labels: [B, T] int64, the token that follows each position where that belongs to the answer, else
+                IGNORE.
         """
         import torch
 
         rows, starts = [], []
         for problem, answer in zip(problems, answers, strict=True):
             prompt = self.prompt_ids(problem)
-            rows.append(prompt + self._tokenizer.encode(answer, add_special_tokens=False) + [self._tokenizer.eos_token_id])
+            rows.append(
+                prompt
+                + self._tokenizer.encode(answer, add_special_tokens=False)
+                + [self._tokenizer.eos_token_id]
+            )
             starts.append(len(prompt) - 1)
         width = max(map(len, rows))
         tokens = torch.full((len(rows), width), self._tokenizer.pad_token_id)
@@ -110,7 +117,8 @@ class Encoder:
 
 
 def answer_logits(model: Qwen2ForCausalLM, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits and labels without the leading positions at which no row has a label: the head is half of a toy model's work.
+    """Logits and labels without the leading positions at which no row has a label: the head is half of a toy
+    model's work.
 
     Returns:
         logits: [B, A, V] float32, labels: [B, A] int64, with A the longest stretch that holds every label.
@@ -124,8 +132,8 @@ def answer_logits(model: Qwen2ForCausalLM, tokens: Tensor, labels: Tensor) -> tu
 def evaluate(model: Qwen2ForCausalLM, encoder: Encoder, problems: Sequence[Problem]) -> Accuracy:
     """Accuracy on the problems, from one forward pass over their right answers.
 
-    Greedy decoding yields the right answer if and only if each of its tokens is the argmax given the ones before it, so
-    nothing needs to be generated.
+    Greedy decoding yields the right answer if and only if each of its tokens is the argmax given the ones
+    before it, so nothing needs to be generated.
     """
     import torch
 
@@ -190,8 +198,9 @@ def warm_up(
                 model.eval()
                 return WarmupResult(steps=step, seconds=time.monotonic() - started, probe=accuracy)
     raise FlashRLError(
-        f"The warm-up of the toy model reached a sampled probe accuracy of {accuracy.sampled:.2f} in {config.max_steps} updates, "
-        f"short of {config.target_accuracy:.2f}. Try another seed: flashrl quickstart --seed {seed + 1}."
+        f"The warm-up of the toy model reached a sampled probe accuracy of {accuracy.sampled:.2f} in "
+        f"{config.max_steps} updates, short of {config.target_accuracy:.2f}. "
+        f"Try another seed: flashrl quickstart --seed {seed + 1}."
     )
 
 
@@ -204,6 +213,9 @@ def _optimizers(model: Qwen2ForCausalLM, config: WarmupConfig) -> list[tuple]:
     others = [p for p in model.parameters() if id(p) not in taken]
     return [
         # match_rms_adamw scales the update to AdamW's size, so that both rates mean the same.
-        (Muon(matrices, lr=config.matrix_lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"), config.matrix_lr),
+        (
+            Muon(matrices, lr=config.matrix_lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"),
+            config.matrix_lr,
+        ),
         (AdamW(others, lr=config.lr, betas=(0.9, 0.98), weight_decay=0.01), config.lr),
     ]

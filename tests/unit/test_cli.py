@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line, and the quickstart's handling of overrides, directories and processes."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from flashrl_verl import __version__
+from flashrl_verl.cli import app
+from flashrl_verl.errors import ConfigError, FlashRLError
+from flashrl_verl.quickstart import (
+    Display,
+    ProcessTree,
+    QuickstartConfig,
+    compose,
+    prepare_directory,
+    quoted,
+    training_overrides,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def flashrl(*words: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "flashrl_verl.cli", *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+# ---- commands ----
+
+
+@pytest.mark.parametrize("command", [[], ["quickstart"], ["report"], ["version"]])
+def test_every_command_explains_itself(command):
+    result = CliRunner().invoke(app, [*command, "--help"])
+    assert result.exit_code == 0 and "Usage" in result.output
+
+
+def test_importing_the_command_line_imports_nothing_heavy():
+    heavy = ("torch", "verl", "vllm", "ray", "transformers", "matplotlib", "hydra", "psutil")
+    code = f"import sys, flashrl_verl.cli; print([m for m in {heavy} if m in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
+
+
+def test_version_names_every_component():
+    result = CliRunner().invoke(app, ["version"])
+    assert result.exit_code == 0 and result.output.startswith(f"flashrl-verl {__version__}\n")
+    for name in ("verl", "vllm", "torch", "ray"):
+        assert f"\n{name} " in result.output
+
+
+def test_report_prints_and_writes(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "data": {"rollout_corr/k3_kl": 1e-4}}))
+    result = CliRunner().invoke(app, ["report", str(tmp_path)])
+    assert result.exit_code == 0 and "1.00e-04" in result.output
+    assert (tmp_path / "report.md").is_file() and (tmp_path / "curves.png").is_file()
+
+
+def test_a_users_mistake_is_one_line_not_a_traceback(tmp_path):
+    result = flashrl("report", str(tmp_path))
+    assert result.returncode == 1
+    assert result.stderr.startswith("FlashRLError: ") and "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("word", ["--sede=3", "precision"])
+def test_a_mistyped_word_is_refused_before_anything_is_made(tmp_path, word):
+    result = CliRunner().invoke(app, ["quickstart", "--output", str(tmp_path / "out"), word])
+    assert isinstance(result.exception, ConfigError) and word in str(result.exception)
+    assert not (tmp_path / "out").exists()
+
+
+# ---- overrides ----
+
+
+def test_the_users_overrides_come_last_and_win():
+    words = ("hardware=cpu", "trainer.total_training_steps=3", "data.seed=9", "flashrl.precision=bf16")
+    cfg = compose(training_overrides(QuickstartConfig(output=Path("/a b/it's=1"), overrides=words)))
+    assert cfg.trainer.device == "cpu" and cfg.trainer.total_training_steps == 3
+    assert cfg.data.seed == 9 and cfg.flashrl.precision == "bf16"
+    assert cfg.data.train_files == "/a b/it's=1/assets/train.parquet"
+    assert cfg.trainer.default_local_dir == "/a b/it's=1/checkpoints"
+
+
+def test_hardware_and_experiment_are_chosen_only_when_the_user_did_not():
+    chosen = training_overrides(QuickstartConfig(output=Path("/x")))
+    assert chosen[0] == "experiment=quickstart" and chosen[1] in ("hardware=cpu", "hardware=cuda")
+    own = training_overrides(
+        QuickstartConfig(output=Path("/x"), overrides=("experiment=smoke", "hardware=cuda"))
+    )
+    assert [w for w in own if w.startswith(("experiment=", "hardware="))] == [
+        "experiment=smoke",
+        "hardware=cuda",
+    ]
+
+
+def test_an_unknown_key_is_refused_by_name():
+    with pytest.raises(ConfigError, match="trainer.no_such_key"):
+        compose(["experiment=quickstart", "trainer.no_such_key=1"])
+
+
+@pytest.mark.parametrize("text", ["plain", "two words", "it's", "a=b,c", "[x]{y}"])
+def test_any_path_can_be_an_override(text):
+    cfg = compose(["experiment=quickstart", f"trainer.default_local_dir={quoted(text)}"])
+    assert cfg.trainer.default_local_dir == text
+
+
+# ---- directory ----
+
+
+def test_a_fresh_run_clears_its_results_and_moves_checkpoints_aside(tmp_path):
+    for name in ("metrics.jsonl", "report.md", "notes.txt"):
+        (tmp_path / name).write_text("old")
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("10")
+    prepare_directory(tmp_path, tmp_path / "checkpoints", resume=False)
+    [aside] = tmp_path.glob("checkpoints-until-*")
+    assert (aside / "latest_checkpointed_iteration.txt").read_text() == "10"
+    assert sorted(p.name for p in tmp_path.iterdir()) == [aside.name, "notes.txt"]
+
+
+def test_resuming_keeps_everything_and_needs_a_checkpoint(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("old")
+    with pytest.raises(FlashRLError, match="trainer.save_freq"):
+        prepare_directory(tmp_path, tmp_path / "checkpoints", resume=True)
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("10")
+    prepare_directory(tmp_path, tmp_path / "checkpoints", resume=True)
+    assert (tmp_path / "metrics.jsonl").read_text() == "old"
+
+
+# ---- process tree ----
+
+# A parent that ends at Ctrl-C and leaves a child which ignores it, as an engine's worker may.
+STUBBORN = """
+import subprocess, sys, time
+child = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+subprocess.Popen([sys.executable, "-c", child])
+block = bytearray(64 * 2**20)
+time.sleep(60)
+"""
+
+
+def test_ending_a_training_leaves_no_process_behind(tmp_path):
+    tree = ProcessTree([sys.executable, "-c", STUBBORN], tmp_path / "log", dict(os.environ))
+    try:
+        root, deadline = psutil.Process(tree._process.pid), time.monotonic() + 30
+        while "up" not in (tmp_path / "log").read_text() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert tree.poll() is None
+        [child] = root.children()
+        assert tree.peak_bytes > 64 * 2**20
+    finally:
+        tree.end(((2, 1.0), (15, 5.0), (9, 5.0)))
+    # A zombie has ended too: it waits for whoever adopted it to take note.
+    assert all(not p.is_running() or p.status() == psutil.STATUS_ZOMBIE for p in (root, child))
+
+
+def test_the_exit_code_of_the_training_is_seen(tmp_path):
+    words = [sys.executable, "-c", "print('words'); raise SystemExit(3)"]
+    tree = ProcessTree(words, tmp_path / "log", dict(os.environ))
+    deadline = time.monotonic() + 30
+    while (code := tree.poll()) is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert code == 3 and (tmp_path / "log").read_text() == "words\n"
+    tree.end()
+
+
+# ---- display ----
+
+
+def test_without_a_terminal_each_step_is_one_line(tmp_path):
+    log, metrics, out = tmp_path / "log", tmp_path / "metrics.jsonl", io.StringIO()
+    log.write_text("Started a local Ray instance.\n")
+    with Display(Console(file=out, width=200), 2, log, metrics) as display:
+        display._spoke -= 60  # nothing was said for a minute
+        display.update()
+        metrics.write_text(json.dumps({"step": 0, "data": {"val-core/toy_addition/acc/mean@1": 0.45}}) + "\n")
+        display.update()
+        with metrics.open("a") as file:
+            data = {"critic/score/mean": 0.5, "rollout_corr/k3_kl": 1e-4}
+            file.write(json.dumps({"step": 1, "data": data}) + '\n{"step": 2, "da')
+        display.update()
+        display.update()
+    assert out.getvalue().splitlines() == [
+        "start-up: starting Ray and its workers",
+        "step 0/2: held-out 0.450",
+        "step 1/2: held-out 0.450, score 0.50, mismatch KL 1.0e-04",
+    ]
+    assert display.first_line is not None
