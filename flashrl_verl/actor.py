@@ -15,7 +15,8 @@ from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name
 from verl.workers.engine_workers import ActorRolloutRefWorker
 
-from flashrl_verl.correction import CorrectionSettings, correct_shard
+from flashrl_verl.correction import correct_shard
+from flashrl_verl.correction_settings import CorrectionSettings
 from flashrl_verl.errors import FlashRLError
 
 

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from flashrl_verl.correction import CorrectionSettings, correct_shard
+from flashrl_verl.correction import correct_shard
+from flashrl_verl.correction_settings import CorrectionSettings
 from flashrl_verl.errors import FlashRLError
 
 SEEDS = range(60)

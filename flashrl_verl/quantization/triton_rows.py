@@ -8,7 +8,6 @@ codes.
 import triton
 import triton.language as tl
 
-
 _ROUND = tl.constexpr(12582912.0)
 """1.5 * 2^23: float32 has no fraction bits there, so adding and subtracting it rounds to the nearest integer, ties to even, for
 every magnitude below 2^22 (codes are below 2^8). Unlike ``libdevice.rint`` it also runs in Triton's interpreter."""

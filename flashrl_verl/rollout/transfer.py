@@ -13,7 +13,10 @@ from collections.abc import Callable
 import ray
 import torch
 import zmq
-from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver, BucketedWeightSender
+from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import (
+    BucketedWeightReceiver,
+    BucketedWeightSender,
+)
 
 from flashrl_verl.errors import RefitError
 

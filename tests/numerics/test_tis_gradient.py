@@ -13,7 +13,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from flashrl_verl.correction import CorrectionSettings, Level, correct_shard
+from flashrl_verl.correction import correct_shard
+from flashrl_verl.correction_settings import CorrectionSettings, Level
 
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 CAP = 2.0

@@ -15,15 +15,9 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from flashrl_verl.correction import (
-    CorrectionSettings,
-    Level,
-    Statistics,
-    correct_shard,
-    finalize_metrics,
-    shard_statistics,
-    shard_weights,
-)
+from flashrl_verl.correction import correct_shard, shard_weights
+from flashrl_verl.correction_metrics import Statistics, finalize_metrics, shard_statistics
+from flashrl_verl.correction_settings import CorrectionSettings, Level
 from flashrl_verl.errors import ConfigError, FlashRLError
 
 # Loaded by path: verl's wheel installs a package called `tests`.
