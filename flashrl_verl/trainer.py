@@ -125,9 +125,9 @@ class FlashRLTrainer(PPOTrainerSync):
         bad = sorted({name for names in self.actor_rollout_wg.flashrl_non_finite() for name in names})
         if bad:
             raise FlashRLError(
-                f"step {self.global_steps}: the actor's update left NaN or Inf in {len(bad)} parameters ({', '.join(bad[:8])}); "
-                "no checkpoint was saved from it. Resume from the last one with a lower actor_rollout_ref.actor.optim.lr "
-                "or actor_rollout_ref.actor.optim.clip_grad"
+                f"step {self.global_steps}: the actor's update left NaN or Inf in {len(bad)} parameters "
+                f"({', '.join(bad[:8])}); no checkpoint was saved from it. Resume from the last one with a lower "
+                "actor_rollout_ref.actor.optim.lr or actor_rollout_ref.actor.optim.clip_grad"
             )
         super()._save_checkpoint()
 

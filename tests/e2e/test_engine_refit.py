@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real vLLM engine under ``flashrl`` quantization takes weight updates: its storage against a recomputation from the trainer.
+"""A real vLLM engine takes weight updates: its INT8 storage against a recomputation from the trainer.
 
-The engine runs in this process, so its parameters can be looked at; the trainer is a Hugging Face model with AdamW. On a machine
-with a GPU the engine is the CUDA one, with CUDA graphs and sleep mode; elsewhere it is the CPU one.
+The engine runs in this process, so its parameters can be looked at; the trainer is a Hugging Face model with AdamW. On a
+machine with a GPU the engine is the CUDA one, with CUDA graphs and sleep mode; elsewhere it is the CPU one.
 """
 
 import os

@@ -111,3 +111,17 @@ def test_a_killed_run_resumes_with_equal_weights_and_its_history(assets, tmp_pat
         rf"\(sum {before[latest]['flashrl/receipt_sum']}\)",
         run.output,
     )
+
+
+def test_two_runs_on_one_machine_do_not_take_each_others_weights(assets, tmp_path):
+    """Both drivers start a Ray cluster of their own, in which the job id is the same."""
+    folders = [tmp_path / "a", tmp_path / "b"]
+    processes = []
+    for folder, rate in zip(folders, ("1e-3", "1e-5"), strict=True):
+        folder.mkdir()
+        words = command(assets, folder, NO_FILTER, f"actor_rollout_ref.actor.optim.lr={rate}")
+        processes.append(start(words, folder))
+    runs = [finish(process, folder, timeout=500) for process, folder in zip(processes, folders, strict=True)]
+    assert [run.returncode for run in runs] == [0, 0], "".join(run.output[-2000:] for run in runs)
+    sums = [run.metrics()[2]["flashrl/receipt_sum"] for run in runs]
+    assert sums[0] != sums[1], "the two trainers hold different weights"
