@@ -22,6 +22,8 @@ INSTALL_REQUIRES = [
     "typer>=0.12",
     "packaging>=23",
     "pyzmq>=26",
+    "orjson>=3.10",
+    "psutil>=6",
 ]
 
 TEST = ["pytest>=8", "pytest-timeout>=2.3"]

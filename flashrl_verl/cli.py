@@ -6,11 +6,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from flashrl_verl.errors import ConfigError, FlashRLError
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 app = typer.Typer(
     help="FlashRL for verl: 8-bit rollouts on vLLM for RL post-training.",
@@ -34,33 +37,23 @@ def quickstart(
     Words after the options are Hydra overrides for the training, for instance flashrl.precision=bf16
     trainer.total_training_steps=10.
     """
-    from rich.console import Console
-
     from flashrl_verl.quickstart import QuickstartConfig, run_quickstart
 
     for word in context.args:
         if word.startswith("-") or not ("=" in word or word.startswith("~")):
-            raise ConfigError(
-                f"{word!r} is neither an option (flashrl quickstart --help) nor an override key=value."
-            )
-    config = QuickstartConfig(
-        output=output.resolve(), seed=seed, resume=resume, overrides=tuple(context.args)
-    )
-    raise typer.Exit(run_quickstart(config, Console()))
+            raise ConfigError(f"{word!r} is neither an option (flashrl quickstart --help) nor an override key=value.")
+    config = QuickstartConfig(output=output.resolve(), seed=seed, resume=resume, overrides=tuple(context.args))
+    raise typer.Exit(run_quickstart(config, _console()))
 
 
 @app.command()
 def report(
-    paths: Annotated[
-        list[Path], typer.Argument(metavar="PATH...", help="Run directories, or metrics.jsonl files.")
-    ],
+    paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Run directories, or metrics.jsonl files.")],
 ) -> None:
     """Print a table of each run, and write report.md and curves.png beside its metrics."""
-    from rich.console import Console
-
     from flashrl_verl import report as reports
 
-    console = Console()
+    console = _console()
     for path in paths:
         result = reports.load(path)
         written = reports.write(result)
@@ -77,6 +70,13 @@ def version() -> None:
     typer.echo(f"flashrl-verl {__version__}")
     for finding in check_versions():
         typer.echo(str(finding))
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    # Where the output goes to a file, rich assumes 80 columns, which breaks the table's lines.
+    return Console() if sys.stdout.isatty() else Console(width=120)
 
 
 def main() -> None:

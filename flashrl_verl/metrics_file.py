@@ -46,9 +46,9 @@ def _history(path: Path, resumed_step: int) -> list[bytes]:
     kept = []
     for line in path.read_bytes().splitlines():
         try:
-            step = orjson.loads(line)["step"]
+            keep = orjson.loads(line)["step"] <= resumed_step
         except (orjson.JSONDecodeError, KeyError, TypeError):
             continue
-        if step <= resumed_step:
+        if keep:
             kept.append(line)
     return kept

@@ -15,12 +15,22 @@ tested by                              tests/unit/test_platform_cpu.py, every en
 """
 
 import functools
+import inspect
 import types
+
+from flashrl_verl.errors import FlashRLError
 
 
 def default_to_gloo(distributed: types.ModuleType) -> None:
-    """Apply the entry above to ``verl.utils.distributed``."""
+    """Apply the entry above to ``verl.utils.distributed``.
+
+    Raises:
+        FlashRLError: the function is no longer what the entry describes.
+    """
     original = distributed.initialize_global_process_group_ray
-    if isinstance(original, functools.partial):
-        return
+    if "backend" not in inspect.signature(original).parameters:
+        raise FlashRLError(
+            "verl.utils.distributed.initialize_global_process_group_ray has no argument `backend` any more; see the entry in "
+            "flashrl_verl/patches.py and use verl 0.9.1"
+        )
     distributed.initialize_global_process_group_ray = functools.partial(original, backend="gloo")

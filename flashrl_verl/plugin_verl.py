@@ -35,11 +35,7 @@ def _on_cpu() -> bool:
 def _register_cpu_engine(module: types.ModuleType) -> None:
     if not _on_cpu():
         return
-    registered = module.EngineRegistry._engines.get("language_model", {}).get("fsdp2", {})
-    if "cpu" not in registered:
-        module.EngineRegistry.register(model_type="language_model", backend=["fsdp2"], device=["cpu"])(
-            module.FSDPEngineWithLMHead
-        )
+    module.EngineRegistry.register(model_type="language_model", backend=["fsdp2"], device=["cpu"])(module.FSDPEngineWithLMHead)
 
 
 def _patch_distributed(module: types.ModuleType) -> None:

@@ -42,10 +42,10 @@ PLAIN_INTERVAL = 10.0
 """Seconds between two lines where there is no terminal to redraw."""
 
 PHASES = (
+    ("Started a local Ray instance", "starting Ray"),
     ("dataset len:", "loading the data"),
-    ("Started a local Ray instance", "starting Ray and its workers"),
-    ("FSDP", "building the trainer's model"),
-    ("Initializing a V1 LLM engine", "starting vLLM"),
+    ("Before FSDP", "building the trainer's model"),
+    ("model engine initialized", "starting vLLM"),
     ("[flashrl] rollout precision", "validating before training"),
 )
 """Texts in the training's log, and what they mean has begun. Only words for the wait: nothing depends on
@@ -177,6 +177,7 @@ class Display:
 
         self._console, self._log, self._metrics, self._total = console, log, metrics, total
         self._step, self._spoke, self._phase = -1, time.monotonic(), "starting Python"
+        self._changed = self._modified()  # until it changes, a resumed run shows what it did before
         columns = (
             SpinnerColumn(),
             TextColumn("{task.description}"),
@@ -196,15 +197,19 @@ class Display:
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
+    def _modified(self) -> int | None:
+        return self._metrics.stat().st_mtime_ns if self._metrics.is_file() else None
+
     def update(self) -> None:
         """Read what there is and show it."""
-        metrics = report.read_metrics(self._metrics) if self._metrics.is_file() else report.Metrics(rows={})
+        fresh = self._modified() != self._changed
+        metrics = report.read_metrics(self._metrics) if fresh else report.Metrics(rows={})
         news = bool(metrics.rows) and metrics.last_step > self._step
         if news:
             self.first_line = self.first_line or time.monotonic()
             self._step = metrics.last_step
             self._phase = _progress_words(metrics)
-        elif not metrics.rows:
+        elif self._step < 0:
             self._phase = _startup_phase(self._log)
         self._bar.update(self._task, description=self._phase, completed=max(0, self._step))
         if not self._console.is_terminal and (news or time.monotonic() - self._spoke > PLAIN_INTERVAL):
@@ -220,7 +225,10 @@ def _startup_phase(log: Path) -> str:
 
 
 def _progress_words(metrics: report.Metrics) -> str:
-    parts = [f"held-out {report.show(metrics.last(key))}" for key in metrics.keys(report.HELD_OUT)[:1]]
+    parts = []
+    for key in metrics.keys(report.HELD_OUT)[:1]:
+        at = metrics.series(key)[0][-1]
+        parts.append(f"held-out {report.show(metrics.last(key))}" + (f" (step {at})" if at != metrics.last_step else ""))
     for name, key, form in (("score", report.SCORE, ".2f"), ("mismatch KL", report.MISMATCH_KL, ".1e")):
         if metrics.series(key)[0]:
             parts.append(f"{name} {report.show(metrics.last(key), form)}")
@@ -241,9 +249,7 @@ def compose(overrides: Sequence[str]) -> DictConfig:
     require_verl()
     configs = ROOT / "recipe" / "flashrl" / "config"
     if not configs.is_dir():
-        raise ConfigError(
-            f"{configs} is not there. The quickstart runs from a checkout: pip install -e . and try again."
-        )
+        raise ConfigError(f"{configs} is not there. The quickstart runs from a checkout: pip install -e . and try again.")
     # As a path: resolving pkg://verl.trainer.config would import verl and torch, which takes seconds.
     verl = Path(next(iter(find_spec("verl").submodule_search_locations))) / "trainer" / "config"
     searchpath = f"hydra.searchpath=[{quoted(f'file://{verl}')},pkg://flashrl_verl.configs]"
@@ -297,9 +303,7 @@ def run_quickstart(config: QuickstartConfig, console: Console) -> int:
     composed = compose(overrides)
     total = composed.trainer.total_training_steps
     if total is None:
-        raise ConfigError(
-            "trainer.total_training_steps=null: the quickstart needs a number of steps to run to."
-        )
+        raise ConfigError("trainer.total_training_steps=null: the quickstart needs a number of steps to run to.")
     prepare_directory(config.output, Path(composed.trainer.default_local_dir), resume=config.resume)
     run: dict[str, Any] = {
         "command": shlex.join(["python", "-m", "recipe.flashrl.main_flashrl", *overrides]),
@@ -341,9 +345,7 @@ def prepare_directory(output: Path, checkpoints: Path, *, resume: bool) -> None:
     for name in (report.METRICS_FILE, report.RUN_FILE, report.REPORT_FILE, report.CURVES_FILE):
         (output / name).unlink(missing_ok=True)
     if checkpoints.is_dir() and any(checkpoints.iterdir()):
-        checkpoints.rename(
-            checkpoints.with_name(f"{checkpoints.name}-until-{time.strftime('%Y%m%d-%H%M%S')}")
-        )
+        checkpoints.rename(checkpoints.with_name(f"{checkpoints.name}-until-{time.strftime('%Y%m%d-%H%M%S')}"))
 
 
 def _assets(config: QuickstartConfig, console: Console) -> Assets:
@@ -351,9 +353,7 @@ def _assets(config: QuickstartConfig, console: Console) -> Assets:
         assets = make_assets(
             config.output / "assets",
             AssetsConfig(seed=config.seed),
-            on_probe=lambda step, a: status.update(
-                f"supervised warm-up: update {step}, accuracy {a.sampled:.2f}"
-            ),
+            on_probe=lambda step, a: status.update(f"supervised warm-up: update {step}, accuracy {a.sampled:.2f}"),
         )
     made = assets.made
     console.print(
@@ -361,6 +361,7 @@ def _assets(config: QuickstartConfig, console: Console) -> Assets:
         f"{made['warmup_seconds']} s{' (made before, used again)' if assets.reused else ''}; "
         f"held-out accuracy {made['test']['greedy']:.2f} greedy, {made['test']['sampled']:.2f} sampled",
         highlight=False,
+        soft_wrap=True,
     )
     return assets
 
@@ -375,9 +376,7 @@ def _train(output: Path, overrides: list[str], total: int, run: dict[str, Any], 
         "RAY_USAGE_STATS_ENABLED": "0",
         "VLLM_NO_USAGE_STATS": "1",
     }
-    console.print(
-        f"training: {total} steps on {run['hardware']}, log in {log}", highlight=False, soft_wrap=True
-    )
+    console.print(f"training: {total} steps on {run['hardware']}, log in {log}", highlight=False, soft_wrap=True)
     started = time.monotonic()
     tree = ProcessTree([sys.executable, "-m", "recipe.flashrl.main_flashrl", *overrides], log, env)
     try:

@@ -25,10 +25,13 @@ HELD_OUT = re.compile(r"val-core/(?P<source>.+)/acc/mean@\d+")
 """verl's name for the accuracy on the held-out prompts, greedy unless `rollout.val_kwargs` says otherwise."""
 SCORE, MISMATCH_KL = "critic/score/mean", "rollout_corr/k3_kl"
 CORRELATION = "training/rollout_actor_probs_pearson_corr"
+REPLACED = "training/filter_groups/evicted_samples"
+"""Groups that dynamic sampling drew in vain in a step: all of their samples were right, or all wrong."""
 MISSING = "not logged"
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-_RAY_PREFIX = re.compile(r"^\([\w.:*-]+(?: \S+)?\s+pid=\d+(?:, ip=\S+)?\)\s?")
+_PREFIX = re.compile(r"^(?:\((?:[^\s()]+ )*pid=\d+(?:, ip=\S+)?\) ?)+(?:ERROR \d\d-\d\d \S+ \[\S+\] )?")
+"""Who said it, by Ray (`(WorkerDict pid=5399) `, also nested), and when, by vLLM."""
 _OURS = re.compile(r"^(?:flashrl_verl\.errors\.)?(?:FlashRL|Config|Refit|DynamicSampling)Error: \S")
 _ANY = re.compile(r"^(?!ray\.exceptions\.)(?:\w+\.)*\w*(?:Error|Exception|Killed|Exit): \S")
 
@@ -128,6 +131,9 @@ class Report:
             yield "held-out accuracy", MISSING
         for key in held_out:
             yield f"held-out accuracy, {HELD_OUT.fullmatch(key)['source']}", self._before_after(key)
+        _, replaced = metrics.series(REPLACED)
+        mean = sum(replaced) / len(replaced) if replaced else None
+        yield "constant groups replaced per step, mean", show(mean, ".1f")
         yield "training score (kept groups)", f"{show(metrics.first(SCORE))} -> {show(metrics.last(SCORE))}"
 
     def _before_after(self, key: str) -> str:
@@ -187,9 +193,7 @@ class Report:
         from rich.markup import escape
         from rich.table import Table
 
-        table = Table(
-            title=f"FlashRL run: {self.metrics_path.parent.name}", title_justify="left", show_header=False
-        )
+        table = Table(title=f"FlashRL run: {self.metrics_path.parent.name}", title_justify="left", show_header=False)
         table.add_column(style="bold")
         table.add_column(overflow="fold")
         for label, value in self.rows():
@@ -241,9 +245,7 @@ def load(path: Path) -> Report:
     metrics_path = path / METRICS_FILE if path.is_dir() else path
     metrics = read_metrics(metrics_path)
     if not metrics.rows:
-        raise FlashRLError(
-            f"{metrics_path} holds no step: the run ended before its first validation or step."
-        )
+        raise FlashRLError(f"{metrics_path} holds no step: the run ended before its first validation or step.")
     run_path = metrics_path.parent / RUN_FILE
     run = json.loads(run_path.read_text()) if run_path.is_file() and metrics_path.name == METRICS_FILE else {}
     return Report(metrics=metrics, run=run, metrics_path=metrics_path)
@@ -265,7 +267,7 @@ def last_error(log: str) -> list[str]:
 
     FlashRL's own errors come first: what follows them is only their consequence in other processes.
     """
-    lines = [_RAY_PREFIX.sub("", _COLOURS.sub("", line)).rstrip() for line in log.splitlines()]
+    lines = [_PREFIX.sub("", _COLOURS.sub("", line)).rstrip() for line in log.splitlines()]
     for pattern in (_OURS, _ANY):
         found = [i for i, line in enumerate(lines) if pattern.match(line)]
         if found:

@@ -12,6 +12,7 @@ from omegaconf import DictConfig, open_dict
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
+from flashrl_verl.compat import Status, check_versions
 from flashrl_verl.errors import ConfigError, DynamicSamplingError, FlashRLError
 from flashrl_verl.metrics_file import MetricsFile, metrics_path
 from flashrl_verl.rollout.receipt import verify_receipts
@@ -35,12 +36,16 @@ class FlashRLTrainer(PPOTrainerSync):
 
     def __init__(self, config: DictConfig):
         self.flashrl = validate_config(config)
+        for finding in check_versions():
+            if finding.status is not Status.OK:
+                log.warning("%s", finding)
         # The actors compute the correction on their shards; without this node verl's driver does not do it again.
         # They got their own copy through actor.policy_loss.rollout_correction.
         with open_dict(config):
             config.algorithm.rollout_correction = None
         self._tracking = None
         self._own_file = False
+        self._warned_padding = False
         self._prompts_this_step = 0
         super().__init__(config)
 
@@ -49,6 +54,7 @@ class FlashRLTrainer(PPOTrainerSync):
     def _build_replay_buffer(self):
         self.trainer_mode = "sync"  # what verl compares with, here and later; our registered name is not in its lists
         replay_buffer = super()._build_replay_buffer()
+        assert hasattr(replay_buffer, "poll_interval"), "verl renamed the replay buffer's poll interval"
         replay_buffer.poll_interval = _POLL_INTERVAL_S
         return replay_buffer
 
@@ -184,7 +190,7 @@ class FlashRLTrainer(PPOTrainerSync):
                 f"{text}; the limit is flashrl.padded_vocab_mass_limit={limit:g}. Resize the model's vocabulary to its "
                 "tokenizer, or raise the limit"
             )
-        if not getattr(self, "_warned_padding", False):
+        if not self._warned_padding:
             self._warned_padding = True
             log.warning("%s (allowed: flashrl.padded_vocab_mass_limit=%g)", text, limit)
 

@@ -115,6 +115,12 @@ _BACKEND = (
         1,
     ),
     Rule(
+        f"{ACTOR}.strategy",
+        one_of("fsdp", "fsdp2"),
+        "refits, receipts and the check for NaN before a checkpoint have been run with FSDP actors only",
+        f"{ACTOR}.strategy=fsdp2",
+    ),
+    Rule(
         f"{ROLLOUT}.data_parallel_size",
         one_of(1),
         "vLLM's collective calls reach one data-parallel shard of an engine, so the receipts of the others could not be read",

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The actor worker the trainer starts: correction on the shard (``actor.py``), plus what the driver asks about a refit."""
 
-import torch
 from verl.single_controller.base.decorator import Dispatch, register
 
 from flashrl_verl.actor import FlashRLActorWorker
+from flashrl_verl.rollout.receipt import all_finite, to_host
 
 
 class FlashRLWorker(FlashRLActorWorker):
@@ -30,11 +30,5 @@ class FlashRLWorker(FlashRLActorWorker):
             local = parameter.data.to_local() if hasattr(parameter.data, "to_local") else parameter.data
             if local.numel() and local.is_floating_point():
                 names.append(name)
-                flags.append(torch.stack(local.aminmax()).isfinite().all())
-        if not flags:
-            return []
-        # Shards may be on the host (offload): gather the flags there, one copy a device.
-        finite = torch.stack([flag.cpu() for flag in flags]).tolist() if len({f.device for f in flags}) > 1 else (
-            torch.stack(flags).tolist()
-        )
-        return [name for name, ok in zip(names, finite, strict=True) if not ok]
+                flags.append(all_finite(local))
+        return [name for name, ok in zip(names, to_host(flags), strict=True) if not ok]

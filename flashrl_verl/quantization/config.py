@@ -8,6 +8,7 @@ environment.
 from typing import Any
 
 import torch
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
@@ -78,6 +79,11 @@ class FlashRLQuantizationConfig(QuantizationConfig):
             raise ConfigError(
                 f"{prefix}: flashrl.precision=int8 does not quantize mixture-of-experts layers yet; "
                 "set flashrl.precision=bf16 for this model"
+            )
+        if isinstance(layer, MLAAttention) and self.precision is Precision.INT8:
+            # It derives tensors from kv_b_proj after loading, at new addresses, which CUDA graphs would not see.
+            raise ConfigError(
+                f"{prefix}: flashrl.precision=int8 does not support multi-head latent attention; set flashrl.precision=bf16"
             )
         return None  # embeddings, lm_head and attention use vLLM's own unquantized method
 

@@ -9,9 +9,12 @@ from typing import Protocol
 
 import torch
 from vllm import _custom_ops as ops
-from vllm.platforms import current_platform
 
+from flashrl_verl.compat import cuda_capability, vllm_device
 from flashrl_verl.errors import ConfigError
+
+_PRIMITIVE_CACHE_SIZE = 32
+"""oneDNN primitives a handle keeps, one per batch size seen; vLLM's own CPU kernel uses the same number."""
 
 
 class Int8Gemm(Protocol):
@@ -25,7 +28,10 @@ class Int8Gemm(Protocol):
 
 
 class CutlassGemm:
-    """CUDA, SM75 to SM90: reads ``layer.weight`` where it lies, so nothing needs to follow a refit."""
+    """CUDA, SM75 to SM90: reads ``layer.weight`` where it lies, so nothing needs to follow a refit.
+
+    vLLM's op uses its Triton kernel instead of CUTLASS, and more slowly, when N or K is no multiple of 16.
+    """
 
     def weights_changed(self, layer: torch.nn.Module) -> None:
         pass
@@ -47,7 +53,12 @@ class OneDnnGemm:
     def weights_changed(self, layer: torch.nn.Module) -> None:
         layer.onednn_handle = None  # free the old packed copy before the new one is made
         layer.onednn_handle = ops.create_onednn_scaled_mm(
-            layer.weight.data.t(), layer.weight_scale.data, layer.flashrl_dtype, True, False, 32
+            layer.weight.data.t(),
+            layer.weight_scale.data,
+            layer.flashrl_dtype,
+            dynamic_quant=True,
+            use_azp=False,
+            primitive_cache_size=_PRIMITIVE_CACHE_SIZE,
         )
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -64,16 +75,12 @@ def select_int8_gemm() -> Int8Gemm:
     Raises:
         ConfigError: no INT8 kernel for it.
     """
-    if current_platform.is_cpu():
+    if vllm_device() == "cpu":
         return OneDnnGemm()
-    if current_platform.is_cuda():
-        capability = current_platform.get_device_capability().to_int()
-        if 75 <= capability < 100:
-            return CutlassGemm()
-        raise ConfigError(
-            f"flashrl.precision=int8 has no kernel for compute capability {capability / 10:.1f} "
-            "(INT8 CUTLASS covers 7.5 to 9.0); set flashrl.precision=bf16"
-        )
+    capability = cuda_capability()
+    if 75 <= capability < 100:
+        return CutlassGemm()
     raise ConfigError(
-        f"flashrl.precision=int8 has no kernel for {current_platform.device_name!r}; set flashrl.precision=bf16"
+        f"flashrl.precision=int8 has no kernel for compute capability {capability / 10:.1f} "
+        "(INT8 CUTLASS covers 7.5 to 9.0); set flashrl.precision=bf16"
     )

@@ -10,7 +10,7 @@ import torch
 from flashrl_verl.quantization import numerics
 
 _MAX_BLOCK = 32768
-"""Longest row a single program holds in registers (32 fp32 values a thread at 32 warps); longer rows take two passes."""
+"""Longest row a single program holds in registers (64 fp32 values a thread at 16 warps); longer rows take two passes."""
 
 
 def quantize_rows_into(

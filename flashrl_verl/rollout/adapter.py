@@ -123,8 +123,8 @@ class FlashRLServerAdapter(ServerAdapter):
     def _raise_on_error(self, reports: list[dict], non_finite: list[str], step: int) -> None:
         if non_finite:
             raise RefitError(
-                f"weight update of step {step}: NaN or Inf in {len(non_finite)} of the trainer's tensors "
-                f"({', '.join(non_finite[:8])}); no checkpoint was saved from them. Resume from the last one with a lower "
+                f"weight update of step {step}: NaN or Inf in {len(non_finite)} tensors as sent in {self.config.dtype} "
+                f"({', '.join(non_finite[:8])}). Resume from a checkpoint before it with a lower "
                 "actor_rollout_ref.actor.optim.lr or actor_rollout_ref.actor.optim.clip_grad"
             )
         errors = [f"worker {i}: {r['error']}" for i, r in enumerate(reports) if r.get("error")]

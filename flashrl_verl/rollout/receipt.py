@@ -15,15 +15,42 @@ import torch
 
 from flashrl_verl.errors import RefitError
 
+_PERIOD = 8191
+"""Words are weighted by their position modulo this prime, which divides no layer's width: rows that changed places differ."""
+
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Sum of a tensor's 16-bit words as integers: [] int64, on the tensor's device, no synchronization.
+    """Weighted sum of a tensor's 16-bit words, ``sum_i (1 + i mod 8191) * word_i`` in int64: [], no synchronization.
 
-    Equal bytes give equal sums; one changed BF16 value always changes it. Not a cryptographic hash: it guards against
-    dropped, stale and torn updates, not against an adversary.
+    Equal bytes give equal sums; one changed BF16 value always changes it, and so do values that changed places. Not a
+    cryptographic hash: it guards against dropped, stale and torn updates, not against an adversary.
+
+    Args:
+        tensor: any shape and dtype; read once, on its own device.
     """
-    words = tensor.detach().contiguous().view(-1).view(torch.int16)
-    return words.sum(dtype=torch.int64)
+    flat = tensor.detach().contiguous().reshape(-1)
+    words = flat.view(torch.int16 if flat.numel() * flat.element_size() % 2 == 0 else torch.uint8)
+    columns = torch.arange(1, _PERIOD + 1, dtype=torch.int64, device=words.device)
+    whole = words.numel() // _PERIOD * _PERIOD
+    tail = words[whole:].to(torch.int64)
+    return (words[:whole].view(-1, _PERIOD).sum(dim=0, dtype=torch.int64) * columns).sum() + (tail * columns[: len(tail)]).sum()
+
+
+def to_host(scalars: list[torch.Tensor]) -> list:
+    """Values of 0-dimensional tensors: one copy when they share a device, one each where they do not (offloaded shards)."""
+    if not scalars:
+        return []
+    if len({scalar.device for scalar in scalars}) > 1:
+        scalars = [scalar.cpu() for scalar in scalars]
+    return torch.stack(scalars).tolist()
+
+
+def all_finite(tensor: torch.Tensor) -> torch.Tensor:
+    """Whether a non-empty floating tensor holds neither NaN nor Inf: [] bool, no synchronization.
+
+    A sum would overflow to Inf on healthy BF16 tensors; minimum and maximum propagate NaN and see Inf.
+    """
+    return torch.stack(tensor.aminmax()).isfinite().all()
 
 
 def is_sampled(name: str, step: int, stride: int) -> bool:
@@ -46,6 +73,7 @@ class Manifest:
     step: int
     stride: int
     shapes: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    dtypes: dict[str, str] = dataclasses.field(default_factory=dict)
     num_bytes: int = 0
     _sums: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
     _finite: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
@@ -56,13 +84,12 @@ class Manifest:
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Record one tensor (any shape, a 2- or 4-byte dtype) as it passes; nothing is copied to the host yet."""
-        self.shapes[name] = tuple(tensor.shape)
+        self.shapes[name], self.dtypes[name] = tuple(tensor.shape), str(tensor.dtype)
         self.num_bytes += tensor.numel() * tensor.element_size()
         if self.samples(name):
             self._sums[name] = checksum(tensor)
         if tensor.is_floating_point() and tensor.numel():
-            # A sum would overflow to Inf on healthy BF16 tensors; min and max propagate NaN and see Inf.
-            self._finite[name] = torch.stack(tensor.aminmax()).isfinite().all()
+            self._finite[name] = all_finite(tensor)
 
     def watch(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield ``weights`` unchanged, recording each."""
@@ -72,15 +99,13 @@ class Manifest:
 
     def non_finite(self) -> list[str]:
         """Names of the tensors that hold NaN or Inf (synchronizes)."""
-        if not self._finite:
-            return []
-        flags = torch.stack(list(self._finite.values())).tolist()
+        flags = to_host(list(self._finite.values()))
         return [name for name, finite in zip(self._finite, flags, strict=True) if not finite]
 
     def receipt(self) -> dict:
-        """Plain data for the driver: step, number of tensors, bytes, a digest of names and shapes, the checksums."""
-        sums = torch.stack(list(self._sums.values())).tolist() if self._sums else []
-        lines = "\n".join(f"{name} {shape}" for name, shape in sorted(self.shapes.items()))
+        """Plain data for the driver: step, number of tensors, bytes, a digest of names, shapes and dtypes, the checksums."""
+        sums = to_host(list(self._sums.values()))
+        lines = "\n".join(f"{name} {shape} {self.dtypes[name]}" for name, shape in sorted(self.shapes.items()))
         return {
             "step": self.step,
             "tensors": len(self.shapes),
@@ -108,6 +133,8 @@ def verify_receipts(sent: dict, received: dict, step: int, where: str) -> None:
                 f"{where}: the {side} the weights of step {receipt.get('step')}, but the trainer is at step {step}: "
                 "a weight update was dropped; the responses it would sample are stale"
             )
+    if not sent["checksums"]:
+        raise RefitError(f"{where}: no tensor of step {step} was sampled, so nothing is proved; raise flashrl.receipt_tensors")
     wrong = [n for n, value in sent["checksums"].items() if received["checksums"].get(n) != value]
     if wrong:
         raise RefitError(
@@ -117,5 +144,5 @@ def verify_receipts(sent: dict, received: dict, step: int, where: str) -> None:
     if sent["digest"] != received["digest"]:
         raise RefitError(
             f"{where}: at step {step} the trainer sent {sent['tensors']} tensors ({sent['bytes']} bytes) and the rollout "
-            f"engine took {received['tensors']} ({received['bytes']} bytes), or their shapes differ"
+            f"engine took {received['tensors']} ({received['bytes']} bytes), or their shapes or dtypes differ"
         )

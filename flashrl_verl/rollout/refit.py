@@ -8,15 +8,17 @@ must bring exactly the same names and shapes, and may therefore load whole bucke
 
 import dataclasses
 import time
+import zlib
 from collections.abc import Callable
 
 import torch
 from verl.workers.rollout.vllm_rollout.weight_update_utils import apply_buffer_updates
+from vllm.distributed import get_tensor_model_parallel_world_size
 
 from flashrl_verl.errors import RefitError
 from flashrl_verl.quantization import numerics
 from flashrl_verl.quantization.parameter import QuantizedWeight, observe_loads
-from flashrl_verl.rollout.receipt import Manifest
+from flashrl_verl.rollout.receipt import Manifest, checksum, to_host
 
 NamedTensors = list[tuple[str, torch.Tensor]]
 
@@ -29,11 +31,23 @@ _LISTED = 20
 
 @dataclasses.dataclass
 class _SpotCheck:
+    """What some rows of a quantized weight must hold after the update."""
+
     name: str
     weight: QuantizedWeight
     row: int
     codes: torch.Tensor
     scales: torch.Tensor
+
+
+@dataclasses.dataclass
+class _CopyCheck:
+    """What an unquantized parameter must hold after the update: a copy of the tensor that arrived."""
+
+    name: str
+    parameter: torch.nn.Parameter
+    rows: int
+    sum: torch.Tensor
 
 
 class WeightRefit:
@@ -45,6 +59,8 @@ class WeightRefit:
         """HF name -> shape of every tensor of a whole update; None until the first one has succeeded."""
         self.written: dict[str, set[str]] = {}
         """HF name -> the vLLM parameters it writes, as seen in the first update."""
+        self.addresses: dict[str, int] = {}
+        """Where each parameter lies: CUDA graphs replay these addresses, so no update may move one."""
         self.left_alone: list[str] = []
         """HF names the model ignores on purpose (a tied ``lm_head``, rotary inverse frequencies)."""
         self.last_receipt: dict = {}
@@ -55,6 +71,8 @@ class WeightRefit:
         self._problems: list[str] = []
         self._unexpected: list[str] = []
         self._spots: list[_SpotCheck] = []
+        self._copies: list[_CopyCheck] = []
+        self._parameters = dict(self.model.named_parameters())
         self._seconds = 0.0
         self._buffers = dict(self.model.named_buffers())
         self.last_receipt = {}
@@ -95,11 +113,12 @@ class WeightRefit:
         self._check_account()
         if not self._problems:
             process_weights()
-            self._check_spots()
+            self._check_storage()
         if self._problems:
             raise RefitError(f"weight update of step {self.manifest.step}: " + "; ".join(self._problems))
         if self.baseline is None:
             self.baseline = dict(self.manifest.shapes)
+            self.addresses = self._current_addresses()
         self._seconds += time.perf_counter() - started
         self.last_receipt = self.manifest.receipt()
         return {
@@ -112,6 +131,9 @@ class WeightRefit:
 
     def _quantized(self) -> dict[str, QuantizedWeight]:
         return {n: p for n, p in self.model.named_parameters() if isinstance(p, QuantizedWeight)}
+
+    def _current_addresses(self) -> dict[str, int]:
+        return {name: parameter.data_ptr() for name, parameter in self.model.named_parameters()}
 
     def _poison(self) -> None:
         for parameter in self.model.parameters():
@@ -141,11 +163,28 @@ class WeightRefit:
             apply_buffer_updates(self.model, [(name, tensor)], self._buffers)
             return {name}
         with observe_loads(self._observer_for(name)):
-            return set(self.model.load_weights([(name, tensor)]) or ())
+            loaded = set(self.model.load_weights([(name, tensor)]) or ())
+        if self.manifest.samples(name) and len(loaded) == 1:
+            self._expect_copy(name, tensor, next(iter(loaded)))
+        return loaded
+
+    def _expect_copy(self, name: str, tensor: torch.Tensor, target: str) -> None:
+        """Remember an unquantized parameter that must end up as a copy of ``tensor``; fused and sharded ones do not."""
+        parameter = self._parameters.get(target)
+        if parameter is None or isinstance(parameter, QuantizedWeight) or parameter.dtype != tensor.dtype or not tensor.dim():
+            return
+        padded_vocabulary = (
+            parameter.shape[1:] == tensor.shape[1:]
+            and parameter.shape[0] >= tensor.shape[0]
+            and target.endswith(("embed_tokens.weight", "lm_head.weight"))
+            and get_tensor_model_parallel_world_size() == 1
+        )
+        if parameter.shape == tensor.shape or padded_vocabulary:
+            self._copies.append(_CopyCheck(name, parameter, tensor.shape[0], checksum(tensor)))
 
     def _load_bucket(self, weights: NamedTensors) -> None:
         weights = [(n, t) for n, t in weights if self.baseline.get(n) == tuple(t.shape)]  # the rest: _check_account
-        # Only the sampled tensors are loaded one by one (their rows are spot-checked); the others as one bucket.
+        # Sampled tensors are loaded one by one and their storage is checked; the others go as one bucket.
         alone = {n for n, _ in weights if self.manifest.samples(n) or n in self._buffers}
         sampled = [(n, t) for n, t in weights if n in alone]
         others = [(n, t) for n, t in weights if n not in alone]
@@ -164,12 +203,13 @@ class WeightRefit:
     def _observer_for(self, name: str):
         def observe(weight: QuantizedWeight, source: torch.Tensor, row_offset: int, column_offset: int) -> None:
             rows = min(_SPOT_ROWS, source.shape[0])
-            # First rows of the shard; the storage is compared after everything else has been loaded too.
-            head = source[:rows].clone()
-            scales = numerics.row_scales(head)
-            local = head.narrow(1, column_offset, weight.shape[1])
+            # Other rows every step; the storage is compared after everything else has been loaded too.
+            first = zlib.crc32(f"{name} {self.manifest.step}".encode()) % (source.shape[0] - rows + 1)
+            sample = source.narrow(0, first, rows).clone()
+            scales = numerics.row_scales(sample)
+            local = sample.narrow(1, column_offset, weight.shape[1])
             codes, _ = numerics.quantize_rows(local, scales)
-            self._spots.append(_SpotCheck(name, weight, row_offset, codes, scales))
+            self._spots.append(_SpotCheck(name, weight, row_offset + first, codes, scales))
 
         return observe
 
@@ -201,15 +241,26 @@ class WeightRefit:
         if self.baseline is None and not bad and not partial:
             names, flags = [], []
             for name, parameter in self.model.named_parameters():
-                if parameter.is_floating_point() and parameter.numel():
+                if isinstance(parameter, QuantizedWeight):
+                    names.append(name)
+                    flags.append((parameter.data == numerics.UNWRITTEN_CODE).any())
+                elif parameter.is_floating_point() and parameter.numel():
                     names.append(name)
                     flags.append(torch.stack(parameter.data.aminmax()).isnan().any())
-            holes = [n for n, nan in zip(names, torch.stack(flags).tolist(), strict=True) if nan]
+            holes = [n for n, hole in zip(names, to_host(flags), strict=True) if hole]
             if holes:
                 self._problems.append("parameters the update left (partly) unwritten: " + _list(holes))
 
-    def _check_spots(self) -> None:
-        """The storage must hold what ``numerics`` gives for the rows that were sampled while loading."""
+    def _check_storage(self) -> None:
+        """The storage must hold what ``numerics`` gives for sampled rows, or a copy of what arrived, where it always lay."""
+        moved = [n for n, address in self._current_addresses().items() if self.addresses.get(n, address) != address]
+        if moved:
+            self._problems.append("parameters that moved, which CUDA graphs would not see: " + _list(moved))
+        stored = to_host([checksum(copy.parameter.data[: copy.rows]) for copy in self._copies])
+        stale = [c.name for c, s, a in zip(self._copies, stored, to_host([c.sum for c in self._copies]), strict=True) if s != a]
+        self._copies.clear()
+        if stale:
+            self._problems.append("parameters that are not copies of the tensors that arrived: " + _list(stale))
         wrong = []
         for spot in self._spots:
             rows = slice(spot.row, spot.row + len(spot.codes))
@@ -221,8 +272,9 @@ class WeightRefit:
             self._problems.append("the stored codes are not those of the tensors that arrived: " + _list(wrong))
 
     def _tied(self) -> bool:
-        config = getattr(self.model, "config", None)
-        return bool(getattr(config, "tie_word_embeddings", False))
+        config = self.model.config
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        return bool(getattr(text, "tie_word_embeddings", False))
 
 
 def _list(names: list[str]) -> str:

@@ -61,7 +61,14 @@ class FlashRLHttpServer(vLLMHttpServer):
         if wanted is Precision.INT8 and layers["quantized_layers"] == 0:
             raise FlashRLError(
                 "flashrl.precision=int8, but no linear layer of this model is one the quantizer knows; its linears are "
-                f"{layers['unquantized_linears'][:8]}; set flashrl.precision=bf16"
+                f"{list(layers['unquantized_linears'].items())[:8]}; set flashrl.precision=bf16"
+            )
+        # A ReplicatedLinear is left alone by design (a router); any other linear in BF16 would make "INT8" half true.
+        unknown = {n: kind for n, kind in layers["unquantized_linears"].items() if kind != "ReplicatedLinear"}
+        if wanted is Precision.INT8 and unknown:
+            raise FlashRLError(
+                f"flashrl.precision=int8 would leave {len(unknown)} linears of this model in BF16, of kinds the quantizer does "
+                f"not know: {list(unknown.items())[:8]}; set flashrl.precision=bf16"
             )
         if wanted is Precision.BF16 and layers["quantized_layers"] > 0:
             raise FlashRLError(f"flashrl.precision=bf16, but {layers['quantized_layers']} linears are INT8")

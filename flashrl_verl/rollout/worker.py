@@ -23,20 +23,23 @@ class FlashRLWorkerExtension(vLLMColocateWorkerExtension):
 
     def monkey_patch_model(self, vocab_size: int, banned_token_ids: list[int] | None = None) -> None:
         """verl's mask of tokens past the tokenizer; measures first how much probability it takes away."""
-        self._flashrl_meter = PaddedVocabularyMeter.attach(self.model_runner.model, vocab_size)
+        self._flashrl_meter = PaddedVocabularyMeter.attach(
+            self.model_runner.model, self.model_runner.vllm_config.model_config.get_vocab_size(), vocab_size
+        )
         super().monkey_patch_model(vocab_size, banned_token_ids)
 
     def flashrl_layers(self) -> dict:
         """What this worker's model is, read off its modules and storage.
 
         Returns:
-            precision of the engine's quantization config; the number of INT8 and of unquantized linears; names of the
-            latter; bytes of INT8 linears (codes and scales), what they would be in BF16, and of all parameters.
+            precision of the engine's quantization config; the number of INT8 linears; name and class of the unquantized
+            ones; bytes of INT8 linears (codes and scales), what they would be in BF16, and of all parameters.
         """
         model = self.model_runner.model
         config = self.model_runner.vllm_config.quant_config
         int8_bytes = bf16_bytes = 0
-        int8, unquantized = [], []
+        int8: list[str] = []
+        unquantized: dict[str, str] = {}
         for name, module in model.named_modules():
             if not isinstance(module, LinearBase):
                 continue
@@ -45,7 +48,7 @@ class FlashRLWorkerExtension(vLLMColocateWorkerExtension):
                 int8_bytes += module.weight.numel() + module.weight_scale.numel() * 4
                 bf16_bytes += module.weight.numel() * 2
             else:
-                unquantized.append(name)
+                unquantized[name] = type(module).__name__
         precision = getattr(config, "precision", None)
         return {
             "precision": precision.value if precision is not None else str(config),

@@ -119,9 +119,7 @@ def _made_before(root: Path, config: AssetsConfig) -> dict[str, Any] | None:
     return manifest["made"] if same and whole else None
 
 
-def _make(
-    root: Path, config: AssetsConfig, on_probe: Callable[[int, Accuracy], None] | None
-) -> dict[str, Any]:
+def _make(root: Path, config: AssetsConfig, on_probe: Callable[[int, Accuracy], None] | None) -> dict[str, Any]:
     split = split_problems(config.task, seed=config.seed)
     _write_parquet(split.train, root / "train.parquet", split="train")
     _write_parquet(split.test, root / "test.parquet", split="test")
@@ -149,7 +147,8 @@ def _make_model(
         seed=config.seed,
         on_probe=on_probe,
     )
-    model.to(torch.bfloat16).save_pretrained(path)
+    with _no_progress_bar():
+        model.to(torch.bfloat16).save_pretrained(path)
     tokenizer.save_pretrained(path)
     model.float()  # the rounded weights, evaluated without further rounding
     encoder = Encoder(tokenizer)
@@ -181,3 +180,17 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+@contextlib.contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """Transformers draws one for writing a file of less than a megabyte."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

@@ -68,12 +68,7 @@ class TaskConfig:
     def __post_init__(self) -> None:
         pairs = self.max_operand * (self.max_operand + 1) // 2
         held_out = self.test_pairs + self.probe_pairs
-        if (
-            min(self.test_pairs, self.probe_pairs) < 2
-            or self.test_pairs % 2
-            or self.probe_pairs % 2
-            or held_out > pairs // 3
-        ):
+        if min(self.test_pairs, self.probe_pairs) < 2 or self.test_pairs % 2 or self.probe_pairs % 2 or held_out > pairs // 3:
             raise ConfigError(
                 f"test_pairs={self.test_pairs} and probe_pairs={self.probe_pairs} must be positive, even, "
                 f"and together at most a third of the {pairs} pairs of max_operand={self.max_operand}. "

@@ -38,9 +38,7 @@ def build_tokenizer(max_length: int = 512) -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(
-        [AddedToken(t, special=True, normalized=False) for t in (PAD, TURN_START, TURN_END)]
-    )
+    backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in (PAD, TURN_START, TURN_END)])
     backend.add_tokens([AddedToken(role, normalized=False) for role in ROLES])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,

@@ -101,11 +101,7 @@ class Encoder:
         rows, starts = [], []
         for problem, answer in zip(problems, answers, strict=True):
             prompt = self.prompt_ids(problem)
-            rows.append(
-                prompt
-                + self._tokenizer.encode(answer, add_special_tokens=False)
-                + [self._tokenizer.eos_token_id]
-            )
+            rows.append(prompt + self._tokenizer.encode(answer, add_special_tokens=False) + [self._tokenizer.eos_token_id])
             starts.append(len(prompt) - 1)
         width = max(map(len, rows))
         tokens = torch.full((len(rows), width), self._tokenizer.pad_token_id)

@@ -14,7 +14,7 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
-from flashrl_verl import dryrun, platforms
+from flashrl_verl import compat, dryrun, platforms
 from flashrl_verl.errors import FlashRLError
 from flashrl_verl.validation import validate_config
 
@@ -63,6 +63,12 @@ def dry_run(cfg: DictConfig) -> None:
 
 def main() -> None:
     """Compose the configuration from the command line and run, or describe, the training."""
+    try:
+        compat.require_verl()  # before Hydra, whose own message about verl's missing configuration helps nobody
+        if "--dry-run" not in sys.argv:
+            compat.require_vllm()
+    except FlashRLError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
     task = dry_run if "--dry-run" in sys.argv else train
     sys.argv = [word for word in sys.argv if word != "--dry-run"]  # Hydra does not know the flag
 

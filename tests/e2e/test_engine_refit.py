@@ -146,7 +146,7 @@ def test_four_linears_per_layer_are_int8_and_take_about_half_the_bytes(engine):
     (layers,) = engine.collective_rpc("flashrl_layers")
     assert layers["precision"] == "int8"
     assert layers["quantized_layers"] == 4 * LAYERS
-    assert layers["unquantized_linears"] == []
+    assert layers["unquantized_linears"] == {}
     assert 0.5 < layers["quantized_bytes"] / layers["quantized_bytes_as_bf16"] < 0.53
 
 
@@ -243,6 +243,30 @@ def test_all_problems_of_one_update_are_listed_together(trainer, refit):
     assert all(name in str(caught.value) for name in (K_PROJ, "extra_proj", UP_PROJ))
 
 
+def test_a_stale_unquantized_parameter_is_noticed(trainer, refit):
+    """A loader that says it wrote a parameter and did not: the receipt's checksums alone would not see it."""
+    refit(wire(trainer), step=0)
+    norm = refit.model.model.norm.weight
+    kept = norm.weight_loader if hasattr(norm, "weight_loader") else None
+    norm.weight_loader = lambda parameter, loaded: None
+    weights = wire(trainer)
+    weights["model.norm.weight"] = weights["model.norm.weight"] + 1
+    try:
+        with pytest.raises(RefitError, match="not copies of the tensors that arrived: model.norm.weight"):
+            refit(weights, step=1)
+    finally:
+        del norm.weight_loader
+        if kept is not None:
+            norm.weight_loader = kept
+
+
+def test_a_parameter_that_moves_is_noticed(trainer, refit):
+    refit(wire(trainer), step=0)
+    refit.model.model.norm.weight.data = refit.model.model.norm.weight.data.clone()
+    with pytest.raises(RefitError, match="moved, which CUDA graphs would not see: model.norm.weight"):
+        refit(wire(trainer), step=1)
+
+
 def test_storage_that_does_not_match_what_arrived_is_noticed(trainer, refit):
     from flashrl_verl.quantization.parameter import QuantizedWeight
 
@@ -252,7 +276,7 @@ def test_storage_that_does_not_match_what_arrived_is_noticed(trainer, refit):
 
     def overwritten(loaded_weight, **kwargs):
         load(loaded_weight, **kwargs)
-        weight.data[0, 0] += 1
+        weight.data[:, 0] ^= 1
 
     weight.load_qkv_weight = overwritten
     try:

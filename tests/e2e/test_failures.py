@@ -39,7 +39,7 @@ def test_a_dropped_update_is_noticed_at_a_learning_rate_of_1e_6(recipe, fault, m
 @pytest.mark.parametrize(
     "fault, message",
     [
-        ("raise_in_receiver:2", "weight update of step 2|OSError: a fault inside the receiver"),
+        ("raise_in_receiver:2", r"RefitError: replica 0: worker 0: OSError: a fault inside the receiver"),
         ("kill_engine:2", "weight update of step 2: the rollout engine ended"),
     ],
 )
@@ -47,7 +47,7 @@ def test_a_failing_receiver_ends_the_run_within_the_time_limit(recipe, tmp_path,
     run = recipe(NO_FILTER, "trainer.total_training_steps=3", "flashrl.update_timeout_s=60", fault=fault)
     assert run.returncode != 0
     assert_says(message, run.output)
-    assert time.time() - run.metrics_file.stat().st_mtime < 60, "the metrics of step 1 were the last sign of life"
+    assert time.time() - (tmp_path / "fired").stat().st_mtime < 60, "seconds from the fault to the end of the process"
 
 
 def test_nan_in_an_update_is_never_saved(recipe, tmp_path):

@@ -14,7 +14,14 @@ from flashrl_verl.import_hooks import after_import
 
 KIND, STEP = os.environ["FLASHRL_TEST_FAULT"].split(":")
 STEP = int(STEP)
+FIRED = os.environ["FLASHRL_TEST_FIRED"]
+"""File that is touched when the fault strikes, so that a test can tell how long the run survived it."""
 TENSOR = "model.layers.0.mlp.down_proj.weight"
+
+
+def fired() -> None:
+    with open(FIRED, "a"):
+        pass
 
 
 def skip_update(adapter) -> None:
@@ -22,7 +29,9 @@ def skip_update(adapter) -> None:
     update_weights = adapter.FlashRLServerAdapter.update_weights
 
     async def forgetful(self, weights, global_steps=None, **kwargs):
-        if global_steps != STEP:
+        if global_steps == STEP:
+            fired()
+        else:
             await update_weights(self, weights, global_steps=global_steps, **kwargs)
 
     adapter.FlashRLServerAdapter.update_weights = forgetful
@@ -47,6 +56,7 @@ def raise_in_receiver(refit) -> None:
 
     def raising(self, weights):
         if self.manifest.step == STEP:
+            fired()
             raise OSError("a fault inside the receiver")
         load(self, weights)
 
@@ -58,6 +68,7 @@ def kill_engine(refit) -> None:
 
     def killing(self, weights):
         if self.manifest.step == STEP:
+            fired()
             os.kill(os.getpid(), signal.SIGKILL)
         load(self, weights)
 

@@ -85,6 +85,7 @@ def environment(folder: Path, fault: str | None = None) -> dict[str, str]:
     if fault:
         path = [str(PROGRAMS), *filter(None, [env.get("PYTHONPATH")])]
         env.update(VERL_USE_EXTERNAL_MODULES="flashrl_faults", FLASHRL_TEST_FAULT=fault, PYTHONPATH=":".join(path))
+        env["FLASHRL_TEST_FIRED"] = str(folder / "fired")
     return env
 
 

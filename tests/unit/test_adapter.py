@@ -28,9 +28,8 @@ def test_floating_weights_are_cast_and_routers_keep_their_precision():
 
 
 class Model(torch.nn.Module):
-    def __init__(self, vocab_size: int, logits: torch.Tensor):
+    def __init__(self, logits: torch.Tensor):
         super().__init__()
-        self.config = type("Config", (), {"vocab_size": vocab_size})()
         self.logits = logits
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -39,8 +38,8 @@ class Model(torch.nn.Module):
 
 def test_the_measured_mass_is_that_of_the_columns_past_the_tokenizer():
     probabilities = torch.tensor([[0.5, 0.2, 0.2, 0.1], [0.25, 0.25, 0.1, 0.4]])
-    model = Model(4, probabilities.log())
-    meter = PaddedVocabularyMeter.attach(model, 2)
+    model = Model(probabilities.log())
+    meter = PaddedVocabularyMeter.attach(model, 4, 2)
     assert torch.equal(model.compute_logits(torch.zeros(1)), probabilities.log()), "the logits pass unchanged"
     assert abs(meter.mass() - (0.3 + 0.5) / 2) < 1e-6
     meter.reset()
@@ -48,6 +47,6 @@ def test_the_measured_mass_is_that_of_the_columns_past_the_tokenizer():
 
 
 def test_a_vocabulary_without_padding_is_not_touched():
-    model = Model(4, torch.zeros(1, 4))
-    assert PaddedVocabularyMeter.attach(model, 4) is None
+    model = Model(torch.zeros(1, 4))
+    assert PaddedVocabularyMeter.attach(model, 4, 4) is None
     assert "compute_logits" not in vars(model)

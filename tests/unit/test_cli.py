@@ -93,9 +93,7 @@ def test_the_users_overrides_come_last_and_win():
 def test_hardware_and_experiment_are_chosen_only_when_the_user_did_not():
     chosen = training_overrides(QuickstartConfig(output=Path("/x")))
     assert chosen[0] == "experiment=quickstart" and chosen[1] in ("hardware=cpu", "hardware=cuda")
-    own = training_overrides(
-        QuickstartConfig(output=Path("/x"), overrides=("experiment=smoke", "hardware=cuda"))
-    )
+    own = training_overrides(QuickstartConfig(output=Path("/x"), overrides=("experiment=smoke", "hardware=cuda")))
     assert [w for w in own if w.startswith(("experiment=", "hardware="))] == [
         "experiment=smoke",
         "hardware=cuda",
@@ -191,8 +189,8 @@ def test_without_a_terminal_each_step_is_one_line(tmp_path):
         display.update()
         display.update()
     assert out.getvalue().splitlines() == [
-        "start-up: starting Ray and its workers",
+        "start-up: starting Ray",
         "step 0/2: held-out 0.450",
-        "step 1/2: held-out 0.450, score 0.50, mismatch KL 1.0e-04",
+        "step 1/2: held-out 0.450 (step 0), score 0.50, mismatch KL 1.0e-04",
     ]
     assert display.first_line is not None

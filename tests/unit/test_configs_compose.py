@@ -112,7 +112,7 @@ def test_workers_get_the_settings_by_reference(experiment):
     cfg = _through_main_flashrl(
         experiment,
         "flashrl.precision=bf16",
-        "flashrl.receipt_tensors=3",
+        "flashrl.receipt_tensors=32",
         "algorithm.rollout_correction.rollout_is_threshold=4.0",
     )
     validate_config(cfg)

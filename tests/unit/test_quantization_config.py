@@ -4,6 +4,7 @@
 import pytest
 import torch
 from vllm.model_executor.layers import linear
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
@@ -46,10 +47,11 @@ def test_embeddings_and_lm_head_use_vllms_own_method():
         assert method(kind, Precision.INT8) is None
 
 
-def test_mixture_of_experts_is_refused_rather_than_left_in_bf16_unsaid():
+@pytest.mark.parametrize("kind", [RoutedExperts, MLAAttention])
+def test_what_cannot_be_int8_is_refused_rather_than_left_in_bf16_unsaid(kind):
     with pytest.raises(ConfigError, match="set flashrl.precision=bf16"):
-        method(RoutedExperts, Precision.INT8)
-    assert method(RoutedExperts, Precision.BF16) is None
+        method(kind, Precision.INT8)
+    assert method(kind, Precision.BF16) is None
 
 
 def test_the_config_survives_the_way_through_the_engine_arguments():

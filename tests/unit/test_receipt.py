@@ -40,14 +40,38 @@ def test_one_changed_bfloat16_value_is_noticed_and_named():
 
 
 def test_a_missing_tensor_and_a_changed_shape_are_noticed_although_not_sampled():
-    stride = 1000
+    stride = 3
     skipped = [n for n in weights() if not is_sampled(n, 3, stride)]
+    assert 0 < len(skipped) < 10
     fewer = {n: t for n, t in weights().items() if n != skipped[0]}
     with pytest.raises(RefitError, match="10 tensors .* took 9"):
         verify_receipts(receipt_of(weights(), stride=stride), receipt_of(fewer, stride=stride), 3, "replica 0")
     reshaped = {n: t.t() if n == skipped[0] else t for n, t in weights().items()}
-    with pytest.raises(RefitError, match="shapes differ"):
+    with pytest.raises(RefitError, match="shapes or dtypes differ"):
         verify_receipts(receipt_of(weights(), stride=stride), receipt_of(reshaped, stride=stride), 3, "replica 0")
+
+
+def test_a_changed_dtype_is_noticed():
+    wide = {n: t.float() for n, t in weights().items()}
+    stride = 1000
+    assert not any(is_sampled(n, 3, stride) for n in list(wide)[:3])
+    first = next(iter(wide))
+    mixed = {n: wide[n] if n == first else t for n, t in weights().items()}
+    fill = {"sampled": torch.zeros(3)}
+    name = next(f"s{i}" for i in range(100000) if is_sampled(f"s{i}", 3, stride))
+    mixed[name] = fill["sampled"]
+    with pytest.raises(RefitError, match="dtypes differ"):
+        verify_receipts(
+            receipt_of(mixed, stride=stride), receipt_of({**weights(), name: fill["sampled"]}, stride=stride), 3, "replica 0"
+        )
+
+
+def test_a_receipt_without_a_checksum_proves_nothing():
+    skipped = {n: t for n, t in weights().items() if not is_sampled(n, 3, 1000)}
+    empty = receipt_of(skipped, stride=1000)
+    assert empty["checksums"] == {}
+    with pytest.raises(RefitError, match="nothing is proved"):
+        verify_receipts(empty, empty, 3, "replica 0")
 
 
 def test_an_engine_without_a_receipt_fails():
@@ -69,12 +93,19 @@ def test_sampling_bounds():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_checksum_equals_a_sum_of_sixteen_bit_words(dtype):
+def test_checksum_equals_a_sum_of_sixteen_bit_words_weighted_by_position(dtype):
     g = torch.Generator().manual_seed(9)
-    tensor = torch.randn(33, 65, generator=g).to(dtype)
-    words = tensor.numpy().view("<i2") if dtype != torch.bfloat16 else tensor.view(torch.int16).numpy()
-    assert int(checksum(tensor)) == int(words.astype("int64").sum())
-    assert int(checksum(tensor.t())) == int(words.astype("int64").sum())
+    for shape in ((33, 65), (130, 201), (), (1,)):
+        tensor = torch.randn(shape, generator=g).to(dtype)
+        words = tensor.reshape(-1).view(torch.int16).numpy().astype("int64")
+        assert int(checksum(tensor)) == sum(int(w) * (1 + i % 8191) for i, w in enumerate(words))
+
+
+def test_rows_that_changed_places_and_bytes_of_odd_length_are_seen():
+    tensor = torch.randn(50, 512, generator=torch.Generator().manual_seed(2)).bfloat16()
+    assert checksum(tensor) != checksum(tensor.flip(0))
+    flags = torch.tensor([True, False, True])
+    assert checksum(flags) != checksum(flags.roll(1))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])

@@ -62,9 +62,7 @@ def test_after_a_resume_the_later_value_of_a_step_wins_and_others_are_kept(tmp_p
     assert report.read_metrics(path).series("a") == ([1, 2, 3], [1.0, 20.0, 30.0])
 
 
-@pytest.mark.parametrize(
-    "junk", ["[]", "3", '{"step": "x", "data": {}}', '{"data": {}}', '{"step": 1, "data": 2}']
-)
+@pytest.mark.parametrize("junk", ["[]", "3", '{"step": "x", "data": {}}', '{"data": {}}', '{"step": 1, "data": 2}'])
 def test_lines_that_are_no_record_are_counted_not_fatal(tmp_path, junk):
     path = tmp_path / "metrics.jsonl"
     path.write_text(junk + "\n" + line(1, a=1.0) + "\n\n")
@@ -149,8 +147,8 @@ RAY_LOG = """\
 Traceback (most recent call last):
   File "/x/main_flashrl.py", line 1, in <module>
 ValueError: an unrelated one that was handled
-\x1b[36m(WorkerDict pid=4243)\x1b[0m flashrl_verl.errors.RefitError: step 3: 2 tensors did not arrive
-\x1b[36m(WorkerDict pid=4243)\x1b[0m   model.layers.0.mlp.down_proj.weight
+\x1b[36m(Server pid=4243)\x1b[0m (Worker pid=7) ERROR 11-20 15:48:14 [core.py:9] flashrl_verl.errors.RefitError: 2 tensors
+\x1b[36m(Server pid=4243, ip=10.0.0.1)\x1b[0m   model.layers.0.mlp.down_proj.weight
 (WorkerDict pid=4243) Traceback (most recent call last):
 ray.exceptions.RayTaskError(RuntimeError): ray::TaskRunner.run() (pid=4242, ip=10.0.0.1)
 RuntimeError: the worker died
@@ -161,7 +159,7 @@ Set the environment variable HYDRA_FULL_ERROR=1 for a complete stack trace.
 
 def test_of_a_failed_run_our_own_error_is_shown_before_its_consequences():
     assert report.last_error(RAY_LOG) == [
-        "flashrl_verl.errors.RefitError: step 3: 2 tensors did not arrive",
+        "flashrl_verl.errors.RefitError: 2 tensors",
         "  model.layers.0.mlp.down_proj.weight",
     ]
 

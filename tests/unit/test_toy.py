@@ -37,9 +37,7 @@ def assets(tmp_path_factory):
 # ---- tokenizer ----
 
 
-@pytest.mark.parametrize(
-    "text", ["27+38=", "", " a\n\tb ", "Grüße, 世界 🙂", "user asked the assistant", "\x00\x7f"]
-)
+@pytest.mark.parametrize("text", ["27+38=", "", " a\n\tb ", "Grüße, 世界 🙂", "user asked the assistant", "\x00\x7f"])
 def test_any_text_survives_a_round_trip(tokenizer, text):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
@@ -75,9 +73,7 @@ def test_the_slip_forgets_the_carry_of_the_units_and_nothing_else(a, b, answer, 
 
 def test_no_held_out_sum_is_trained_on_in_either_order():
     split = split_problems(TaskConfig(), seed=0)
-    train, probe, test = (
-        {frozenset((p.a, p.b)) for p in part} for part in (split.train, split.probe, split.test)
-    )
+    train, probe, test = ({frozenset((p.a, p.b)) for p in part} for part in (split.train, split.probe, split.test))
     assert not train & probe and not train & test and not probe & test
     every = {(p.a, p.b) for part in (split.train, split.probe, split.test) for p in part}
     assert len(every) == 50 * 50 == len(split.train) + len(split.probe) + len(split.test)
@@ -94,9 +90,7 @@ def test_the_split_is_a_function_of_the_seed():
     assert split_problems(TaskConfig(), seed=3).test != split_problems(TaskConfig(), seed=4).test
 
 
-@pytest.mark.parametrize(
-    "bad", [{"test_pairs": 3}, {"probe_pairs": 0}, {"max_operand": 9}, {"slip_rate": 1.5}]
-)
+@pytest.mark.parametrize("bad", [{"test_pairs": 3}, {"probe_pairs": 0}, {"max_operand": 9}, {"slip_rate": 1.5}])
 def test_an_impossible_task_is_refused(bad):
     with pytest.raises(ConfigError, match=next(iter(bad))):
         TaskConfig(**bad)
@@ -134,9 +128,7 @@ def test_the_reward_refuses_data_of_another_task():
 def _warm(tokenizer, seed, steps=3):
     model = build_model(tokenizer, ToyModelConfig(hidden_size=64, intermediate_size=64), seed=seed)
     config = WarmupConfig(target_accuracy=0.0, probe_every=steps, batch_size=16)
-    result = warm_up(
-        model, tokenizer, split_problems(TaskConfig(), seed=seed), slip_rate=0.6, config=config, seed=seed
-    )
+    result = warm_up(model, tokenizer, split_problems(TaskConfig(), seed=seed), slip_rate=0.6, config=config, seed=seed)
     assert result.steps == steps
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
@@ -164,9 +156,7 @@ def test_labels_are_the_answer_and_the_end_of_the_turn(tokenizer):
     trained = [[int(t) for t in row if t >= 0] for row in labels]
     assert trained == [[*tokenizer.encode(answer), tokenizer.eos_token_id] for answer in ("65", "3")]
     where = labels[0] >= 0
-    assert torch.equal(
-        tokens[0, 1:][where[:-1]], labels[0][where]
-    )  # each label is the token after its position
+    assert torch.equal(tokens[0, 1:][where[:-1]], labels[0][where])  # each label is the token after its position
 
 
 # ---- assets ----

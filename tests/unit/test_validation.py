@@ -85,6 +85,7 @@ REFUSED = [
     ({"actor_rollout_ref.hybrid_engine": False}, "hybrid_engine=false", "hybrid_engine=true"),
     # what verl tests by the rollout's name
     ({f"{ROLLOUT}.pipeline_model_parallel_size": 2}, "size=2", f"{ROLLOUT}.pipeline_model_parallel_size=1"),
+    ({"actor_rollout_ref.actor.strategy": "megatron"}, "strategy=megatron", "actor_rollout_ref.actor.strategy=fsdp2"),
     ({f"{ROLLOUT}.data_parallel_size": 2}, "size=2", f"{ROLLOUT}.data_parallel_size=1"),
     ({f"{ROLLOUT}.disaggregation.enabled": True}, "enabled=true", f"{ROLLOUT}.disaggregation.enabled=false"),
     ({f"{ROLLOUT}.scheduling_policy": "priority"}, "policy=priority", f"{ROLLOUT}.scheduling_policy=fcfs"),
