@@ -40,7 +40,8 @@ class FlashRLConfig:
     """Longest silence tolerated from the other side during a weight update, in seconds; above 0."""
 
     receipt_tensors: int = 64
-    """Tensors per update whose checksum is compared, trainer against engine; at least 16 (fewer could miss a whole update), or -1 for all."""
+    """Tensors per update whose checksum is compared, trainer against engine; at least 16 (fewer could miss a
+    whole update), or -1 for all."""
 
     max_num_gen_batches: int = 10
     """Prompts that dynamic sampling may spend on a step, in units of data.train_batch_size; 0 is no bound."""
@@ -105,7 +106,7 @@ _ACCEPTED = {
         (int, float), lambda v: v > 0 and math.isfinite(v), "a finite number of seconds above 0"
     ),
     "receipt_tensors": _Accepted(
-        (int,), lambda v: v == -1 or v >= 16, "an integer of at least 16 (fewer could miss a whole update), or -1 for all tensors"
+        (int,), lambda v: v == -1 or v >= 16, "an integer of at least 16, or -1 for all tensors"
     ),
     "max_num_gen_batches": _Accepted((int,), lambda v: v >= 0, "an integer of at least 1, or 0 for no bound"),
     "padded_vocab_mass_limit": _Accepted(

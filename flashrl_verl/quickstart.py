@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -38,6 +38,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PATIENCE = ((signal.SIGINT, 20.0), (signal.SIGTERM, 10.0), (signal.SIGKILL, 5.0))
 """How the training is ended: signals, and seconds to wait after each. Ray needs some 5 s to take its workers
 down."""
+GRACE = 10.0
+"""Seconds that Ray's processes get to end by themselves after their driver did."""
 PLAIN_INTERVAL = 10.0
 """Seconds between two lines where there is no terminal to redraw."""
 
@@ -111,11 +113,9 @@ class ProcessTree:
         """Look at the tree once. Returns the exit code, or None while it runs."""
         code = self._process.poll()
         if code is None:
-            try:
+            with suppress(psutil.NoSuchProcess):
                 # Remembered, because Ray's workers become orphans when their parent dies.
                 self._seen.update(self._root.children(recursive=True))
-            except psutil.NoSuchProcess:
-                pass
             total = sum(self._bytes(process) for process in (psutil.Process(), *self._seen))
             self.peak_bytes = max(self.peak_bytes, total)
         return code
@@ -141,24 +141,32 @@ class ProcessTree:
         Args:
             patience: signals, and seconds to wait after each.
         """
+        if self._process.poll() is not None:
+            with suppress(Stopped):
+                self._wait(GRACE)
         for signum, seconds in patience:
-            try:
-                alive = [p for p in self._seen if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-                if not alive:
-                    return
-                # The driver alone takes Ray down in order; the others are told when that did not help.
-                for process in [self._root] if signum == signal.SIGINT and self._root in alive else alive:
+            alive = self._alive()
+            if not alive:
+                return
+            # The driver alone takes Ray down in order; the others are told when that did not help.
+            for process in [self._root] if signum == signal.SIGINT and self._root in alive else alive:
+                with suppress(psutil.NoSuchProcess):
                     process.send_signal(signum)
+            with suppress(Stopped):
                 self._wait(seconds)
-            except (Stopped, psutil.NoSuchProcess):
-                continue
+
+    def _alive(self) -> list[psutil.Process]:
+        self._process.poll()  # reap it, or it stays a zombie
+        alive = []
+        for process in self._seen:
+            with suppress(psutil.NoSuchProcess):
+                if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                    alive.append(process)
+        return alive
 
     def _wait(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            self._process.poll()  # reap it, or it stays a zombie
-            if not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in self._seen):
-                return
+        while self._alive() and time.monotonic() < deadline:
             time.sleep(0.2)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parameter's four loaders at tensor-parallel sizes 1, 2 and 4: the ranks' codes and scales joined are those of one rank."""
+"""The parameter's four loaders at tensor-parallel sizes 1, 2 and 4: the ranks' codes and scales joined are one rank's."""
 
 import pytest
 import torch
@@ -67,7 +67,8 @@ def test_merged_columns_lie_behind_each_other_on_every_rank(size):
 @pytest.mark.parametrize("size, kv_heads", [(1, 2), (2, 2), (4, 2)], ids=["TP 1", "TP 2", "TP 4 with KV replicas"])
 def test_ranks_that_share_a_kv_head_hold_the_same_rows(size, kv_heads):
     heads, head_dim, columns = 4, 6, 10
-    q, k, v = random(heads * head_dim, columns, 5), random(kv_heads * head_dim, columns, 6), random(kv_heads * head_dim, columns, 7)
+    q = random(heads * head_dim, columns, 5)
+    k, v = random(kv_heads * head_dim, columns, 6), random(kv_heads * head_dim, columns, 7)
     replicas = max(1, size // kv_heads)
     q_rows, kv_rows = heads * head_dim // size, max(1, kv_heads // size) * head_dim
     for rank in range(size):
