@@ -117,7 +117,7 @@ def test_workers_get_the_settings_by_reference(experiment):
     )
     validate_config(cfg)
     assert cfg.actor_rollout_ref.rollout.custom.flashrl.precision == "bf16"
-    assert cfg.actor_rollout_ref.rollout.custom.flashrl.receipt_tensors == 3
+    assert cfg.actor_rollout_ref.rollout.custom.flashrl.receipt_tensors == 32
     assert cfg.actor_rollout_ref.actor.policy_loss.rollout_correction.rollout_is_threshold == 4.0
 
 
