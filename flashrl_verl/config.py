@@ -54,9 +54,7 @@ class FlashRLConfig:
         for name, accepted in _ACCEPTED.items():
             value = getattr(self, name)
             if not accepted.test(value):
-                raise ConfigError(
-                    f"flashrl.{name}={value!r} is not accepted. Set flashrl.{name} to {accepted.words}."
-                )
+                raise ConfigError(f"flashrl.{name}={value!r} is not accepted. Set flashrl.{name} to {accepted.words}.")
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> "FlashRLConfig":
@@ -76,17 +74,11 @@ class FlashRLConfig:
                 f"flashrl={mapping!r} is not a node of settings. Set flashrl.precision to int8 or bf16, "
                 "or add the whole node with experiment=base."
             )
-        values = (
-            OmegaConf.to_container(mapping, resolve=True)
-            if isinstance(mapping, DictConfig)
-            else dict(mapping)
-        )
+        values = OmegaConf.to_container(mapping, resolve=True) if isinstance(mapping, DictConfig) else dict(mapping)
         known = [field.name for field in fields(cls)]
         for key in values:
             if key not in known:
-                raise ConfigError(
-                    f"flashrl.{key} is not a setting of FlashRL. Remove it, or use one of {', '.join(known)}."
-                )
+                raise ConfigError(f"flashrl.{key} is not a setting of FlashRL. Remove it, or use one of {', '.join(known)}.")
         return cls(**values)
 
 
@@ -102,16 +94,10 @@ class _Accepted:
 
 
 _ACCEPTED = {
-    "update_timeout_s": _Accepted(
-        (int, float), lambda v: v > 0 and math.isfinite(v), "a finite number of seconds above 0"
-    ),
-    "receipt_tensors": _Accepted(
-        (int,), lambda v: v == -1 or v >= 16, "an integer of at least 16, or -1 for all tensors"
-    ),
+    "update_timeout_s": _Accepted((int, float), lambda v: v > 0 and math.isfinite(v), "a finite number of seconds above 0"),
+    "receipt_tensors": _Accepted((int,), lambda v: v == -1 or v >= 16, "an integer of at least 16, or -1 for all tensors"),
     "max_num_gen_batches": _Accepted((int,), lambda v: v >= 0, "an integer of at least 1, or 0 for no bound"),
-    "padded_vocab_mass_limit": _Accepted(
-        (int, float), lambda v: 0 <= v <= 1, "a probability between 0 and 1"
-    ),
+    "padded_vocab_mass_limit": _Accepted((int, float), lambda v: 0 <= v <= 1, "a probability between 0 and 1"),
 }
 
 
@@ -119,9 +105,7 @@ def _precision(value: Any) -> Precision:
     try:
         return Precision(value)
     except ValueError:
-        later = (
-            " FP8 follows in a later version." if isinstance(value, str) and "fp8" in value.lower() else ""
-        )
+        later = " FP8 follows in a later version." if isinstance(value, str) and "fp8" in value.lower() else ""
         raise ConfigError(
             f"flashrl.precision={value!r} is not a precision of the rollout.{later} "
             "Set flashrl.precision to int8, or to bf16 for a run without quantization."

@@ -17,6 +17,7 @@ needs nothing outside its row, so neither sharding nor micro-batching changes it
 of sums and extremes, so the shards' statistics add up to what verl reports for a whole batch. Element-wise
 arithmetic keeps the inputs' dtype, so that a ratio at a threshold falls on verl's side; sums are float64.
 """
+
 from __future__ import annotations
 
 import torch

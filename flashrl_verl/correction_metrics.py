@@ -62,9 +62,7 @@ def shard_statistics(
     )
 
 
-def reduce_statistics(
-    stats: Statistics, group: dist.ProcessGroup | None, device: torch.device | str
-) -> Statistics:
+def reduce_statistics(stats: Statistics, group: dist.ProcessGroup | None, device: torch.device | str) -> Statistics:
     """Combines a process group's shards: one SUM and one MAX all-reduce of float64 vectors on `device`."""
     if group is None:
         return stats
@@ -90,9 +88,7 @@ def finalize_metrics(stats: Statistics, settings: CorrectionSettings) -> dict[st
     values |= {k: v / rows for k, v in stats.row_sums.items()} | stats.maxima | stats.minima
     if settings.level is not None:
         mean, square, seq_mean = (values[k] for k in ("rollout_is_mean", "_square", "rollout_is_seq_mean"))
-        deviation, seq_deviation = (
-            math.sqrt(max(x, 0.0)) for x in (square - mean**2, values["_seq_square"] - seq_mean**2)
-        )
+        deviation, seq_deviation = (math.sqrt(max(x, 0.0)) for x in (square - mean**2, values["_seq_square"] - seq_mean**2))
         values["rollout_is_std"] = deviation if tokens > 1 else 0.0
         # Over responses verl takes the unbiased deviation (torch.std), over tokens the biased one.
         values["rollout_is_seq_std"] = seq_deviation * math.sqrt(rows / (rows - 1)) if rows > 1 else 0.0
@@ -105,9 +101,7 @@ def finalize_metrics(stats: Statistics, settings: CorrectionSettings) -> dict[st
     return {f"rollout_corr/{k}": v for k, v in values.items() if not k.startswith("_")}
 
 
-def _add_offpolicy_terms(
-    terms: Statistics, old: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor
-) -> None:
+def _add_offpolicy_terms(terms: Statistics, old: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor) -> None:
     """The summands and candidates of verl's `compute_offpolicy_metrics`."""
     from verl.trainer.ppo.rollout_corr_helper import SAFETY_BOUND
     from verl.utils.torch_functional import masked_mean, masked_sum
@@ -169,12 +163,8 @@ def _add_weight_terms(
     terms.minima.update(rollout_is_seq_min=seq_w)
     if settings.lower is not None:
         terms.token_sums.update(rollout_is_oob_ratio=(raw < lower) | (raw > upper))
-    if (
-        at_sequence
-    ):  # verl counts rows, compares products in log space, and reports extremes before truncation
-        log_upper, log_lower = (
-            torch.tensor(x, device=w.device).log() for x in (upper, lower)
-        )  # float32, as verl
+    if at_sequence:  # verl counts rows, compares products in log space, and reports extremes before truncation
+        log_upper, log_lower = (torch.tensor(x, device=w.device).log() for x in (upper, lower))  # float32, as verl
         fractions, high, low = terms.row_sums, seq_log_ratio > log_upper, seq_log_ratio < log_lower
         largest, smallest = seq_log_ratio.clamp(max=SAFETY_BOUND).exp(), seq_log_ratio.exp()
     else:

@@ -69,9 +69,7 @@ def difference(ours: DictConfig, defaults: DictConfig) -> Difference:
         if key in written_ours and key in written_defaults and written_ours[key] == written_defaults[key]:
             continue
         columns = ((written_defaults, resolved_defaults), (written_ours, resolved_ours))
-        rows.append(
-            (key, *(_show(resolved.get(key, written.get(key, ABSENT))) for written, resolved in columns))
-        )
+        rows.append((key, *(_show(resolved.get(key, written.get(key, ABSENT))) for written, resolved in columns)))
     return rows
 
 

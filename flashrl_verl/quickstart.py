@@ -12,21 +12,19 @@ import os
 import platform
 import shlex
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
 from flashrl_verl import report
 from flashrl_verl.compat import check_versions, require_verl
 from flashrl_verl.errors import ConfigError, FlashRLError
+from flashrl_verl.process_tree import ProcessTree, Stopped, stoppable
+from flashrl_verl.progress import Display
 from flashrl_verl.toy.assets import Assets, AssetsConfig, make_assets
 
 if TYPE_CHECKING:
@@ -35,23 +33,6 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 """The checkout: the recipe is not part of the installed package."""
-PATIENCE = ((signal.SIGINT, 20.0), (signal.SIGTERM, 10.0), (signal.SIGKILL, 5.0))
-"""How the training is ended: signals, and seconds to wait after each. Ray needs some 5 s to take its workers
-down."""
-GRACE = 10.0
-"""Seconds that Ray's processes get to end by themselves after their driver did."""
-PLAIN_INTERVAL = 10.0
-"""Seconds between two lines where there is no terminal to redraw."""
-
-PHASES = (
-    ("Started a local Ray instance", "starting Ray"),
-    ("dataset len:", "loading the data"),
-    ("Before FSDP", "building the trainer's model"),
-    ("model engine initialized", "starting vLLM"),
-    ("[flashrl] rollout precision", "validating before training"),
-)
-"""Texts in the training's log, and what they mean has begun. Only words for the wait: nothing depends on
-them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,180 +48,6 @@ class QuickstartConfig:
     """Go on from the last checkpoint instead of starting afresh."""
     overrides: tuple[str, ...] = ()
     """Hydra overrides for the training; they win over what the quickstart sets."""
-
-
-class Stopped(BaseException):
-    """Ctrl-C or SIGTERM. Not an Exception, so that no handler on the way mistakes it for a failure."""
-
-    def __init__(self, signum: int):
-        self.exit_code = 128 + signum
-
-
-@contextmanager
-def _stoppable() -> Iterator[None]:
-    def stop(signum: int, frame: Any) -> None:
-        raise Stopped(signum)
-
-    before = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
-
-
-class ProcessTree:
-    """The training, everything it starts, and the most memory they took together with this process.
-
-    Args:
-        command: its words.
-        log: file that takes its output.
-        env: its environment.
-    """
-
-    def __init__(self, command: Sequence[str], log: Path, env: dict[str, str]):
-        with log.open("wb") as stream:
-            # A session of its own: Ctrl-C in the terminal reaches us alone, and we pass it on once.
-            self._process = subprocess.Popen(
-                command, cwd=ROOT, env=env, stdout=stream, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )  # fmt: skip
-        self._root = psutil.Process(self._process.pid)
-        self._seen: set[psutil.Process] = {self._root}
-        self.peak_bytes, self.memory_kind = 0, "PSS"
-
-    def poll(self) -> int | None:
-        """Look at the tree once. Returns the exit code, or None while it runs."""
-        code = self._process.poll()
-        if code is None:
-            with suppress(psutil.NoSuchProcess):
-                # Remembered, because Ray's workers become orphans when their parent dies.
-                self._seen.update(self._root.children(recursive=True))
-            total = sum(self._bytes(process) for process in (psutil.Process(), *self._seen))
-            self.peak_bytes = max(self.peak_bytes, total)
-        return code
-
-    def _bytes(self, process: psutil.Process) -> int:
-        """Proportional set size: memory that several processes share (Ray's object store) counts once in the
-        sum."""
-        try:
-            return process.memory_full_info().pss
-        except psutil.NoSuchProcess:
-            self._seen.discard(process)
-        except (psutil.AccessDenied, AttributeError):
-            self.memory_kind = "RSS, shared memory counted repeatedly"
-            try:
-                return process.memory_info().rss
-            except psutil.Error:
-                pass
-        return 0
-
-    def end(self, patience: Sequence[tuple[int, float]] = PATIENCE) -> None:
-        """End what is left of the tree, politely first; being interrupted again makes it less patient.
-
-        Args:
-            patience: signals, and seconds to wait after each.
-        """
-        if self._process.poll() is not None:
-            with suppress(Stopped):
-                self._wait(GRACE)
-        for signum, seconds in patience:
-            alive = self._alive()
-            if not alive:
-                return
-            # The driver alone takes Ray down in order; the others are told when that did not help.
-            for process in [self._root] if signum == signal.SIGINT and self._root in alive else alive:
-                with suppress(psutil.NoSuchProcess):
-                    process.send_signal(signum)
-            with suppress(Stopped):
-                self._wait(seconds)
-
-    def _alive(self) -> list[psutil.Process]:
-        self._process.poll()  # reap it, or it stays a zombie
-        alive = []
-        for process in self._seen:
-            with suppress(psutil.NoSuchProcess):
-                if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-                    alive.append(process)
-        return alive
-
-    def _wait(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        while self._alive() and time.monotonic() < deadline:
-            time.sleep(0.2)
-
-
-class Display:
-    """Tells how far the training is: a redrawn line on a terminal, a line every step or 10 s elsewhere."""
-
-    def __init__(self, console: Console, total: int, log: Path, metrics: Path):
-        from rich.progress import (
-            BarColumn,
-            MofNCompleteColumn,
-            Progress,
-            SpinnerColumn,
-            TextColumn,
-            TimeElapsedColumn,
-        )
-
-        self._console, self._log, self._metrics, self._total = console, log, metrics, total
-        self._step, self._spoke, self._phase = -1, time.monotonic(), "starting Python"
-        self._changed = self._modified()  # until it changes, a resumed run shows what it did before
-        columns = (
-            SpinnerColumn(),
-            TextColumn("{task.description}"),
-            BarColumn(24),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-        )
-        self._bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-        self._task = self._bar.add_task(self._phase, total=total)
-        self.first_line: float | None = None
-        """When the first line of metrics came: the end of the start-up."""
-
-    def __enter__(self) -> Display:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def _modified(self) -> int | None:
-        return self._metrics.stat().st_mtime_ns if self._metrics.is_file() else None
-
-    def update(self) -> None:
-        """Read what there is and show it."""
-        fresh = self._modified() != self._changed
-        metrics = report.read_metrics(self._metrics) if fresh else report.Metrics(rows={})
-        news = bool(metrics.rows) and metrics.last_step > self._step
-        if news:
-            self.first_line = self.first_line or time.monotonic()
-            self._step = metrics.last_step
-            self._phase = _progress_words(metrics)
-        elif self._step < 0:
-            self._phase = _startup_phase(self._log)
-        self._bar.update(self._task, description=self._phase, completed=max(0, self._step))
-        if not self._console.is_terminal and (news or time.monotonic() - self._spoke > PLAIN_INTERVAL):
-            self._spoke = time.monotonic()
-            step = f"step {self._step}/{self._total}: " if self._step >= 0 else "start-up: "
-            self._console.print(f"{step}{self._phase}", markup=False, highlight=False, soft_wrap=True)
-
-
-def _startup_phase(log: Path) -> str:
-    text = log.read_text(errors="replace") if log.is_file() else ""
-    begun = [words for mark, words in PHASES if mark in text]
-    return begun[-1] if begun else "starting Python"
-
-
-def _progress_words(metrics: report.Metrics) -> str:
-    parts = []
-    for key in metrics.keys(report.HELD_OUT)[:1]:
-        at = metrics.series(key)[0][-1]
-        parts.append(f"held-out {report.show(metrics.last(key))}" + (f" (step {at})" if at != metrics.last_step else ""))
-    for name, key, form in (("score", report.SCORE, ".2f"), ("mismatch KL", report.MISMATCH_KL, ".1e")):
-        if metrics.series(key)[0]:
-            parts.append(f"{name} {report.show(metrics.last(key), form)}")
-    return ", ".join(parts) or "training"
 
 
 def compose(overrides: Sequence[str]) -> DictConfig:
@@ -322,7 +129,7 @@ def run_quickstart(config: QuickstartConfig, console: Console) -> int:
         "versions": {finding.component.module: finding.installed for finding in check_versions()},
         "seconds": {},
     }
-    with _stoppable():
+    with stoppable():
         try:
             assets = _assets(config, console)
             run["seconds"]["assets"] = time.monotonic() - started
@@ -386,7 +193,7 @@ def _train(output: Path, overrides: list[str], total: int, run: dict[str, Any], 
     }
     console.print(f"training: {total} steps on {run['hardware']}, log in {log}", highlight=False, soft_wrap=True)
     started = time.monotonic()
-    tree = ProcessTree([sys.executable, "-m", "recipe.flashrl.main_flashrl", *overrides], log, env)
+    tree = ProcessTree([sys.executable, "-m", "recipe.flashrl.main_flashrl", *overrides], log, env, ROOT)
     try:
         with Display(console, total, log, metrics) as display:
             while (code := tree.poll()) is None:

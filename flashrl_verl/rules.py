@@ -50,9 +50,7 @@ def refuse(key: str, value: Any, reason: str, remedy: str) -> NoReturn:
 
 def one_of(*accepted: Any) -> Callable[[Any], bool]:
     """Test for equality with one of the values; True is not 1 here, although Python says so."""
-    return lambda value: any(
-        value == item and isinstance(value, bool) == isinstance(item, bool) for item in accepted
-    )
+    return lambda value: any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in accepted)
 
 
 def get(cfg: DictConfig, key: str, default: Any = None) -> Any:

@@ -199,8 +199,7 @@ def _check_hardware(cfg: DictConfig) -> None:
         refuse(
             "trainer.device",
             device,
-            f"half of hardware=cpu is missing: {PLATFORM}={words(platform)}, so verl's workers "
-            "would look for a GPU",
+            f"half of hardware=cpu is missing: {PLATFORM}={words(platform)}, so verl's workers would look for a GPU",
             "hardware=cpu",
         )
     if device != "cpu" and platform == "cpu":

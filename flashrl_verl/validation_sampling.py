@@ -185,9 +185,7 @@ def check_engine_arguments(cfg: DictConfig) -> None:
         if value is None:  # verl drops these before it builds the command line
             continue
         key = f"{ENGINE}.{name}"
-        argument = (
-            str(name).replace("-", "_").split(".")[0]
-        )  # vLLM takes both spellings, and dots into a dict
+        argument = str(name).replace("-", "_").split(".")[0]  # vLLM takes both spellings, and dots into a dict
         if argument in _OWNED:
             reason, instead = _OWNED[argument]
             use = f", and use {instead}" if instead else ""

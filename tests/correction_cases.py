@@ -105,9 +105,7 @@ def run_rank(rank: int, world_size: int, store: str) -> dict:
 
     # Past the time it takes to import verl on a busy machine.
     timeout = timedelta(seconds=120)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timeout
-    )
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timeout)
     try:
         answers = {}
         for seed in SEEDS:

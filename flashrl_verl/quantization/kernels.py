@@ -49,9 +49,7 @@ def quantize_rows_into(
     scales.copy_(row_scales)
 
 
-def _triton_quantize_rows_into(
-    weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, column_offset: int
-) -> None:
+def _triton_quantize_rows_into(weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, column_offset: int) -> None:
     from flashrl_verl.quantization.triton_rows import quantize_rows_kernel  # Triton is only where a GPU is
 
     n, k = weight.shape

@@ -20,9 +20,7 @@ _ROUTER = re.compile(r"(^|\.)(gate|router)(\.|$)")
 """Names of MoE routers, which keep the trainer's precision on the wire (verl sends them in FP32 for the same reason)."""
 
 
-def cast_for_rollout(
-    weights: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype
-) -> Iterator[tuple[str, torch.Tensor]]:
+def cast_for_rollout(weights: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the weights in the rollout's dtype; routers and non-floating tensors as they are.
 
     FSDP keeps FP32 masters: sent as they are they would be twice the bytes (131 GB at 32B), and the quantized weight must be

@@ -221,9 +221,7 @@ class WeightRefit:
             missing = [n for n in self.baseline if n not in seen]
             extra = [n for n in seen if n not in self.baseline]
             wrong = [
-                f"{n} {seen[n]} instead of {shape}"
-                for n, shape in self.baseline.items()
-                if n in seen and seen[n] != shape
+                f"{n} {seen[n]} instead of {shape}" for n, shape in self.baseline.items() if n in seen and seen[n] != shape
             ]
             for text, names in (("missing", missing), ("unexpected", extra), ("wrongly shaped", wrong)):
                 if names:

@@ -101,7 +101,6 @@ class WatchedSender(BucketedWeightSender):
         super()._init_socket()
         self.socket = _WatchedSocket(self.socket, self._timeout_s, self._receiver_ended, TIMEOUT_KEY)
 
-
     def _cleanup(self) -> None:
         try:
             super()._cleanup()

@@ -44,9 +44,7 @@ def train(cfg: DictConfig) -> None:
 
     require_registered()
     auto_set_device(cfg)
-    verl_config.validate_config(
-        config=cfg, use_reference_policy=need_reference_policy(cfg), use_critic=need_critic(cfg)
-    )
+    verl_config.validate_config(config=cfg, use_reference_policy=need_reference_policy(cfg), use_critic=need_critic(cfg))
     run_ppo(cfg, task_runner_class=TaskRunnerV1)
 
 

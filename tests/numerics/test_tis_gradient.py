@@ -41,9 +41,7 @@ def jagged(values: torch.Tensor) -> torch.Tensor:
     return torch.nested.nested_tensor_from_jagged(values, offsets=torch.tensor([0, len(values)]), **bounds)
 
 
-def ppo_batch(
-    old: torch.Tensor, rollout: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor
-) -> TensorDict:
+def ppo_batch(old: torch.Tensor, rollout: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor) -> TensorDict:
     """What one micro-batch of verl's actor holds: a prompt of one token and one response of len(old)."""
     from verl.utils import tensordict_utils as tu
 
@@ -63,9 +61,7 @@ def ppo_batch(
     return data
 
 
-def gradients(
-    ratio, importance, advantages, mask=None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+def gradients(ratio, importance, advantages, mask=None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Runs attach_weights and verl's ppo_loss.
 
     Args:
@@ -81,9 +77,7 @@ def gradients(
 
     from flashrl_verl.actor import attach_weights
 
-    ratio, importance, advantages = (
-        torch.tensor(x, dtype=torch.float64) for x in (ratio, importance, advantages)
-    )
+    ratio, importance, advantages = (torch.tensor(x, dtype=torch.float64) for x in (ratio, importance, advantages))
     mask = torch.ones(len(ratio), dtype=torch.long) if mask is None else torch.tensor(mask)
     old = torch.linspace(-1.0, -2.0, len(ratio), dtype=torch.float64).requires_grad_()
     rollout = (old.detach() - importance.log()).requires_grad_()
@@ -149,9 +143,7 @@ def test_uncapped_weights_remove_the_bias_of_the_sampler() -> None:
             weights = None
             if cap is not None:
                 settings = CorrectionSettings(level=Level.TOKEN, upper=cap)
-                weights, _ = correct_shard(
-                    log_prob.detach(), sampler[None, action : action + 1], mask, settings
-                )
+                weights, _ = correct_shard(log_prob.detach(), sampler[None, action : action + 1], mask, settings)
             action_loss, _ = compute_policy_loss_vanilla(
                 old_log_prob=log_prob.detach(),
                 log_prob=log_prob,

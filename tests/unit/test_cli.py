@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 from flashrl_verl import __version__
 from flashrl_verl.cli import app
 from flashrl_verl.errors import ConfigError, FlashRLError
+from flashrl_verl.process_tree import ProcessTree
+from flashrl_verl.progress import Display
 from flashrl_verl.quickstart import (
-    Display,
-    ProcessTree,
     QuickstartConfig,
     compose,
     prepare_directory,
@@ -148,7 +148,7 @@ time.sleep(60)
 
 
 def test_ending_a_training_leaves_no_process_behind(tmp_path):
-    tree = ProcessTree([sys.executable, "-c", STUBBORN], tmp_path / "log", dict(os.environ))
+    tree = ProcessTree([sys.executable, "-c", STUBBORN], tmp_path / "log", dict(os.environ), ROOT)
     try:
         root, deadline = psutil.Process(tree._process.pid), time.monotonic() + 30
         while "up" not in (tmp_path / "log").read_text() and time.monotonic() < deadline:
@@ -164,7 +164,7 @@ def test_ending_a_training_leaves_no_process_behind(tmp_path):
 
 def test_the_exit_code_of_the_training_is_seen(tmp_path):
     words = [sys.executable, "-c", "print('words'); raise SystemExit(3)"]
-    tree = ProcessTree(words, tmp_path / "log", dict(os.environ))
+    tree = ProcessTree(words, tmp_path / "log", dict(os.environ), ROOT)
     deadline = time.monotonic() + 30
     while (code := tree.poll()) is None and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -23,9 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "flashrl_verl" / "configs"
 SNAPSHOTS = Path(__file__).with_name("snapshots")
 EXPERIMENTS = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))
-OPTIONS = sorted(
-    f"{path.parent.name}={path.stem}" for path in CONFIGS.glob("*/*.yaml") if path.parent.name != "experiment"
-)
+OPTIONS = sorted(f"{path.parent.name}={path.stem}" for path in CONFIGS.glob("*/*.yaml") if path.parent.name != "experiment")
 
 
 def _through_main_flashrl(experiment, *overrides):
@@ -161,9 +159,7 @@ def test_difference_of_verl_to_itself_is_empty(verl_defaults):
 
 
 def test_difference_names_changed_added_and_removed_keys():
-    ours = OmegaConf.create(
-        {"a": {"b": 1, "c": "${a.b}", "d": [1, True, None]}, "new": {"x": 0.5, "all": "${a}"}}
-    )
+    ours = OmegaConf.create({"a": {"b": 1, "c": "${a.b}", "d": [1, True, None]}, "new": {"x": 0.5, "all": "${a}"}})
     defaults = OmegaConf.create({"a": {"b": 2, "c": "${a.b}", "old": None}, "new": {}})
     assert dryrun.difference(ours, defaults) == [
         ("a.b", "2", "1"),
@@ -188,9 +184,7 @@ def test_verls_own_entry_point_finds_the_groups(tmp_path):
 # ---- no setting travels through the environment
 
 
-@pytest.mark.parametrize(
-    "path", sorted(CONFIGS.glob("*/*.yaml")), ids=lambda path: f"{path.parent.name}/{path.stem}"
-)
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*/*.yaml")), ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_only_the_cpu_platform_sets_an_environment_variable(path):
     text = path.read_text()
     assert "oc.env" not in text
@@ -198,9 +192,7 @@ def test_only_the_cpu_platform_sets_an_environment_variable(path):
     assert names == ({"VERL_PLATFORM", "VLLM_CPU_KVCACHE_SPACE"} if path.stem == "cpu" else set())
 
 
-@pytest.mark.parametrize(
-    "path", sorted(CONFIGS.glob("*/*.yaml")), ids=lambda path: f"{path.parent.name}/{path.stem}"
-)
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*/*.yaml")), ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_file_is_global_and_licensed(path):
     assert path.read_text().startswith("# @package _global_\n# SPDX-License-Identifier: Apache-2.0\n")
 

@@ -135,9 +135,7 @@ def test_ranks_of_a_process_group_get_verls_answer(tmp_path: Path) -> None:
             assert metrics == answers[0][seed, name][1]
             assert_metrics_equal(metrics, expected_metrics, torch.float32)
             assert_weights_equal(weights, None if expected_weights is None else expected_weights[rows])
-    assert len(answers[0]) == 1 + len(cases.NODES) * sum(
-        len(cases.random_batch(s).old) > 1 for s in cases.SEEDS
-    )
+    assert len(answers[0]) == 1 + len(cases.NODES) * sum(len(cases.random_batch(s).old) > 1 for s in cases.SEEDS)
     # A NaN on rank 1 alone stops both ranks, with one message.
     assert "1 of 8 response tokens" in answers[0]["NaN"] and answers[0]["NaN"] == answers[1]["NaN"]
 
@@ -168,9 +166,7 @@ def test_padding_is_never_read() -> None:
 def test_a_batch_that_icepop_drops_whole_has_zero_weights_and_no_effective_sample() -> None:
     old, mask = torch.zeros(2, 3), torch.ones(2, 3)
     settings = CorrectionSettings(level=Level.TOKEN, lower=0.5, upper=2.0, batch_normalize=True)
-    with pytest.raises(
-        ZeroDivisionError
-    ):  # why `shard_weights` catches it; if verl mends this, drop the clause
+    with pytest.raises(ZeroDivisionError):  # why `shard_weights` catches it; if verl mends this, drop the clause
         cases.verl_answer(cases.Batch(old, old - 5.0, mask, mask.sum(-1)), cases.NODES["token IcePop"])
     weights, metrics = correct_shard(old, old - 5.0, mask, settings)
     assert not weights.any()

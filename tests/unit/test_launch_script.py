@@ -19,18 +19,14 @@ def _run(recipe, *words, cwd, **variables):
     """Run the script with this interpreter first on PATH and without Ray's variables."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
     # abspath, not resolve: the interpreter of a virtual environment is a link out of it.
-    environment["PATH"] = os.pathsep.join(
-        [os.path.dirname(os.path.abspath(sys.executable)), os.environ["PATH"]]
-    )
+    environment["PATH"] = os.pathsep.join([os.path.dirname(os.path.abspath(sys.executable)), os.environ["PATH"]])
     environment |= {"PYTHONPATH": str(ROOT), **variables}
     command = ["bash", str(recipe / NAME), *words]
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
 
 
 def _files(directory):
-    return {
-        path for path in directory.rglob("*") if "__pycache__" not in path.parts and ".git" not in path.parts
-    }
+    return {path for path in directory.rglob("*") if "__pycache__" not in path.parts and ".git" not in path.parts}
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a training shows while it runs: a bar where there is a terminal, a line now and then where there is none."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flashrl_verl import report
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+PLAIN_INTERVAL = 10.0
+"""Seconds between two lines where there is no terminal to redraw."""
+
+PHASES = (
+    ("Started a local Ray instance", "starting Ray"),
+    ("dataset len:", "loading the data"),
+    ("Before FSDP", "building the trainer's model"),
+    ("model engine initialized", "starting vLLM"),
+    ("[flashrl] rollout precision", "validating before training"),
+)
+"""Texts in the training's log, and what they mean has begun. Only words for the wait: nothing depends on
+them."""
+
+
+class Display:
+    """Tells how far the training is: a redrawn line on a terminal, a line every step or 10 s elsewhere."""
+
+    def __init__(self, console: Console, total: int, log: Path, metrics: Path):
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            SpinnerColumn,
+            TextColumn,
+            TimeElapsedColumn,
+        )
+
+        self._console, self._log, self._metrics, self._total = console, log, metrics, total
+        self._step, self._spoke, self._phase = -1, time.monotonic(), "starting Python"
+        self._changed = self._modified()  # until it changes, a resumed run shows what it did before
+        columns = (
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(24),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+        )
+        self._bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._task = self._bar.add_task(self._phase, total=total)
+        self.first_line: float | None = None
+        """When the first line of metrics came: the end of the start-up."""
+
+    def __enter__(self) -> Display:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def _modified(self) -> int | None:
+        return self._metrics.stat().st_mtime_ns if self._metrics.is_file() else None
+
+    def update(self) -> None:
+        """Read what there is and show it."""
+        fresh = self._modified() != self._changed
+        metrics = report.read_metrics(self._metrics) if fresh else report.Metrics(rows={})
+        news = bool(metrics.rows) and metrics.last_step > self._step
+        if news:
+            self.first_line = self.first_line or time.monotonic()
+            self._step = metrics.last_step
+            self._phase = _progress_words(metrics)
+        elif self._step < 0:
+            self._phase = _startup_phase(self._log)
+        self._bar.update(self._task, description=self._phase, completed=max(0, self._step))
+        if not self._console.is_terminal and (news or time.monotonic() - self._spoke > PLAIN_INTERVAL):
+            self._spoke = time.monotonic()
+            step = f"step {self._step}/{self._total}: " if self._step >= 0 else "start-up: "
+            self._console.print(f"{step}{self._phase}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _startup_phase(log: Path) -> str:
+    text = log.read_text(errors="replace") if log.is_file() else ""
+    begun = [words for mark, words in PHASES if mark in text]
+    return begun[-1] if begun else "starting Python"
+
+
+def _progress_words(metrics: report.Metrics) -> str:
+    parts = []
+    for key in metrics.keys(report.HELD_OUT)[:1]:
+        at = metrics.series(key)[0][-1]
+        parts.append(f"held-out {report.show(metrics.last(key))}" + (f" (step {at})" if at != metrics.last_step else ""))
+    for name, key, form in (("score", report.SCORE, ".2f"), ("mismatch KL", report.MISMATCH_KL, ".1e")):
+        if metrics.series(key)[0]:
+            parts.append(f"{name} {report.show(metrics.last(key), form)}")
+    return ", ".join(parts) or "training"
