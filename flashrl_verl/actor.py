@@ -64,13 +64,15 @@ def attach_weights(
         device: where `group` communicates.
 
     Returns:
-        The `rollout_corr/*` metrics of the whole batch.
+        The `rollout_corr/*` metrics of the whole batch; none when nothing is corrected and the rollout sent no log-probs.
 
     Raises:
         ConfigError, FlashRLError: from `correct_shard`; also when the three fields differ in row lengths.
     """
     old, mask = data["old_log_probs"], data["response_mask"]
     rollout = data["rollout_log_probs"] if "rollout_log_probs" in data else None
+    if rollout is None and settings.level is None:
+        return {}  # calculate_log_probs=false and no correction: there is nothing to compare
     if not old.is_nested:
         weights, metrics = correct_shard(old, rollout, mask, settings, group, device)
     else:

@@ -44,14 +44,14 @@ def check_correction(cfg: DictConfig) -> None:
                 f"{CORRECTION}.rollout_is=token, sequence or null",
             )
         _check_threshold(get(cfg, f"{CORRECTION}.rollout_is_threshold"))
-    if rejection is not None and get(cfg, f"{CORRECTION}.rollout_rs_threshold") is None:
+    if rejection is not None:
         refuse(
             f"{CORRECTION}.rollout_rs",
             rejection,
-            "rejection has no threshold, and verl would stop after the first rollout",
-            f"{CORRECTION}.rollout_rs_threshold=<bound>, or {CORRECTION}.rollout_rs=null",
+            "the correction on the actors' shards does not reject samples yet",
+            f"{CORRECTION}.rollout_rs=null",
         )
-    if weights is not None or rejection is not None:
+    if weights is not None:
         apply(cfg, _SAMPLED_POLICY)
 
 

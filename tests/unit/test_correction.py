@@ -298,6 +298,7 @@ def test_rows_with_missing_log_probs_are_named() -> None:
     del data["rollout_log_probs"]
     with pytest.raises(ConfigError, match="calculate_log_probs"):
         attach_weights(data, TIS)
+    assert attach_weights(data, CorrectionSettings(level=None)) == {}
 
 
 def test_metrics_survive_verls_collection_and_reduction() -> None:
