@@ -98,7 +98,7 @@ def wire(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def expected(rows: list[torch.Tensor]) -> tuple[np.ndarray, np.ndarray]:
-    """The arithmetic of ``quantization/numerics.py`` again, in numpy float32: scale = absmax / 127, code = round-half-even(w / scale)."""
+    """``numerics.py`` again, in numpy float32: scale = absmax / 127, code = round-half-even(w / scale)."""
     w = torch.cat(rows).float().numpy()
     scales = (np.abs(w).max(axis=1, keepdims=True) / np.float32(127)).astype(np.float32)
     scales[scales == 0] = 1
