@@ -65,6 +65,9 @@ def engine(trainer, tmp_path_factory):
         logprobs_mode="processed_logprobs",
     )
     yield llm
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    cleanup_dist_env_and_memory()  # other tests of this process may want a process group of their own
 
 
 @pytest.fixture

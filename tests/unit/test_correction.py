@@ -113,20 +113,26 @@ def test_shards_add_up_to_verls_answer_for_the_whole_batch(name: str, dtype: tor
 
 
 def test_ranks_of_a_process_group_get_verls_answer(tmp_path: Path) -> None:
-    world_size, store, output = 2, tmp_path / "store", tmp_path / "rank1.pt"
-    other = subprocess.Popen(
-        [sys.executable, str(CASES_FILE), "1", str(world_size), str(store), str(output)],
-        env={**os.environ, "PYTHONPATH": str(CASES_FILE.parents[1])},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    world_size, store = 2, tmp_path / "store"
+    outputs = [tmp_path / f"rank{rank}.pt" for rank in range(world_size)]
+    # Each rank is a process of its own: another test may have made this one's process group.
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(CASES_FILE), str(rank), str(world_size), str(store), str(output)],
+            env={**os.environ, "PYTHONPATH": str(CASES_FILE.parents[1])},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, output in enumerate(outputs)
+    ]
     try:
-        answers = [cases.run_rank(0, world_size, str(store))]
-        _, errors = other.communicate(timeout=60)
-        assert other.returncode == 0, errors
+        for process in ranks:
+            _, errors = process.communicate(timeout=150)
+            assert process.returncode == 0, errors
     finally:
-        other.kill()
-    answers.append(torch.load(output))
+        for process in ranks:
+            process.kill()
+    answers = [torch.load(output) for output in outputs]
     for seed, name in answers[0].keys() - {"NaN"}:
         batch = cases.random_batch(seed)
         expected_weights, expected_metrics = cases.verl_answer(batch, cases.NODES[name])
