@@ -6,7 +6,8 @@ Defaults live here; YAML files only choose.
 """
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any
@@ -21,6 +22,8 @@ class Precision(str, Enum):
 
     INT8 = "int8"
     """Weights INT8 per output channel, activations INT8 per token (W8A8), accumulated in INT32."""
+    FP8 = "fp8"
+    """Weights FP8 E4M3 per output channel, activations FP8 per token (W8A8). GPUs since Ada and Hopper."""
     BF16 = "bf16"
     """No quantization: the baseline, on the same server and the same weight update."""
 
@@ -34,7 +37,20 @@ class FlashRLConfig:
     """
 
     precision: Precision = Precision.INT8
-    """Number format of the rollout engine's linear layers: int8 or bf16."""
+    """Number format of the rollout engine's linear layers and experts: int8, fp8 or bf16."""
+
+    ignore: tuple[str, ...] = ()
+    """Layers that stay in high precision: exact names of the checkpoint (without ``.weight``), or ``re:`` and a regular
+    expression. An entry that matches no layer is an error."""
+
+    keep_first_layers: int = 0
+    """Decoder layers at the start of the model that stay in high precision; at least 0."""
+
+    keep_last_layers: int = 0
+    """Decoder layers at the end of the model that stay in high precision; at least 0."""
+
+    self_check: bool = True
+    """Whether the start proves that a refit is repeatable: poison, reload, sleep, and compare codes and greedy output."""
 
     update_timeout_s: float = 60.0
     """Longest silence tolerated from the other side during a weight update, in seconds; above 0."""
@@ -51,6 +67,7 @@ class FlashRLConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "precision", _precision(self.precision))
+        object.__setattr__(self, "ignore", _ignore(self.ignore))
         for name, accepted in _ACCEPTED.items():
             value = getattr(self, name)
             if not accepted.test(value):
@@ -71,7 +88,7 @@ class FlashRLConfig:
         """
         if not isinstance(mapping, Mapping | DictConfig):
             raise ConfigError(
-                f"flashrl={mapping!r} is not a node of settings. Set flashrl.precision to int8 or bf16, "
+                f"flashrl={mapping!r} is not a node of settings. Set flashrl.precision to int8, fp8 or bf16, "
                 "or add the whole node with experiment=base."
             )
         values = OmegaConf.to_container(mapping, resolve=True) if isinstance(mapping, DictConfig) else dict(mapping)
@@ -85,15 +102,18 @@ class FlashRLConfig:
 class _Accepted:
     """A test of a value, and the words that describe it to a user."""
 
-    def __init__(self, kinds: tuple[type, ...], test: Any, words: str) -> None:
+    def __init__(self, kinds: tuple[type, ...], test: Callable[[Any], bool], words: str) -> None:
         self.kinds, self.range, self.words = kinds, test, words
 
     def test(self, value: Any) -> bool:
         # bool is an int in Python; `true` where a number is wanted is a mistake, not a 1.
-        return isinstance(value, self.kinds) and not isinstance(value, bool) and self.range(value)
+        return isinstance(value, self.kinds) and (isinstance(value, bool) == (bool in self.kinds)) and self.range(value)
 
 
 _ACCEPTED = {
+    "keep_first_layers": _Accepted((int,), lambda v: v >= 0, "a number of layers, 0 or more"),
+    "keep_last_layers": _Accepted((int,), lambda v: v >= 0, "a number of layers, 0 or more"),
+    "self_check": _Accepted((bool,), lambda v: True, "true or false"),
     "update_timeout_s": _Accepted((int, float), lambda v: v > 0 and math.isfinite(v), "a finite number of seconds above 0"),
     "receipt_tensors": _Accepted((int,), lambda v: v == -1 or v >= 16, "an integer of at least 16, or -1 for all tensors"),
     "max_num_gen_batches": _Accepted((int,), lambda v: v >= 0, "an integer of at least 1, or 0 for no bound"),
@@ -105,8 +125,21 @@ def _precision(value: Any) -> Precision:
     try:
         return Precision(value)
     except ValueError:
-        later = " FP8 follows in a later version." if isinstance(value, str) and "fp8" in value.lower() else ""
         raise ConfigError(
-            f"flashrl.precision={value!r} is not a precision of the rollout.{later} "
-            "Set flashrl.precision to int8, or to bf16 for a run without quantization."
+            f"flashrl.precision={value!r} is not a precision of the rollout. Set flashrl.precision to int8, to fp8 (Ada, Hopper "
+            "and later), or to bf16 for a run without quantization."
         ) from None
+
+
+def _ignore(value: Any) -> tuple[str, ...]:
+    remedy = "Set flashrl.ignore to a list of layer names or 're:' patterns, such as flashrl.ignore=['re:.*down_proj']."
+    if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(entry, str) for entry in value):
+        raise ConfigError(f"flashrl.ignore={value!r} is not a list of names. {remedy}")
+    for entry in value:
+        if entry.endswith(".weight") and not entry.startswith("re:"):
+            raise ConfigError(f"flashrl.ignore names a tensor, {entry!r}; it takes layers. Leave '.weight' out.")
+        try:
+            re.compile(entry.removeprefix("re:") if entry.startswith("re:") else "")
+        except re.error as error:
+            raise ConfigError(f"flashrl.ignore={entry!r} is not a regular expression: {error}. {remedy}") from None
+    return tuple(value)

@@ -160,21 +160,7 @@ class FlashRLTrainer(PPOTrainerSync):
             where = f"rollout replica {replica}, rank {position}"
             verify_receipts(rank["sent"], held[replica][position], self.global_steps, where)
         reports = [report for rank in ranks for report in rank["reports"]]
-        slowest = max(reports, key=lambda r: r["wall_seconds"])
-        receipt = slowest["receipt"]
-        return {
-            "flashrl/refit_seconds": max(r["send_seconds"] for r in reports),
-            "flashrl/refit_load_seconds": slowest["seconds"],
-            "flashrl/refit_tensors": receipt["tensors"],
-            "flashrl/refit_updated": slowest["updated"],
-            "flashrl/refit_left_alone": len(slowest["left_alone"]),
-            "flashrl/refit_unexpected": len(slowest["unexpected"]),
-            "flashrl/refit_gigabytes": receipt["bytes"] / 1e9,
-            "flashrl/receipt_step": receipt["step"],
-            "flashrl/receipt_checksums": len(receipt["checksums"]),
-            # One number for "the same weights": equal for equal weights at the same step, also after a resume.
-            "flashrl/receipt_sum": sum(receipt["checksums"].values()) % 2**32,
-        }
+        return refit_metrics(reports)
 
     def _check_padded_vocabulary(self) -> None:
         mass = max(self._ask_servers("flashrl_padded_vocab_mass"))
@@ -195,6 +181,36 @@ class FlashRLTrainer(PPOTrainerSync):
             log.warning("%s (allowed: flashrl.padded_vocab_mass_limit=%g)", text, limit)
 
 
+def refit_metrics(reports: list[dict]) -> dict[str, float]:
+    """Metrics of one weight update from the engine workers' reports: the slowest worker's seconds, one worker's bytes."""
+    slowest = max(reports, key=lambda r: r["seconds"]["total"])
+    seconds, receipt = slowest["seconds"], slowest["receipt"]
+    metrics = {
+        "flashrl/refit_seconds": seconds["total"],
+        # FSDP's gathering and the cast on the trainer, moving the bytes, quantizing and loading, verification in the engine.
+        "flashrl/refit_gather_seconds": seconds["gather"],
+        "flashrl/refit_cast_seconds": seconds["cast"],
+        "flashrl/refit_transfer_seconds": seconds["transfer"],
+        "flashrl/refit_quantize_seconds": seconds["load"],
+        "flashrl/refit_verify_seconds": seconds["finish"],
+        "flashrl/refit_gigabytes": receipt["bytes"] / 1e9,
+        "flashrl/refit_gigabytes_per_second": receipt["bytes"] / 1e9 / max(seconds["total"], 1e-9),
+        "flashrl/refit_quantize_gigabytes_per_second": receipt["bytes"] / 1e9 / max(seconds["load"], 1e-9),
+        "flashrl/refit_tensors": receipt["tensors"],
+        "flashrl/refit_updated": slowest["updated"],
+        "flashrl/refit_quantized": slowest["quantized"],
+        "flashrl/refit_left_alone": len(slowest["left_alone"]),
+        "flashrl/receipt_step": receipt["step"],
+        "flashrl/receipt_checksums": len(receipt["checksums"]),
+        # One number for "the same weights": equal for equal weights at the same step, also after a resume.
+        "flashrl/receipt_sum": sum(receipt["checksums"].values()) % 2**32,
+    }
+    rates = [report["code_change_rate"] for report in reports if report["code_change_rate"] is not None]
+    if rates:
+        metrics["flashrl/code_change_rate"] = sum(rates) / len(rates)
+    return metrics
+
+
 def _summarize_layers(workers: list[dict]) -> dict[str, float]:
     """Metrics of what the rollout is; every worker of every replica must be the same."""
     counts = {(w["precision"], w["quantized_layers"]) for w in workers}
@@ -203,7 +219,7 @@ def _summarize_layers(workers: list[dict]) -> dict[str, float]:
     first = workers[0]
     return {
         "flashrl/quantized_layers": first["quantized_layers"],
-        "flashrl/unquantized_linears": len(first["unquantized_linears"]),
+        "flashrl/unquantized_layers": len(first["unquantized_layers"]),
         "flashrl/weight_bytes": sum(w["weight_bytes"] for w in workers),
         "flashrl/quantized_bytes": sum(w["quantized_bytes"] for w in workers),
         "flashrl/quantized_bytes_as_bf16": sum(w["quantized_bytes_as_bf16"] for w in workers),
@@ -214,7 +230,7 @@ def _describe(precision: str, layers: dict[str, float], refit: dict[str, float])
     share = layers["flashrl/quantized_bytes"] / max(1, layers["flashrl/quantized_bytes_as_bf16"])
     kept = f"{share:.3f} of their BF16 bytes" if layers["flashrl/quantized_layers"] else "nothing quantized"
     return (
-        f"[flashrl] rollout precision {precision}: {layers['flashrl/quantized_layers']} quantized linears ({kept}), "
+        f"[flashrl] rollout precision {precision}: {layers['flashrl/quantized_layers']} quantized layers ({kept}), "
         f"{layers['flashrl/weight_bytes'] / 1e6:.2f} MB of weights; first refit {refit['flashrl/refit_tensors']} tensors in "
         f"{refit['flashrl/refit_seconds']:.2f} s, receipt of step {refit['flashrl/receipt_step']} verified "
         f"(sum {refit['flashrl/receipt_sum']})"

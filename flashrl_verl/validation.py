@@ -128,6 +128,13 @@ _BACKEND = (
         1,
     ),
     Rule(
+        f"{ROLLOUT}.expert_parallel_size",
+        one_of(1),
+        "a rank would hold some experts only, and neither the loader nor the receipts of FlashRL know which",
+        f"{ROLLOUT}.expert_parallel_size=1 and {ROLLOUT}.tensor_model_parallel_size, which cuts every expert",
+        1,
+    ),
+    Rule(
         f"{ROLLOUT}.disaggregation.enabled",
         one_of(False),
         "separate prefill and decode replicas are built from verl's own server class, without FlashRL",

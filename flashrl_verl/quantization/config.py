@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The quantization config vLLM knows as ``flashrl``: which layers are INT8 and which stay as they are.
+"""The quantization config vLLM knows as ``flashrl``: which layers are 8-bit and which stay as they are.
 
 It travels to every vLLM process inside the engine arguments (``hf_overrides["quantization_config"]``), never through the
 environment.
 """
 
+import sys
 from typing import Any
 
 import torch
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import (
@@ -22,24 +24,38 @@ from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.platforms import current_platform
 
-from flashrl_verl.config import Precision
+from flashrl_verl.config import FlashRLConfig, Precision
 from flashrl_verl.errors import ConfigError
-from flashrl_verl.quantization.linear import Int8LinearMethod, UnpackedLinearMethod
+from flashrl_verl.quantization.formats import row_format
+from flashrl_verl.quantization.linear import RowQuantizedLinearMethod, UnpackedLinearMethod
+from flashrl_verl.quantization.moe import RowQuantizedMoEMethod, UnpackedMoEMethod
+from flashrl_verl.quantization.selection import LayerSelection, expert_parts, fused_parts
 
 NAME = "flashrl"
 
 QUANTIZED_LAYERS = (ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear)
-"""Exact types, not subclasses: their loaders are known to go through the parameter. ``ReplicatedLinear`` (a MoE router) and
-fused experts ``copy_`` behind the parameter's back, which would truncate BF16 into int8 storage."""
+"""Exact types, not subclasses: their loaders are known to go through the parameter. ``ReplicatedLinear`` (a MoE router)
+``copy_``s behind the parameter's back, which would truncate BF16 into 8-bit storage."""
 
 
 @register_quantization_config(NAME)
 class FlashRLQuantizationConfig(QuantizationConfig):
-    """Row-wise INT8 (or none) for the layers in ``QUANTIZED_LAYERS``; everything else keeps the model's dtype."""
+    """Row-wise 8-bit codes (or none) for ``QUANTIZED_LAYERS`` and fused experts; everything else keeps the model's dtype.
 
-    def __init__(self, precision: Precision):
+    Args:
+        precision: format of the codes.
+        ignore: names or patterns of layers to leave alone (``selection.py``).
+        keep_first_layers: decoder layers at the start to leave alone.
+        keep_last_layers: decoder layers at the end to leave alone.
+    """
+
+    def __init__(
+        self, precision: Precision, ignore: tuple[str, ...] = (), keep_first_layers: int = 0, keep_last_layers: int = 0
+    ):
         super().__init__()
         self.precision = precision
+        self.format = row_format(precision)
+        self.selection = LayerSelection(ignore=ignore, keep_first=keep_first_layers, keep_last=keep_last_layers)
 
     def __repr__(self) -> str:
         return f"FlashRLQuantizationConfig(precision={self.precision.value})"
@@ -54,7 +70,7 @@ class FlashRLQuantizationConfig(QuantizationConfig):
 
     @classmethod
     def get_min_capability(cls) -> int:
-        return 75  # Turing: the first with INT8 tensor cores that vLLM's CUTLASS kernels cover
+        return 75  # Turing, the least that any format needs; `gemm.choose_kernel` decides per format
 
     @staticmethod
     def get_config_filenames() -> list[str]:
@@ -62,32 +78,44 @@ class FlashRLQuantizationConfig(QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "FlashRLQuantizationConfig":
+        config = {key: value for key, value in config.items() if key != "quant_method"}
         try:
-            return cls(Precision(config["precision"]))
-        except (KeyError, ValueError) as error:
-            raise ConfigError(
-                f"the quantization config {config!r} names no known precision; set flashrl.precision to one of "
-                f"{[p.value for p in Precision]}"
-            ) from error
+            settings = FlashRLConfig(**config)
+        except TypeError as error:
+            raise ConfigError(f"the quantization config {config!r} is not FlashRL's: {error}") from error
+        return cls(settings.precision, settings.ignore, settings.keep_first_layers, settings.keep_last_layers)
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         if isinstance(layer, LinearBase):
-            if self.precision is Precision.INT8 and type(layer) in QUANTIZED_LAYERS:
-                return Int8LinearMethod()
+            known = self.format is not None and type(layer) in QUANTIZED_LAYERS
+            if known and not self._kept(prefix, fused_parts(prefix, self.packed_modules_mapping)):
+                return RowQuantizedLinearMethod(self.format)
             return UnpackedLinearMethod() if current_platform.is_cpu() else UnquantizedLinearMethod()
-        if isinstance(layer, RoutedExperts) and self.precision is Precision.INT8:
-            raise ConfigError(
-                f"{prefix}: flashrl.precision=int8 does not quantize mixture-of-experts layers yet; "
-                "set flashrl.precision=bf16 for this model"
-            )
-        if isinstance(layer, MLAAttention) and self.precision is Precision.INT8:
+        if isinstance(layer, RoutedExperts):
+            if self.format is not None and not self._kept(prefix, expert_parts(prefix, layer.moe_config.num_experts)):
+                return RowQuantizedMoEMethod(self.format, layer.moe_config, prefix)
+            return UnpackedMoEMethod(layer.moe_config) if current_platform.is_cpu() else None
+        if isinstance(layer, MLAAttention) and self.format is not None:
             # It derives tensors from kv_b_proj after loading, at new addresses, which CUDA graphs would not see.
             raise ConfigError(
-                f"{prefix}: flashrl.precision=int8 does not support multi-head latent attention; set flashrl.precision=bf16"
+                f"{prefix}: flashrl.precision={self.precision.value} does not support multi-head latent attention; set "
+                "flashrl.precision=bf16"
             )
         return None  # embeddings, lm_head and attention use vLLM's own unquantized method
 
+    def _kept(self, prefix: str, parts: list[str]) -> bool:
+        layers = sys.maxsize
+        if self.selection.keep_last:
+            layers = get_current_vllm_config().model_config.hf_text_config.num_hidden_layers
+        return self.selection.keeps(prefix, parts, layers)
 
-def quantization_config_dict(precision: Precision) -> dict[str, str]:
+
+def quantization_config_dict(settings: FlashRLConfig) -> dict[str, Any]:
     """What goes into the engine's ``hf_overrides["quantization_config"]``."""
-    return {"quant_method": NAME, "precision": precision.value}
+    return {
+        "quant_method": NAME,
+        "precision": settings.precision.value,
+        "ignore": list(settings.ignore),
+        "keep_first_layers": settings.keep_first_layers,
+        "keep_last_layers": settings.keep_last_layers,
+    }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which INT8 GEMM a device gets. Both quantize activations per token, dynamically, then multiply W8A8.
+"""Which W8A8 kernel a device gets, and the linear ones. All quantize activations per token, dynamically, then multiply.
 
 vLLM's own kernel classes (``vllm/model_executor/kernels/linear/scaled_mm``) transpose, repack or drop the weight parameter
 after loading, which an in-place refit cannot have; the custom ops underneath are called here instead.
@@ -12,13 +12,48 @@ from vllm import _custom_ops as ops
 
 from flashrl_verl.compat import cuda_capability, vllm_device
 from flashrl_verl.errors import ConfigError
+from flashrl_verl.quantization import numerics
+from flashrl_verl.quantization.formats import Kernel, KernelChoice, kernel_choices
+from flashrl_verl.quantization.numerics import RowFormat
 
 _PRIMITIVE_CACHE_SIZE = 32
 """oneDNN primitives a handle keeps, one per batch size seen; vLLM's own CPU kernel uses the same number."""
 
+_MIN_TOKEN_SCALE = 1.0 / (448.0 * 512.0)
+"""Smallest activation scale of vLLM's per-token FP8 quantization (csrc/quantization/w8a8/fp8/common.cu), for its emulation."""
 
-class Int8Gemm(Protocol):
-    """``y = x @ (codes * scales)^T + bias`` with int8 activations."""
+
+def choose_kernel(fmt: RowFormat, device: str, capability: int) -> KernelChoice:
+    """Choose the kernels of a format: the one place that decides.
+
+    Args:
+        fmt: format of the codes.
+        device: ``cuda`` or ``cpu``.
+        capability: compute capability as 10 x major + minor; ignored on a CPU.
+
+    Raises:
+        ConfigError: no kernel multiplies this format there; the message says what to set instead.
+    """
+    choices = [choice for choice in kernel_choices(fmt) if choice.device == device]
+    for choice in choices:
+        if device == "cpu" or choice.since <= capability < choice.before:
+            return choice
+    since = min(choice.since for choice in choices)
+    other = "int8" if fmt.name == "fp8" and capability >= 75 else "bf16"
+    raise ConfigError(
+        f"flashrl.precision={fmt.name} has no kernel for a GPU of compute capability {capability / 10:.1f}; it needs at least "
+        f"{since / 10:.1f}. Set flashrl.precision={other}"
+    )
+
+
+def device_kernels(fmt: RowFormat) -> KernelChoice:
+    """``choose_kernel`` for the device this process's vLLM runs on."""
+    device = vllm_device()
+    return choose_kernel(fmt, device, cuda_capability() if device == "cuda" else 0)
+
+
+class Gemm(Protocol):
+    """``y = x @ (codes * scales)^T + bias`` with 8-bit activations."""
 
     def weights_changed(self, layer: torch.nn.Module) -> None:
         """Called after every load, when ``layer.weight`` and ``layer.weight_scale`` are whole."""
@@ -27,24 +62,31 @@ class Int8Gemm(Protocol):
         """Args: x [..., K] bfloat16 or float16, bias [N] or None. Returns [..., N] in x's dtype."""
 
 
-class CutlassGemm:
-    """CUDA, SM75 to SM90: reads ``layer.weight`` where it lies, so nothing needs to follow a refit.
+class ScaledMmGemm:
+    """CUDA: reads ``layer.weight`` where it lies, so nothing needs to follow a refit.
 
-    vLLM's op uses its Triton kernel instead of CUTLASS, and more slowly, when N or K is no multiple of 16.
+    Args:
+        fmt: format of the codes.
+        kernel: CUTLASS, or vLLM's Triton kernel. vLLM's CUTLASS op uses the Triton one by itself, and more slowly, when N or K is
+            no multiple of 16.
     """
+
+    def __init__(self, fmt: RowFormat, kernel: Kernel):
+        self._quantize = _int8_tokens if fmt.rounds_to_integers else _fp8_tokens
+        self._multiply = ops.cutlass_scaled_mm if kernel is Kernel.CUTLASS else _triton_scaled_mm()
 
     def weights_changed(self, layer: torch.nn.Module) -> None:
         pass
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        x_codes, x_scales, _ = ops.scaled_int8_quant(x.contiguous(), None, None, symmetric=True)
-        return ops.cutlass_scaled_mm(
-            x_codes, layer.weight.t(), scale_a=x_scales, scale_b=layer.weight_scale, out_dtype=x.dtype, bias=bias
-        )
+        flat = x.reshape(-1, x.shape[-1]).contiguous()
+        codes, scales = self._quantize(flat)
+        out = self._multiply(codes, layer.weight.t(), scales, layer.weight_scale, x.dtype, bias)
+        return out.reshape(*x.shape[:-1], -1)
 
 
 class OneDnnGemm:
-    """CPU: oneDNN packs the weight into a handle of its own, which is rebuilt after every load.
+    """CPU, INT8: oneDNN packs the weight into a handle of its own, which is rebuilt after every load.
 
     The handle keeps a raw pointer to the scales, so it is built on ``layer.weight_scale``'s storage, which lives as long
     as the layer.
@@ -52,35 +94,76 @@ class OneDnnGemm:
 
     def weights_changed(self, layer: torch.nn.Module) -> None:
         layer.onednn_handle = None  # free the old packed copy before the new one is made
-        layer.onednn_handle = ops.create_onednn_scaled_mm(
-            layer.weight.data.t(),
-            layer.weight_scale.data,
-            layer.flashrl_dtype,
-            dynamic_quant=True,
-            use_azp=False,
-            primitive_cache_size=_PRIMITIVE_CACHE_SIZE,
-        )
+        layer.onednn_handle = onednn_handle(layer.weight.data, layer.weight_scale.data, layer.flashrl_dtype)
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         flat = x.reshape(-1, x.shape[-1])
-        x_codes, x_scales, x_zero_points = ops.onednn_scaled_int8_quant(flat, None, None, True)
-        out = torch.empty((flat.shape[0], layer.weight.shape[0]), dtype=x.dtype)
-        ops.onednn_scaled_mm(layer.onednn_handle, x_codes, out, x_scales, x_zero_points, None, bias)
+        out = onednn_multiply(layer.onednn_handle, flat, layer.weight.shape[0], bias)
         return out.reshape(*x.shape[:-1], -1)
 
 
-def select_int8_gemm() -> Int8Gemm:
-    """Return the GEMM for the device this process runs on.
+class EmulatedGemm:
+    """Any device: the format's numbers in float32. Slow; where no kernel exists and the numbers alone are wanted."""
+
+    def __init__(self, fmt: RowFormat):
+        self._fmt = fmt
+
+    def weights_changed(self, layer: torch.nn.Module) -> None:
+        pass
+
+    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        out = emulated_multiply(x, layer.weight, layer.weight_scale, self._fmt)
+        return out if bias is None else out + bias
+
+
+def onednn_handle(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype):
+    """Pack INT8 codes [N, K] for ``onednn_multiply``; ``scales`` [N, 1] float32 must outlive the handle."""
+    return ops.create_onednn_scaled_mm(
+        codes.t(), scales, dtype, dynamic_quant=True, use_azp=False, primitive_cache_size=_PRIMITIVE_CACHE_SIZE
+    )
+
+
+def onednn_multiply(handle, x: torch.Tensor, rows: int, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Multiply x [tokens, K] by a handle's weight: [tokens, rows] in x's dtype."""
+    codes, scales, zero_points = ops.onednn_scaled_int8_quant(x, None, None, True)
+    out = torch.empty((x.shape[0], rows), dtype=x.dtype)
+    ops.onednn_scaled_mm(handle, codes, out, scales, zero_points, None, bias)
+    return out
+
+
+def emulated_multiply(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, fmt: RowFormat) -> torch.Tensor:
+    """Multiply x [..., K] by codes [N, K] x scales [N, 1] as the format would: [..., N] in x's dtype."""
+    token_scales = numerics.row_scales(x, fmt)
+    if not fmt.rounds_to_integers:
+        token_scales = token_scales.clamp_(min=_MIN_TOKEN_SCALE)
+    tokens = numerics.dequantize_rows(*numerics.quantize_rows(x, fmt, token_scales))
+    return (tokens @ numerics.dequantize_rows(codes, scales).t()).to(x.dtype)
+
+
+def linear_gemm(fmt: RowFormat) -> Gemm:
+    """Return the linear kernel for the device this process runs on.
 
     Raises:
-        ConfigError: no INT8 kernel for it.
+        ConfigError: no kernel for it.
     """
-    if vllm_device() == "cpu":
+    kernel = device_kernels(fmt).linear
+    if kernel is Kernel.ONEDNN:
         return OneDnnGemm()
-    capability = cuda_capability()
-    if 75 <= capability < 100:
-        return CutlassGemm()
-    raise ConfigError(
-        f"flashrl.precision=int8 has no kernel for compute capability {capability / 10:.1f} "
-        "(INT8 CUTLASS covers 7.5 to 9.0); set flashrl.precision=bf16"
-    )
+    if kernel is Kernel.EMULATED:
+        return EmulatedGemm(fmt)
+    return ScaledMmGemm(fmt, kernel)
+
+
+def _int8_tokens(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    codes, scales, _ = ops.scaled_int8_quant(x, None, None, symmetric=True)
+    return codes, scales
+
+
+def _fp8_tokens(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return ops.scaled_fp8_quant(x, use_per_token_if_dynamic=True)
+
+
+def _triton_scaled_mm():
+    from vllm.model_executor.layers.quantization.compressed_tensors.triton_scaled_mm import triton_scaled_mm
+
+    return triton_scaled_mm

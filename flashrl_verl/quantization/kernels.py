@@ -8,6 +8,7 @@ longer than one block), so a refit costs about one read of the BF16 weights and 
 import torch
 
 from flashrl_verl.quantization import numerics
+from flashrl_verl.quantization.numerics import RowFormat
 
 _MAX_BLOCK = 32768
 """Longest row a single program holds in registers (64 fp32 values a thread at 16 warps); longer rows take two passes."""
@@ -17,39 +18,53 @@ def quantize_rows_into(
     weight: torch.Tensor,
     codes: torch.Tensor,
     scales: torch.Tensor,
+    fmt: RowFormat,
     column_offset: int = 0,
+    flag: torch.Tensor | None = None,
 ) -> None:
     """Quantize rows of ``weight`` in place into ``codes`` and ``scales``.
 
     Args:
-        weight: [N, K] bfloat16, float16 or float32, any row stride, unit column stride or not.
-        codes: [N, K_local] int8 destination; columns ``column_offset : column_offset + K_local`` of ``weight`` land here
-            (a row-parallel shard), with the scale of the whole row.
+        weight: [N, K] bfloat16, float16 or float32, any strides.
+        codes: [N, K_local] destination of ``fmt.dtype``; columns ``column_offset : column_offset + K_local`` of ``weight``
+            land here (a row-parallel shard), with the scale of the whole row.
         scales: [N, 1] float32 destination.
+        fmt: format of the codes.
         column_offset: first column of ``weight`` that belongs to ``codes``.
+        flag: [1] int32 on the same device, set to 1 when ``weight`` holds NaN or Inf and left alone otherwise: nothing is
+            copied to the host here.
 
     Raises:
-        ValueError: the shapes do not fit together, or ``weight`` is not floating point.
+        ValueError: the shapes or dtypes do not fit together, or ``weight`` is not floating point.
     """
     n, k = weight.shape
     k_local = codes.shape[1]
-    if codes.shape[0] != n or scales.shape != (n, 1) or not 0 <= column_offset <= k - k_local:
+    if codes.shape[0] != n or scales.shape != (n, 1) or not 0 <= column_offset <= k - k_local or codes.dtype != fmt.dtype:
         raise ValueError(
-            f"cannot quantize a weight of shape {tuple(weight.shape)} into codes {tuple(codes.shape)} and scales "
-            f"{tuple(scales.shape)} at column {column_offset}"
+            f"cannot quantize a weight of shape {tuple(weight.shape)} into {codes.dtype} codes {tuple(codes.shape)} of format "
+            f"{fmt.name} and scales {tuple(scales.shape)} at column {column_offset}"
         )
     if not weight.is_floating_point():
         raise ValueError(f"expected a floating-point weight to quantize, got {weight.dtype}")
     if weight.is_cuda:
-        _triton_quantize_rows_into(weight, codes, scales, column_offset)
+        _triton_quantize_rows_into(weight, codes, scales, fmt, column_offset, flag)
         return
-    row_scales = numerics.row_scales(weight)
+    row_scales = numerics.row_scales(weight, fmt)
     local = weight.narrow(1, column_offset, k_local)
-    codes.copy_(numerics.quantize_rows(local, row_scales)[0])
+    codes.copy_(numerics.quantize_rows(local, fmt, row_scales)[0])
     scales.copy_(row_scales)
+    if flag is not None:
+        flag.logical_or_(~row_scales.isfinite().all())
 
 
-def _triton_quantize_rows_into(weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, column_offset: int) -> None:
+def _triton_quantize_rows_into(
+    weight: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    fmt: RowFormat,
+    column_offset: int,
+    flag: torch.Tensor | None,
+) -> None:
     from flashrl_verl.quantization.triton_rows import quantize_rows_kernel  # Triton is only where a GPU is
 
     n, k = weight.shape
@@ -58,6 +73,7 @@ def _triton_quantize_rows_into(weight: torch.Tensor, codes: torch.Tensor, scales
         weight,
         codes,
         scales,
+        scales if flag is None else flag,
         k,
         column_offset,
         codes.shape[1],
@@ -66,6 +82,9 @@ def _triton_quantize_rows_into(weight: torch.Tensor, codes: torch.Tensor, scales
         codes.stride(0),
         codes.stride(1),
         scales.stride(0),
+        CODE_MAX=float(fmt.code_max),
+        INTEGER=fmt.rounds_to_integers,
+        FLAG=flag is not None,
         BLOCK=block,
         ONE_PASS=block >= k,
         num_warps=8 if block <= 8192 else 16,

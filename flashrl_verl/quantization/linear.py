@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM linear methods: INT8 W8A8 that is quantized on load, and a BF16 one whose weight can be updated on CPU."""
+"""vLLM linear methods: W8A8 that is quantized on load, and a BF16 one whose weight can be updated on CPU."""
 
 import torch
 from vllm.model_executor.layers.linear import (
@@ -9,16 +9,18 @@ from vllm.model_executor.layers.linear import (
 )
 
 from flashrl_verl.errors import RefitError
-from flashrl_verl.quantization.gemm import select_int8_gemm
+from flashrl_verl.quantization.gemm import linear_gemm
+from flashrl_verl.quantization.numerics import RowFormat
 from flashrl_verl.quantization.parameter import QuantizedWeight
 
 
 @register_weight_loader_v2_supported_method
-class Int8LinearMethod(LinearMethodBase):
-    """Per-output-channel symmetric INT8 weights, dynamic per-token INT8 activations."""
+class RowQuantizedLinearMethod(LinearMethodBase):
+    """Per-output-channel symmetric 8-bit weights, dynamic per-token 8-bit activations."""
 
-    def __init__(self):
-        self.gemm = select_int8_gemm()
+    def __init__(self, fmt: RowFormat):
+        self.format = fmt
+        self.gemm = linear_gemm(fmt)
 
     def create_weights(
         self,
@@ -34,19 +36,20 @@ class Int8LinearMethod(LinearMethodBase):
         # A plain Parameter without a loader: no checkpoint tensor is ever copied into it, only `QuantizedWeight` writes it.
         scales = torch.nn.Parameter(torch.ones(rows, 1, dtype=torch.float32), requires_grad=False)
         weight = QuantizedWeight(
-            data=torch.zeros(rows, input_size_per_partition, dtype=torch.int8),
+            data=torch.zeros(rows, input_size_per_partition, dtype=self.format.dtype),
             input_dim=1,
             output_dim=0,
             weight_loader=extra_weight_attrs["weight_loader"],
             scales=scales,
+            format=self.format,
         )
         layer.register_parameter("weight", weight)
         layer.register_parameter("weight_scale", scales)
         layer.flashrl_dtype = params_dtype
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        if layer.weight.dtype != torch.int8 or layer.weight.scales is not layer.weight_scale:
-            raise RefitError(f"the INT8 storage of {getattr(layer, 'prefix', 'a linear layer')} was replaced after loading")
+        if layer.weight.dtype != self.format.dtype or layer.weight.scales is not layer.weight_scale:
+            raise RefitError(f"the 8-bit storage of {getattr(layer, 'prefix', 'a linear layer')} was replaced after loading")
         self.gemm.weights_changed(layer)
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -1,64 +1,96 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Row-wise symmetric INT8: the arithmetic that every kernel, reference and receipt of this package repeats exactly.
+"""Row-wise symmetric quantization: the arithmetic that every kernel, reference and receipt of this package repeats exactly.
 
-One weight row ``w[n, :]`` (one output channel) has one float32 scale, and a code per element::
+One weight row ``w[n, :]`` (one output channel) has one float32 scale, and an 8-bit code per element::
 
-    scale[n]   = float32(max_k |w[n, k]|) / 127          IEEE division; 1 where the row is all zeros
-    code[n, k] = round_half_even(float32(w[n, k]) / scale[n])     in [-127, 127]
-    w[n, k]   ~= code[n, k] * scale[n]                   error at most scale / 2
+    scale[n]   = float32(max_k |w[n, k]|) / code_max              IEEE division; 1 where the row is all zeros
+    code[n, k] = round_half_even(float32(w[n, k]) / scale[n])     to the format's grid, clamped to [-code_max, code_max]
+    w[n, k]   ~= code[n, k] * scale[n]
 
-The scale comes from the *whole* row, so the codes do not depend on how tensor parallelism cuts the columns. Nothing is
-calibrated: the scheme is a function of the weight alone (W8A8, ``strategy: channel`` and dynamic per-token activations in
-compressed-tensors' words). compressed-tensors' observer divides by about 127.5 and keeps BF16 scales, so about a tenth of
-its codes differ: compare codes only after handing it the scales from here.
+``code_max`` is 127 for INT8, whose grid is the integers, and 448 for FP8 E4M3, whose grid has 3 mantissa bits. The scale comes
+from the *whole* row, so the codes do not depend on how tensor parallelism cuts the columns. Nothing is calibrated: the scheme
+is a function of the weight alone (W8A8, ``strategy: channel`` and dynamic per-token activations in compressed-tensors' words).
+compressed-tensors' observer divides by about 127.5 and keeps BF16 scales, so about a tenth of its INT8 codes differ: compare
+codes only after handing it the scales from here.
 """
+
+from dataclasses import dataclass
 
 import torch
 
-INT8_MAX = 127
-"""Largest code. -128 is never produced, so the code book is symmetric and -128 can mark storage that was never written."""
 
-UNWRITTEN_CODE = -128
+@dataclass(frozen=True, kw_only=True)
+class RowFormat:
+    """An 8-bit number format of the codes. The formats are in ``formats/``."""
+
+    name: str
+    """Value of ``flashrl.precision``."""
+
+    dtype: torch.dtype
+    """Of the stored codes; one byte."""
+
+    code_max: float
+    """Largest code: what a row's absmax becomes. The code book is symmetric."""
+
+    unwritten: int
+    """A byte, 0 to 255, that quantizing a finite row never produces: it marks storage that nobody wrote."""
+
+    @property
+    def rounds_to_integers(self) -> bool:
+        return not self.dtype.is_floating_point
 
 
-def row_scales(weight: torch.Tensor) -> torch.Tensor:
+def row_scales(weight: torch.Tensor, fmt: RowFormat) -> torch.Tensor:
     """Return the scale of every row.
 
     Args:
-        weight: [N, K] bfloat16, float16 or float32; K is the whole row, before any tensor-parallel narrowing.
+        weight: [..., N, K] bfloat16, float16 or float32; K is the whole row, before any tensor-parallel narrowing.
+        fmt: format of the codes.
 
     Returns:
-        [N, 1] float32, strictly positive for finite input; NaN or Inf where the row holds one.
+        [..., N, 1] float32, strictly positive for finite input; NaN or Inf where the row holds one.
     """
-    absmax = weight.abs().amax(dim=1, keepdim=True).float()
+    absmax = weight.abs().amax(dim=-1, keepdim=True).float()
     # A tensor divisor: torch turns division by a Python number into a multiplication by its reciprocal on some
     # back ends, which is not the IEEE quotient.
-    scales = absmax / torch.full_like(absmax, INT8_MAX)
-    # absmax below 127 times the smallest subnormal underflows to 0 as well: such a row quantizes to zeros.
+    scales = absmax / torch.full_like(absmax, fmt.code_max)
+    # absmax below code_max times the smallest subnormal underflows to 0 as well: such a row quantizes to zeros.
     return torch.where(scales == 0, torch.ones_like(scales), scales)
 
 
-def quantize_rows(weight: torch.Tensor, scales: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_rows(
+    weight: torch.Tensor, fmt: RowFormat, scales: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize a weight row by row.
 
     Args:
-        weight: [N, K] bfloat16, float16 or float32.
-        scales: [N, 1] float32 to use instead of those of ``weight`` (a column slice of a longer row needs the whole
+        weight: [..., N, K] bfloat16, float16 or float32.
+        fmt: format of the codes.
+        scales: [..., N, 1] float32 to use instead of those of ``weight`` (a column slice of a longer row needs the whole
             row's scales).
 
     Returns:
-        codes [N, K] int8 and scales [N, 1] float32. Rows with NaN or Inf have meaningless codes and a non-finite
-        scale: callers look at the scales.
+        codes [..., N, K] of ``fmt.dtype`` and scales [..., N, 1] float32. Rows with NaN or Inf have meaningless codes and a
+        non-finite scale: callers look at the scales.
     """
     if scales is None:
-        scales = row_scales(weight)
-    codes = (weight.float() / scales).round_().clamp_(-INT8_MAX, INT8_MAX)
-    return codes.to(torch.int8), scales
+        scales = row_scales(weight, fmt)
+    codes = weight.float() / scales
+    if fmt.rounds_to_integers:
+        codes = codes.round_()
+    # absmax / scale may exceed code_max by a rounding error, and E4M3 has no Inf: past 464 torch's cast gives NaN. The cast
+    # itself rounds half to even, subnormals included.
+    return codes.clamp_(-fmt.code_max, fmt.code_max).to(fmt.dtype), scales
 
 
 def dequantize_rows(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return ``codes * scales``: [N, K] int8 and [N, 1] float32 to [N, K] float32."""
+    """Return ``codes * scales``: [..., N, K] codes and [..., N, 1] float32 to [..., N, K] float32."""
     return codes.float() * scales
+
+
+def as_bytes(codes: torch.Tensor) -> torch.Tensor:
+    """View codes as uint8, whatever their format: torch has no comparison, ``eq`` or ``index_fill`` for FP8 dtypes."""
+    return codes.view(torch.uint8)
 
 
 def sqnr_db(reference: torch.Tensor, approximation: torch.Tensor) -> float:

@@ -1,56 +1,103 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The weight parameter that quantizes every BF16 shard while vLLM loads it.
+"""The weight parameters that quantize every BF16 shard while vLLM loads it.
 
 vLLM's linear layers hand each checkpoint shard to ``Parameter.load_{column_parallel,merged_column,qkv,row_parallel}_weight``
-(``vllm/model_executor/parameter.py``). Here those methods quantize straight into the int8 storage the GEMM reads, so the
-first load and the thousandth weight update are the same operation, no address ever changes (CUDA graphs stay valid) and
-nothing BF16 is kept.
+(``vllm/model_executor/parameter.py``), and its fused experts to ``Parameter.weight_loader``. Here those methods quantize
+straight into the storage the GEMM reads, so the first load and the thousandth weight update are the same operation, no address
+ever changes (CUDA graphs stay valid) and nothing BF16 is kept.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Protocol
 
 import torch
 from vllm.model_executor.parameter import ModelWeightParameter
 
-from flashrl_verl.quantization import numerics
 from flashrl_verl.quantization.kernels import quantize_rows_into
+from flashrl_verl.quantization.numerics import RowFormat, as_bytes
 
-LoadObserver = Callable[["QuantizedWeight", torch.Tensor, int, int], None]
-"""Called after each shard: (parameter, source rows [n, K] as loaded, first row in the storage, first source column)."""
 
-_observers: list[LoadObserver] = []
+class LoadRecorder(Protocol):
+    """Watches the shards that are quantized while it is active (``record_loads``)."""
+
+    def flag(self, source: torch.Tensor) -> torch.Tensor:
+        """Return the [1] int32 flag to raise when ``source`` [n, K] holds NaN or Inf."""
+
+    def loaded(self, weight: "QuantizedStorage", source: torch.Tensor, first_row: int, first_column: int) -> None:
+        """Called after ``source`` [n, K] became rows ``first_row : first_row + n`` of ``weight.rows``; the storage holds columns
+        ``first_column`` and following of it."""
+
+
+_recorders: list[LoadRecorder] = []
 
 
 @contextlib.contextmanager
-def observe_loads(observer: LoadObserver) -> Iterator[None]:
-    """Call ``observer`` after every shard that is quantized inside the ``with`` block (one process, one thread)."""
-    _observers.append(observer)
+def record_loads(recorder: LoadRecorder) -> Iterator[None]:
+    """Tell ``recorder`` of every shard quantized inside the ``with`` block (one process, one thread, not nested)."""
+    assert not _recorders, "loads are recorded already"
+    _recorders.append(recorder)
     try:
         yield
     finally:
-        _observers.remove(observer)
+        _recorders.clear()
 
 
-class QuantizedWeight(ModelWeightParameter):
-    """Codes of one vLLM linear layer: ``data`` is [N, K] int8, its ``scales`` [N, 1] float32 (``layer.weight_scale``).
+class QuantizedStorage:
+    """What both parameters share: codes in ``data``, scales beside them, and an account of what was written.
 
-    N counts this rank's output rows of all fused projections together, K this rank's input columns.
+    Seen as a matrix (``rows``, ``row_scales``), the storage is [R, K] codes and [R, 1] float32 scales, where R counts this rank's
+    output rows of all fused projections (and experts) together and K this rank's input columns.
     """
 
-    def __init__(self, *, scales: torch.nn.Parameter, **kwargs):
-        super().__init__(**kwargs)
-        self.scales = scales
-        self.loaded_elements = 0
-        """Codes written since ``reset_account``; equals ``numel()`` when every shard arrived exactly once."""
+    data: torch.Tensor
+    scales: torch.nn.Parameter
+    format: RowFormat
+    loaded_elements: int
+    """Codes written since ``reset_account``; equals ``numel()`` when every shard arrived exactly once."""
+
+    @property
+    def rows(self) -> torch.Tensor:
+        return self.data.view(-1, self.data.shape[-1])
+
+    @property
+    def row_scales(self) -> torch.Tensor:
+        return self.scales.data.view(-1, 1)
 
     def reset_account(self) -> None:
         self.loaded_elements = 0
 
     def poison(self) -> None:
         """Overwrite the storage so that a row nobody writes cannot pass for a weight."""
-        self.data.fill_(numerics.UNWRITTEN_CODE)
+        as_bytes(self.data).fill_(self.format.unwritten)
         self.scales.data.fill_(float("nan"))
+
+    def unwritten(self) -> torch.Tensor:
+        """Whether a poisoned element is left: [] bool, no synchronization."""
+        return (as_bytes(self.data) == self.format.unwritten).any()
+
+    def _require(self, loaded_weight: torch.Tensor, rows: int, columns: int) -> None:
+        if tuple(loaded_weight.shape) != (rows, columns):
+            raise ValueError(f"expected a shard of shape {(rows, columns)}, got {tuple(loaded_weight.shape)}")
+
+    def _quantize(self, source: torch.Tensor, first_row: int, first_column: int) -> None:
+        n = source.shape[0]
+        source = source.to(self.data.device, non_blocking=True)
+        recorder = _recorders[0] if _recorders else None
+        codes, scales = self.rows.narrow(0, first_row, n), self.row_scales.narrow(0, first_row, n)
+        flag = None if recorder is None else recorder.flag(source)
+        quantize_rows_into(source, codes, scales, self.format, first_column, flag)
+        self.loaded_elements += codes.numel()
+        if recorder is not None:
+            recorder.loaded(self, source, first_row, first_column)
+
+
+class QuantizedWeight(QuantizedStorage, ModelWeightParameter):
+    """Codes of one vLLM linear layer: ``data`` is [N, K], its ``scales`` [N, 1] float32 (``layer.weight_scale``)."""
+
+    def __init__(self, *, scales: torch.nn.Parameter, format: RowFormat, **kwargs):
+        super().__init__(**kwargs)
+        self.scales, self.format, self.loaded_elements = scales, format, 0
 
     def load_column_parallel_weight(self, loaded_weight: torch.Tensor) -> None:
         rows = self.data.shape[0]
@@ -74,15 +121,61 @@ class QuantizedWeight(ModelWeightParameter):
         self._require(loaded_weight, self.data.shape[0], columns * self.tp_size)
         self._quantize(loaded_weight, 0, self.tp_rank * columns)
 
-    def _require(self, loaded_weight: torch.Tensor, rows: int, columns: int) -> None:
-        if tuple(loaded_weight.shape) != (rows, columns):
-            raise ValueError(f"expected a shard of shape {(rows, columns)}, got {tuple(loaded_weight.shape)}")
 
-    def _quantize(self, source: torch.Tensor, row_offset: int, column_offset: int) -> None:
-        rows = source.shape[0]
-        source = source.to(self.data.device, non_blocking=True)
-        codes = self.data.narrow(0, row_offset, rows)
-        quantize_rows_into(source, codes, self.scales.data.narrow(0, row_offset, rows), column_offset)
-        self.loaded_elements += codes.numel()
-        for observer in _observers:
-            observer(self, source, row_offset, column_offset)
+class QuantizedExperts(QuantizedStorage, torch.nn.Parameter):
+    """Codes of one projection of all experts: ``data`` is [E, N, K], ``scales`` [E, N, 1] float32.
+
+    vLLM's own loader of fused experts ends in ``copy_``, which would truncate BF16 into 8-bit storage; this is a loader of our
+    own, under the signature that vLLM's models call.
+
+    Args:
+        data: codes; gate over up projection for ``w13``, the down projection for ``w2``.
+        scales: their scales.
+        format: format of the codes.
+        tp_rank: this rank among ``tp_size``, which cut the intermediate dimension.
+        tp_size: tensor-parallel size.
+    """
+
+    def __new__(cls, *, data: torch.Tensor, **kwargs):
+        return super().__new__(cls, data, requires_grad=False)
+
+    def __init__(self, *, data: torch.Tensor, scales: torch.nn.Parameter, format: RowFormat, tp_rank: int, tp_size: int):
+        self.scales, self.format, self.loaded_elements = scales, format, 0
+        self.tp_rank, self.tp_size = tp_rank, tp_size
+
+    def weight_loader(
+        self,
+        param: torch.nn.Parameter,
+        loaded_weight: torch.Tensor,
+        weight_name: str,
+        shard_id: str,
+        expert_id: int,
+        return_success: bool = False,
+    ) -> bool | None:
+        """Quantize one projection of one expert.
+
+        Args:
+            param: this parameter; vLLM passes it along.
+            loaded_weight: [N, K] of the whole projection, before tensor parallelism cuts it.
+            weight_name: vLLM's name, for messages.
+            shard_id: ``w1`` (gate), ``w3`` (up) or ``w2`` (down).
+            expert_id: number of the expert; every rank holds all (expert parallelism is refused).
+            return_success: whether to return True.
+
+        Raises:
+            ValueError: the shape is not that of the projection.
+        """
+        experts, rows, columns = self.data.shape
+        if not 0 <= expert_id < experts:
+            raise ValueError(f"{weight_name}: expert {expert_id} of {experts}")
+        if shard_id == "w2":
+            self._require(loaded_weight, rows, columns * self.tp_size)
+            self._quantize(loaded_weight, expert_id * rows, self.tp_rank * columns)
+        elif shard_id in ("w1", "w3"):
+            half = rows // 2
+            self._require(loaded_weight, half * self.tp_size, columns)
+            first = expert_id * rows + (0 if shard_id == "w1" else half)
+            self._quantize(loaded_weight.narrow(0, self.tp_rank * half, half), first, 0)
+        else:
+            raise ValueError(f"{weight_name}: unknown projection {shard_id!r} of an expert")
+        return True if return_success else None

@@ -88,6 +88,9 @@ class Manifest:
         self.num_bytes += tensor.numel() * tensor.element_size()
         if self.samples(name):
             self._sums[name] = checksum(tensor)
+
+    def check_finite(self, name: str, tensor: torch.Tensor) -> None:
+        """Look for NaN and Inf in one tensor; ``non_finite`` tells. Reads it once more."""
         if tensor.is_floating_point() and tensor.numel():
             self._finite[name] = all_finite(tensor)
 
@@ -98,7 +101,7 @@ class Manifest:
             yield name, tensor
 
     def non_finite(self) -> list[str]:
-        """Names of the tensors that hold NaN or Inf (synchronizes)."""
+        """Names of the tensors given to ``check_finite`` that hold NaN or Inf (synchronizes)."""
         flags = to_host(list(self._finite.values()))
         return [name for name, finite in zip(self._finite, flags, strict=True) if not finite]
 

@@ -1,53 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Load one weight update into a vLLM model and account for every tensor of it.
 
-The first update after the engine starts is careful: all storage is poisoned first (NaN scales, NaN BF16), every tensor is
-loaded alone and what it touched is recorded, and nothing may stay poisoned. That record is the baseline; a later update
-must bring exactly the same names and shapes, and may therefore load whole buckets.
+The first update after the engine starts is careful: all storage is poisoned first (unwritten codes, NaN scales, NaN BF16), what
+each tensor writes is recorded, and nothing may stay poisoned. That record is the baseline; a later update must bring exactly
+the same names and shapes.
 """
 
-import dataclasses
 import time
-import zlib
 from collections.abc import Callable
 
 import torch
 from verl.workers.rollout.vllm_rollout.weight_update_utils import apply_buffer_updates
-from vllm.distributed import get_tensor_model_parallel_world_size
 
 from flashrl_verl.errors import RefitError
-from flashrl_verl.quantization import numerics
-from flashrl_verl.quantization.parameter import QuantizedWeight, observe_loads
-from flashrl_verl.rollout.receipt import Manifest, checksum, to_host
-
-NamedTensors = list[tuple[str, torch.Tensor]]
-
-_SPOT_ROWS = 2
-"""Rows of each sampled quantized tensor that are recomputed by ``numerics`` and compared with the storage afterwards."""
+from flashrl_verl.quantization.parameter import QuantizedStorage, record_loads
+from flashrl_verl.rollout.phase_clock import PhaseClock
+from flashrl_verl.rollout.receipt import Manifest, to_host
+from flashrl_verl.rollout.recorder import NamedTensors, UpdateRecorder
+from flashrl_verl.rollout.storage_check import CodeChangeMeter, StorageCheck
 
 _LISTED = 20
 """Names an error lists before it only counts."""
-
-
-@dataclasses.dataclass
-class _SpotCheck:
-    """What some rows of a quantized weight must hold after the update."""
-
-    name: str
-    weight: QuantizedWeight
-    row: int
-    codes: torch.Tensor
-    scales: torch.Tensor
-
-
-@dataclasses.dataclass
-class _CopyCheck:
-    """What an unquantized parameter must hold after the update: a copy of the tensor that arrived."""
-
-    name: str
-    parameter: torch.nn.Parameter
-    rows: int
-    sum: torch.Tensor
 
 
 class WeightRefit:
@@ -64,21 +37,30 @@ class WeightRefit:
         self.left_alone: list[str] = []
         """HF names the model ignores on purpose (a tied ``lm_head``, rotary inverse frequencies)."""
         self.last_receipt: dict = {}
+        self._recorder = UpdateRecorder(next(model.parameters()).device)
+        self._meter: CodeChangeMeter | None = None
+
+    def forget(self) -> None:
+        """Make the next update careful again: storage poisoned, everything recorded anew. Addresses still may not move."""
+        self.baseline = None
 
     def begin(self, step: int, stride: int) -> None:
-        """Start an update: clear the account, and poison the storage if it is the first."""
+        """Start an update: clear the account, and poison the storage if the update is to be careful."""
         self.manifest = Manifest(step=step, stride=stride)
         self._problems: list[str] = []
         self._unexpected: list[str] = []
-        self._spots: list[_SpotCheck] = []
-        self._copies: list[_CopyCheck] = []
         self._parameters = dict(self.model.named_parameters())
-        self._seconds = 0.0
+        self._quantized = {n: p for n, p in self._parameters.items() if isinstance(p, QuantizedStorage)}
+        self._vllm_names = {id(p): n for n, p in self._quantized.items()}
         self._buffers = dict(self.model.named_buffers())
+        self._storage = StorageCheck(step)
+        self._clock = PhaseClock(next(self.model.parameters()).device)
         self.last_receipt = {}
-        for weight in self._quantized().values():
+        self._recorder.begin(self._on_shard)
+        for weight in self._quantized.values():
             weight.reset_account()
         if self.baseline is None:
+            self.written, self.left_alone = {}, []
             self._poison()
 
     def load(self, weights: NamedTensors) -> None:
@@ -87,15 +69,16 @@ class WeightRefit:
         Args:
             weights: (Hugging Face name, tensor) pairs; the tensors are not kept past this call.
         """
-        started = time.perf_counter()
-        for name, tensor in weights:
-            self.manifest.add(name, tensor)
-        if self.baseline is None:
-            for item in weights:
-                self._load_alone(*item)
-        else:
-            self._load_bucket(weights)
-        self._seconds += time.perf_counter() - started
+        with self._clock:
+            for name, tensor in weights:
+                self.manifest.add(name, tensor)
+            if self.baseline is None:
+                self._load_carefully(weights)
+            else:
+                self._load_as_before(weights)
+            for name, tensor in weights:
+                if name not in self._recorder.written:  # the row kernel looks at those
+                    self.manifest.check_finite(name, tensor)
 
     def finish(self, process_weights: Callable[[], None]) -> dict:
         """End the update: let vLLM post-process, verify, and return the report.
@@ -104,11 +87,13 @@ class WeightRefit:
             process_weights: vLLM's ``process_weights_after_loading`` for this model.
 
         Returns:
-            Plain data: receipt, seconds (load and post-processing on the host clock), tensors updated and left alone.
+            Plain data: receipt, seconds (``load``: the loading itself; ``finish``: post-processing and verification), tensors
+            updated, quantized and left alone, and the share of sampled codes that changed (None at the first update).
 
         Raises:
             RefitError: one error that lists everything unaccounted for; the engine's weights are then unusable.
         """
+        load_seconds = self._clock.seconds()
         started = time.perf_counter()
         self._check_account()
         if not self._problems:
@@ -118,38 +103,62 @@ class WeightRefit:
             raise RefitError(f"weight update of step {self.manifest.step}: " + "; ".join(self._problems))
         if self.baseline is None:
             self.baseline = dict(self.manifest.shapes)
+        if not self.addresses:
             self.addresses = self._current_addresses()
-        self._seconds += time.perf_counter() - started
+            self._meter = CodeChangeMeter(list(self._quantized.values()))
+        changed = self._meter.measure()
         self.last_receipt = self.manifest.receipt()
         return {
             "receipt": self.last_receipt,
-            "seconds": self._seconds,
+            "seconds": {"load": load_seconds, "finish": time.perf_counter() - started},
             "updated": len(self.manifest.shapes) - len(self.left_alone),
+            "quantized": len(self._recorder.written),
             "left_alone": list(self.left_alone),
-            "unexpected": [],
+            "code_change_rate": changed,
         }
 
-    def _quantized(self) -> dict[str, QuantizedWeight]:
-        return {n: p for n, p in self.model.named_parameters() if isinstance(p, QuantizedWeight)}
-
     def _current_addresses(self) -> dict[str, int]:
-        return {name: parameter.data_ptr() for name, parameter in self.model.named_parameters()}
+        return {name: parameter.data_ptr() for name, parameter in self._parameters.items()}
 
     def _poison(self) -> None:
-        for parameter in self.model.parameters():
-            if isinstance(parameter, QuantizedWeight):
+        for parameter in self._parameters.values():
+            if isinstance(parameter, QuantizedStorage):
                 parameter.poison()
-            elif parameter.is_floating_point():
+            elif parameter.is_floating_point() and parameter.dtype.itemsize > 1:
                 parameter.data.fill_(float("nan"))
+
+    def _on_shard(self, name: str, weight: QuantizedStorage, source: torch.Tensor, first_row: int, first_column: int) -> None:
+        if self.manifest.samples(name):
+            self._storage.expect_codes(name, weight, source, first_row, first_column)
+
+    def _load_carefully(self, weights: NamedTensors) -> None:
+        """Load a bucket at once, then everything that was not quantized alone: what it wrote, if anything, is the record."""
+        plain = [(name, tensor) for name, tensor in weights if name not in self._buffers]
+        try:
+            with record_loads(self._recorder):
+                self.model.load_weights(self._recorder.watch(plain))
+        except Exception:  # noqa: BLE001 - one by one, the tensor at fault has a name
+            self._recorder.take_back({name for name, _ in plain})
+        for name, tensor in weights:
+            if name not in self._recorder.written:
+                self._load_alone(name, tensor)
+            else:
+                self.written[name] = {self._vllm_names[id(weight)] for weight in self._recorder.written[name]}
 
     def _load_alone(self, name: str, tensor: torch.Tensor) -> None:
         """Load one tensor and classify it: it wrote parameters, it is ignored on purpose, or it is unexpected."""
         try:
-            loaded = self._load_one(name, tensor)
+            if name in self._buffers:
+                apply_buffer_updates(self.model, [(name, tensor)], self._buffers)
+                loaded = {name}
+            else:
+                with record_loads(self._recorder):
+                    loaded = set(self.model.load_weights(self._recorder.watch([(name, tensor)])) or ())
         except Exception as error:  # noqa: BLE001 - models raise anything; the name is what the user needs
             self._problems.append(f"{name} {tuple(tensor.shape)} does not fit: {_first_line(error)}")
             return
         self.written[name] = loaded
+        self._expect_copy(name, tensor)
         if loaded:
             return
         if name.endswith("rotary_emb.inv_freq") or (name.startswith("lm_head.") and self._tied()):
@@ -157,61 +166,32 @@ class WeightRefit:
         else:
             self._unexpected.append(name)
 
-    def _load_one(self, name: str, tensor: torch.Tensor) -> set[str]:
-        """Load one tensor under the spot check; returns the vLLM names it wrote."""
-        if name in self._buffers:
-            apply_buffer_updates(self.model, [(name, tensor)], self._buffers)
-            return {name}
-        with observe_loads(self._observer_for(name)):
-            loaded = set(self.model.load_weights([(name, tensor)]) or ())
-        if self.manifest.samples(name) and len(loaded) == 1:
-            self._expect_copy(name, tensor, next(iter(loaded)))
-        return loaded
-
-    def _expect_copy(self, name: str, tensor: torch.Tensor, target: str) -> None:
-        """Remember an unquantized parameter that must end up as a copy of ``tensor``; fused and sharded ones do not."""
-        parameter = self._parameters.get(target)
-        if parameter is None or isinstance(parameter, QuantizedWeight) or parameter.dtype != tensor.dtype or not tensor.dim():
-            return
-        padded_vocabulary = (
-            parameter.shape[1:] == tensor.shape[1:]
-            and parameter.shape[0] >= tensor.shape[0]
-            and target.endswith(("embed_tokens.weight", "lm_head.weight"))
-            and get_tensor_model_parallel_world_size() == 1
-        )
-        if parameter.shape == tensor.shape or padded_vocabulary:
-            self._copies.append(_CopyCheck(name, parameter, tensor.shape[0], checksum(tensor)))
-
-    def _load_bucket(self, weights: NamedTensors) -> None:
+    def _load_as_before(self, weights: NamedTensors) -> None:
         weights = [(n, t) for n, t in weights if self.baseline.get(n) == tuple(t.shape)]  # the rest: _check_account
-        # Sampled tensors are loaded one by one and their storage is checked; the others go as one bucket.
-        alone = {n for n, _ in weights if self.manifest.samples(n) or n in self._buffers}
-        sampled = [(n, t) for n, t in weights if n in alone]
-        others = [(n, t) for n, t in weights if n not in alone]
+        buffers = [(n, t) for n, t in weights if n in self._buffers]
+        others = [(n, t) for n, t in weights if n not in self._buffers]
         try:
-            loaded = set(self.model.load_weights(others) or ()) if others else set()
-            for name, tensor in sampled:
-                loaded |= self._load_one(name, tensor)
+            loaded = set()
+            if buffers:
+                apply_buffer_updates(self.model, buffers, self._buffers)
+                loaded |= {n for n, _ in buffers}
+            with record_loads(self._recorder):
+                loaded |= set(self.model.load_weights(self._recorder.watch(others)) or ()) if others else set()
         except Exception as error:  # noqa: BLE001
             names = ", ".join(n for n, _ in weights[:_LISTED])
             self._problems.append(f"loading a bucket failed ({names}): {_first_line(error)}")
             return
-        skipped = [n for n, _ in weights if not self.written[n] <= loaded]
+        skipped = [n for n, _ in weights if n not in self._recorder.written and not self.written[n] <= loaded]
         if skipped:
             self._problems.append("the model did not load " + _list(skipped))
+        for name, tensor in others:
+            self._expect_copy(name, tensor)
 
-    def _observer_for(self, name: str):
-        def observe(weight: QuantizedWeight, source: torch.Tensor, row_offset: int, column_offset: int) -> None:
-            rows = min(_SPOT_ROWS, source.shape[0])
-            # Other rows every step; the storage is compared after everything else has been loaded too.
-            first = zlib.crc32(f"{name} {self.manifest.step}".encode()) % (source.shape[0] - rows + 1)
-            sample = source.narrow(0, first, rows).clone()
-            scales = numerics.row_scales(sample)
-            local = sample.narrow(1, column_offset, weight.shape[1])
-            codes, _ = numerics.quantize_rows(local, scales)
-            self._spots.append(_SpotCheck(name, weight, row_offset + first, codes, scales))
-
-        return observe
+    def _expect_copy(self, name: str, tensor: torch.Tensor) -> None:
+        targets = self.written[name]
+        if self.manifest.samples(name) and len(targets) == 1:
+            target = next(iter(targets))
+            self._storage.expect_copy(name, tensor, target, self._parameters.get(target))
 
     def _check_account(self) -> None:
         seen = self.manifest.shapes
@@ -226,48 +206,46 @@ class WeightRefit:
             for text, names in (("missing", missing), ("unexpected", extra), ("wrongly shaped", wrong)):
                 if names:
                     self._problems.append(f"{text} tensors: {_list(names)}")
-        bad = self.manifest.non_finite()
+        bad = self._recorder.non_finite() + self.manifest.non_finite()
         if bad:
-            self._problems.append("NaN or Inf in " + _list(bad))
+            self._problems.append(
+                f"NaN or Inf in {_list(bad)}: resume from a checkpoint before it with a lower "
+                "actor_rollout_ref.actor.optim.lr or actor_rollout_ref.actor.optim.clip_grad"
+            )
         partial = [
             f"{n} ({w.loaded_elements} of {w.numel()} elements)"
-            for n, w in self._quantized().items()
+            for n, w in self._quantized.items()
             if w.loaded_elements != w.numel()
         ]
         if partial:
             self._problems.append("quantized weights that were not written exactly once: " + _list(partial))
         if self.baseline is None and not bad and not partial:
-            names, flags = [], []
-            for name, parameter in self.model.named_parameters():
-                if isinstance(parameter, QuantizedWeight):
-                    names.append(name)
-                    flags.append((parameter.data == numerics.UNWRITTEN_CODE).any())
-                elif parameter.is_floating_point() and parameter.numel():
-                    names.append(name)
-                    flags.append(torch.stack(parameter.data.aminmax()).isnan().any())
-            holes = [n for n, hole in zip(names, to_host(flags), strict=True) if hole]
-            if holes:
-                self._problems.append("parameters the update left (partly) unwritten: " + _list(holes))
+            self._check_holes()
+
+    def _check_holes(self) -> None:
+        names, flags = [], []
+        for name, parameter in self._parameters.items():
+            if isinstance(parameter, QuantizedStorage):
+                names.append(name)
+                flags.append(parameter.unwritten())
+            elif parameter.is_floating_point() and parameter.numel() and parameter.dtype.itemsize > 1:
+                names.append(name)
+                flags.append(torch.stack(parameter.data.aminmax()).isnan().any())
+        holes = [n for n, hole in zip(names, to_host(flags), strict=True) if hole]
+        if holes:
+            self._problems.append("parameters the update left (partly) unwritten: " + _list(holes))
 
     def _check_storage(self) -> None:
         """The storage must hold what ``numerics`` gives for sampled rows, or a copy of what arrived, where it always lay."""
+        self._parameters = dict(self.model.named_parameters())
         moved = [n for n, address in self._current_addresses().items() if self.addresses.get(n, address) != address]
-        if moved:
-            self._problems.append("parameters that moved, which CUDA graphs would not see: " + _list(moved))
-        stored = to_host([checksum(copy.parameter.data[: copy.rows]) for copy in self._copies])
-        stale = [c.name for c, s, a in zip(self._copies, stored, to_host([c.sum for c in self._copies]), strict=True) if s != a]
-        self._copies.clear()
-        if stale:
-            self._problems.append("parameters that are not copies of the tensors that arrived: " + _list(stale))
-        wrong = []
-        for spot in self._spots:
-            rows = slice(spot.row, spot.row + len(spot.codes))
-            same_codes = torch.equal(spot.weight.data[rows].cpu(), spot.codes.cpu())
-            if not same_codes or not torch.equal(spot.weight.scales.data[rows].cpu(), spot.scales.cpu()):
-                wrong.append(spot.name)
-        self._spots.clear()
-        if wrong:
-            self._problems.append("the stored codes are not those of the tensors that arrived: " + _list(wrong))
+        for text, names in (
+            ("parameters that moved, which CUDA graphs would not see", moved),
+            ("parameters that are not copies of the tensors that arrived", self._storage.stale_copies()),
+            ("the stored codes are not those of the tensors that arrived", self._storage.wrong_codes()),
+        ):
+            if names:
+                self._problems.append(f"{text}: {_list(names)}")
 
     def _tied(self) -> bool:
         config = self.model.config

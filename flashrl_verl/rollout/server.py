@@ -11,6 +11,7 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, 
 from flashrl_verl.config import FlashRLConfig, Precision
 from flashrl_verl.errors import ConfigError, FlashRLError
 from flashrl_verl.plugin_vllm import register
+from flashrl_verl.quantization.formats import row_format
 from flashrl_verl.rollout.transfer import socket_scope
 
 NAME = "flashrl"
@@ -34,7 +35,7 @@ class FlashRLHttpServer(vLLMHttpServer):
                 f"actor_rollout_ref.model.path={self.model_config.local_path} is a quantized checkpoint; "
                 "the trainer needs the high-precision one"
             )
-        return METHOD, {"quantization_config": quantization_config_dict(self.flashrl.precision)}
+        return METHOD, {"quantization_config": quantization_config_dict(self.flashrl)}
 
     def _get_worker_extension_cls(self) -> str:
         return "flashrl_verl.rollout.worker.FlashRLWorkerExtension"
@@ -58,20 +59,35 @@ class FlashRLHttpServer(vLLMHttpServer):
                 f"the engine runs with quantization {layers['precision']!r} although flashrl.precision={wanted.value}; "
                 "look for conflicting keys under actor_rollout_ref.rollout.engine_kwargs.vllm"
             )
-        if wanted is Precision.INT8 and layers["quantized_layers"] == 0:
-            raise FlashRLError(
-                "flashrl.precision=int8, but no linear layer of this model is one the quantizer knows; its linears are "
-                f"{list(layers['unquantized_linears'].items())[:8]}; set flashrl.precision=bf16"
+        if layers["ignore_unused"]:
+            raise ConfigError(
+                f"flashrl.ignore has entries that match no layer of this model: {layers['ignore_unused']}. Its layers are named "
+                f"like {list(layers['unquantized_layers'])[:2] + layers['quantized_names'][:4]}; correct the entries or remove them"
             )
-        # A ReplicatedLinear is left alone by design (a router); any other linear in BF16 would make "INT8" half true.
-        unknown = {n: kind for n, kind in layers["unquantized_linears"].items() if kind != "ReplicatedLinear"}
-        if wanted is Precision.INT8 and unknown:
+        if wanted is Precision.BF16:
+            if layers["quantized_layers"] > 0:
+                raise FlashRLError(f"flashrl.precision=bf16, but the engine holds quantized weights: {layers['quantized']}")
+            return
+        # A ReplicatedLinear is left alone by design (a router); any other layer in BF16 that the user did not name would make
+        # the precision half true.
+        unknown = {
+            name: kind
+            for name, kind in layers["unquantized_layers"].items()
+            if kind != "ReplicatedLinear" and name not in layers["kept_layers"]
+        }
+        if unknown:
             raise FlashRLError(
-                f"flashrl.precision=int8 would leave {len(unknown)} linears of this model in BF16, of kinds the quantizer does "
-                f"not know: {list(unknown.items())[:8]}; set flashrl.precision=bf16"
+                f"flashrl.precision={wanted.value} would leave {len(unknown)} layers of this model in high precision, of kinds "
+                f"the quantizer does not know: {list(unknown.items())[:8]}; name them in flashrl.ignore, or set "
+                "flashrl.precision=bf16"
             )
-        if wanted is Precision.BF16 and layers["quantized_layers"] > 0:
-            raise FlashRLError(f"flashrl.precision=bf16, but {layers['quantized_layers']} linears are INT8")
+        dtype = str(row_format(wanted).dtype).removeprefix("torch.")
+        if set(layers["quantized"]) != {dtype}:
+            raise FlashRLError(
+                f"flashrl.precision={wanted.value}, but the engine's quantized weights are {layers['quantized'] or 'none'} (kept "
+                f"by flashrl.ignore, keep_first_layers and keep_last_layers: {len(layers['kept_layers'])} layers); keep fewer, "
+                "or set flashrl.precision=bf16"
+            )
 
     async def collective_rpc(
         self,

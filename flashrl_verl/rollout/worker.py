@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM worker extension: receives a weight update inside the engine process and reports what it did."""
 
-import time
-
 import torch
 from verl.utils.device import get_device_name
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
-from flashrl_verl.quantization.linear import Int8LinearMethod
+from flashrl_verl.quantization.parameter import QuantizedStorage
 from flashrl_verl.rollout.padded_vocab import PaddedVocabularyMeter
 from flashrl_verl.rollout.refit import WeightRefit
 from flashrl_verl.rollout.transfer import DrainingReceiver
@@ -32,29 +31,43 @@ class FlashRLWorkerExtension(vLLMColocateWorkerExtension):
         """What this worker's model is, read off its modules and storage.
 
         Returns:
-            precision of the engine's quantization config; the number of INT8 linears; name and class of the unquantized
-            ones; bytes of INT8 linears (codes and scales), what they would be in BF16, and of all parameters.
+            precision of the engine's quantization config; quantized weights by dtype (a linear layer has one, a layer of experts
+            two); number and names of the quantized layers; name and class of the others, and which of them the user kept;
+            entries of ``flashrl.ignore`` that matched nothing; bytes of quantized weights (codes and scales), what they would
+            be in BF16, and of all parameters.
         """
         model = self.model_runner.model
         config = self.model_runner.vllm_config.quant_config
-        int8_bytes = bf16_bytes = 0
-        int8: list[str] = []
+        quantized_bytes = bf16_bytes = 0
+        quantized: dict[str, int] = {}
         unquantized: dict[str, str] = {}
+        names: list[str] = []
         for name, module in model.named_modules():
-            if not isinstance(module, LinearBase):
+            if not isinstance(module, LinearBase | RoutedExperts):
                 continue
-            if isinstance(module.quant_method, Int8LinearMethod) and module.weight.dtype == torch.int8:
-                int8.append(name)
-                int8_bytes += module.weight.numel() + module.weight_scale.numel() * 4
-                bf16_bytes += module.weight.numel() * 2
-            else:
+            # The runner around the experts is what the model, and the user, calls by name.
+            name = module.layer_name if isinstance(module, RoutedExperts) else name
+            storages = [p for p in module.parameters(recurse=False) if isinstance(p, QuantizedStorage)]
+            if not storages:
                 unquantized[name] = type(module).__name__
+                continue
+            names.append(name)
+            for storage in storages:
+                dtype = str(storage.data.dtype).removeprefix("torch.")
+                quantized[dtype] = quantized.get(dtype, 0) + 1
+                quantized_bytes += storage.numel() * storage.element_size() + storage.scales.numel() * 4
+                bf16_bytes += storage.numel() * 2
         precision = getattr(config, "precision", None)
+        selection = getattr(config, "selection", None)
         return {
             "precision": precision.value if precision is not None else str(config),
-            "quantized_layers": len(int8),
-            "unquantized_linears": unquantized,
-            "quantized_bytes": int8_bytes,
+            "quantized": quantized,
+            "quantized_layers": len(names),
+            "quantized_names": names,
+            "unquantized_layers": unquantized,
+            "kept_layers": selection.kept if selection is not None else [],
+            "ignore_unused": selection.unused() if selection is not None else [],
+            "quantized_bytes": quantized_bytes,
             "quantized_bytes_as_bf16": bf16_bytes,
             "weight_bytes": sum(p.numel() * p.element_size() for p in model.parameters()),
         }
@@ -102,7 +115,6 @@ class FlashRLWorkerExtension(vLLMColocateWorkerExtension):
             raise ValueError("the update came from an adapter other than flashrl's; set actor_rollout_ref.rollout.name=flashrl")
         if self.device is None:
             self.device = torch.device(get_device_name())
-        started = time.perf_counter()
         if self._flashrl_refit is None:
             self._flashrl_refit = WeightRefit(self.model_runner.model)
         refit = self._flashrl_refit
@@ -115,4 +127,4 @@ class FlashRLWorkerExtension(vLLMColocateWorkerExtension):
         report = refit.finish(lambda: process_weights_after_loading(self.model_runner.model, model_config, self.device))
         if self._flashrl_meter is not None:
             self._flashrl_meter.reset()
-        return {**report, "wall_seconds": time.perf_counter() - started}
+        return report

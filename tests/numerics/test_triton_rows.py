@@ -13,6 +13,7 @@ import pytest
 CODE = """
 import torch
 from flashrl_verl.quantization import kernels, numerics
+from flashrl_verl.quantization.formats.int8 import FORMAT
 
 kernels._MAX_BLOCK = 64
 for seed, (dtype, columns) in enumerate((d, k) for d in (torch.bfloat16, torch.float32) for k in (33, 64, 65, 200)):
@@ -21,9 +22,11 @@ for seed, (dtype, columns) in enumerate((d, k) for d in (torch.bfloat16, torch.f
     weight[4, 2], weight[5, 1] = float("nan"), float("inf")
     width, first = columns // 2, columns // 4
     codes, scales = torch.zeros(9, width, dtype=torch.int8), torch.zeros(9, 1)
-    kernels._triton_quantize_rows_into(weight, codes, scales, first)
-    whole = numerics.row_scales(weight)
-    expected, _ = numerics.quantize_rows(weight[:, first : first + width], whole)
+    flag = torch.zeros(1, dtype=torch.int32)
+    kernels._triton_quantize_rows_into(weight, codes, scales, FORMAT, first, flag)
+    whole = numerics.row_scales(weight, FORMAT)
+    expected, _ = numerics.quantize_rows(weight[:, first : first + width], FORMAT, whole)
+    assert flag.item() == 1
     finite = [0, 1, 2, 3, 6, 7, 8]
     assert torch.equal(codes[finite], expected[finite]), (dtype, columns)
     assert torch.equal(scales[finite], whole[finite]), (dtype, columns)

@@ -12,8 +12,10 @@ from flashrl_verl.errors import ConfigError
 
 
 def test_settings_are_read_from_a_dict_and_from_a_node():
-    settings = {"precision": "bf16", "update_timeout_s": 5, "receipt_tensors": -1, "max_num_gen_batches": 0}
-    expected = FlashRLConfig(precision=Precision.BF16, update_timeout_s=5, receipt_tensors=-1, max_num_gen_batches=0)
+    settings = {"precision": "bf16", "update_timeout_s": 5, "receipt_tensors": -1, "max_num_gen_batches": 0, "ignore": ["a", "re:b"]}
+    expected = FlashRLConfig(
+        precision=Precision.BF16, update_timeout_s=5, receipt_tensors=-1, max_num_gen_batches=0, ignore=("a", "re:b")
+    )
     assert FlashRLConfig.from_mapping(settings) == expected
     assert FlashRLConfig.from_mapping(OmegaConf.create(settings)) == expected
 
@@ -28,7 +30,13 @@ def test_settings_cannot_be_changed_after_they_were_checked():
     [
         ({"precision": "int4"}, ["flashrl.precision='int4'", "int8", "bf16"]),
         ({"precision": None}, ["flashrl.precision=None", "int8", "bf16"]),
-        ({"precision": "fp8"}, ["flashrl.precision='fp8'", "follows", "Set flashrl.precision to int8"]),
+        ({"ignore": "re:.*down_proj"}, ["flashrl.ignore='re:.*down_proj'", "list of names"]),
+        ({"ignore": [1]}, ["flashrl.ignore=[1]", "list of names"]),
+        ({"ignore": ["re:(("]}, ["flashrl.ignore='re:(('", "regular expression"]),
+        ({"ignore": ["model.layers.0.mlp.down_proj.weight"]}, ["down_proj.weight'", "Leave '.weight' out"]),
+        ({"keep_first_layers": -1}, ["flashrl.keep_first_layers=-1", "0 or more"]),
+        ({"keep_last_layers": True}, ["flashrl.keep_last_layers=True", "0 or more"]),
+        ({"self_check": 1}, ["flashrl.self_check=1", "true or false"]),
         ({"update_timeout_s": 0}, ["flashrl.update_timeout_s=0", "seconds above 0"]),
         ({"update_timeout_s": -1.5}, ["flashrl.update_timeout_s=-1.5", "seconds above 0"]),
         ({"update_timeout_s": math.inf}, ["flashrl.update_timeout_s=inf", "finite"]),
@@ -41,7 +49,7 @@ def test_settings_cannot_be_changed_after_they_were_checked():
         ({"max_num_gen_batches": None}, ["flashrl.max_num_gen_batches=None", "integer"]),
         ({"padded_vocab_mass_limit": 1.5}, ["flashrl.padded_vocab_mass_limit=1.5", "between 0 and 1"]),
         ({"padded_vocab_mass_limit": math.nan}, ["flashrl.padded_vocab_mass_limit=nan", "between 0 and 1"]),
-        ({"precison": "int8"}, ["flashrl.precison", "precision, update_timeout_s"]),
+        ({"precison": "int8"}, ["flashrl.precison", "precision, ignore"]),
     ],
 )
 def test_wrong_setting_is_refused_with_the_accepted_values(settings, parts):

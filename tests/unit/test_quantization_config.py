@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which layers become INT8: an allow-list of exact types, and nothing by accident."""
+"""Which layers are quantized: an allow-list of exact types, and nothing by accident."""
 
 import pytest
 import torch
 from vllm.model_executor.layers import linear
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
-from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-from flashrl_verl.config import Precision
+from flashrl_verl.config import FlashRLConfig, Precision
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.plugin_vllm import register
 from flashrl_verl.quantization.config import FlashRLQuantizationConfig, quantization_config_dict
-from flashrl_verl.quantization.linear import Int8LinearMethod
+from flashrl_verl.quantization.linear import RowQuantizedLinearMethod
+from flashrl_verl.quantization.selection import LayerSelection
 
 
 def layer(kind: type) -> torch.nn.Module:
@@ -21,52 +21,63 @@ def layer(kind: type) -> torch.nn.Module:
     return kind.__new__(kind)
 
 
-def method(kind: type, precision: Precision):
-    return FlashRLQuantizationConfig(precision).get_quant_method(layer(kind), "model.layers.0.x")
+def method(kind: type, precision: Precision, prefix: str = "model.layers.0.x", **settings):
+    return FlashRLQuantizationConfig(precision, **settings).get_quant_method(layer(kind), prefix)
 
 
 QUANTIZED = ["ColumnParallelLinear", "MergedColumnParallelLinear", "QKVParallelLinear", "RowParallelLinear"]
+QUANTIZING = [Precision.INT8, Precision.FP8]
 
 
+@pytest.mark.parametrize("precision", QUANTIZING)
 @pytest.mark.parametrize("name", QUANTIZED)
-def test_the_four_parallel_linears_are_int8_and_only_when_asked(name):
-    assert isinstance(method(getattr(linear, name), Precision.INT8), Int8LinearMethod)
+def test_the_four_parallel_linears_are_quantized_and_only_when_asked(name, precision):
+    chosen = method(getattr(linear, name), precision)
+    assert isinstance(chosen, RowQuantizedLinearMethod) and chosen.format.name == precision.value
     assert isinstance(method(getattr(linear, name), Precision.BF16), linear.UnquantizedLinearMethod)
 
 
-def test_a_replicated_linear_and_an_unknown_subclass_stay_unquantized():
+@pytest.mark.parametrize("precision", QUANTIZING)
+def test_a_replicated_linear_and_an_unknown_subclass_stay_unquantized(precision):
     class Unknown(linear.ColumnParallelLinear):
         pass
 
     for kind in (linear.ReplicatedLinear, Unknown):
-        assert isinstance(method(kind, Precision.INT8), linear.UnquantizedLinearMethod)
+        assert isinstance(method(kind, precision), linear.UnquantizedLinearMethod)
 
 
-def test_embeddings_and_lm_head_use_vllms_own_method():
+@pytest.mark.parametrize("precision", QUANTIZING)
+def test_embeddings_and_lm_head_use_vllms_own_method(precision):
     for kind in (VocabParallelEmbedding, ParallelLMHead):
-        assert method(kind, Precision.INT8) is None
+        assert method(kind, precision) is None
 
 
-@pytest.mark.parametrize("kind", [RoutedExperts, MLAAttention])
-def test_what_cannot_be_int8_is_refused_rather_than_left_in_bf16_unsaid(kind):
+@pytest.mark.parametrize("precision", QUANTIZING)
+def test_multi_head_latent_attention_is_refused_rather_than_left_in_bf16_unsaid(precision):
     with pytest.raises(ConfigError, match="set flashrl.precision=bf16"):
-        method(kind, Precision.INT8)
-    assert method(kind, Precision.BF16) is None
+        method(MLAAttention, precision)
+    assert method(MLAAttention, Precision.BF16) is None
 
 
 def test_the_config_survives_the_way_through_the_engine_arguments():
     register()
-    register()  # idempotent
-    config = get_quantization_config("flashrl").from_config(quantization_config_dict(Precision.INT8))
-    assert config.precision is Precision.INT8 and config.get_name() == "flashrl"
+    settings = FlashRLConfig(precision="fp8", ignore=("re:.*down_proj",), keep_first_layers=1, keep_last_layers=2)
+    config = get_quantization_config("flashrl").from_config(quantization_config_dict(settings))
+    assert config.precision is Precision.FP8 and config.get_name() == "flashrl"
+    assert config.selection == LayerSelection(ignore=("re:.*down_proj",), keep_first=1, keep_last=2)
 
 
-@pytest.mark.parametrize("content", [{}, {"precision": "int3"}, {"quant_method": "flashrl"}])
-def test_a_config_without_a_known_precision_is_refused(content):
-    with pytest.raises(ConfigError, match="flashrl.precision"):
-        FlashRLQuantizationConfig.from_config(content)
+@pytest.mark.parametrize("config", [{"precision": "int4"}, {"precision": "int8", "surplus": 1}, {"ignore": "a"}])
+def test_a_config_of_another_kind_is_refused(config):
+    register()
+    with pytest.raises(ConfigError):
+        get_quantization_config("flashrl").from_config({"quant_method": "flashrl", **config})
 
 
-def test_there_is_no_default_precision_to_fall_back_to():
-    with pytest.raises(TypeError):
-        FlashRLQuantizationConfig()
+def test_an_ignored_layer_keeps_its_dtype():
+    kept = method(linear.RowParallelLinear, Precision.INT8, "model.layers.3.mlp.down_proj", ignore=("re:.*down_proj",))
+    assert isinstance(kept, linear.UnquantizedLinearMethod)
+    assert isinstance(
+        method(linear.RowParallelLinear, Precision.INT8, "model.layers.3.self_attn.o_proj", ignore=("re:.*down_proj",)),
+        RowQuantizedLinearMethod,
+    )

@@ -4,15 +4,20 @@
 import pytest
 import torch
 
-from flashrl_verl.quantization.numerics import quantize_rows
-from flashrl_verl.quantization.parameter import QuantizedWeight
+from flashrl_verl.quantization import numerics
+from flashrl_verl.quantization.formats.int8 import FORMAT
+from flashrl_verl.quantization.parameter import QuantizedExperts, QuantizedWeight
+
+
+def quantize_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return numerics.quantize_rows(weight, FORMAT)
 
 
 def shard(rows: int, columns: int, rank: int, size: int) -> QuantizedWeight:
     """One rank's parameter. Its base class asks vLLM for the process group, which a unit test has none of."""
     weight = QuantizedWeight.__new__(QuantizedWeight, data=torch.zeros(rows, columns, dtype=torch.int8))
     weight.scales = torch.nn.Parameter(torch.full((rows, 1), float("nan")), requires_grad=False)
-    weight.tp_rank, weight.tp_size, weight.loaded_elements = rank, size, 0
+    weight.tp_rank, weight.tp_size, weight.loaded_elements, weight.format = rank, size, 0, FORMAT
     return weight
 
 
@@ -89,4 +94,49 @@ def test_a_tensor_of_another_shape_is_refused_and_nothing_is_written(rows, colum
     weight = shard(12, 20, 1, 2)
     with pytest.raises(ValueError, match=r"expected a shard of shape \(24, 20\)"):
         weight.load_column_parallel_weight(random(rows, columns, 8))
+    assert not weight.data.any() and weight.loaded_elements == 0
+
+
+def experts(shape: tuple[int, int, int], rank: int, size: int) -> QuantizedExperts:
+    scales = torch.nn.Parameter(torch.full((*shape[:2], 1), float("nan")), requires_grad=False)
+    return QuantizedExperts(
+        data=torch.zeros(shape, dtype=torch.int8), scales=scales, format=FORMAT, tp_rank=rank, tp_size=size
+    )
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_experts_are_cut_along_the_intermediate_dimension_and_keep_the_scales_of_whole_rows(size):
+    count, hidden, intermediate = 3, 12, 16
+    gate, up = ([random(intermediate, hidden, 10 * i + e) for e in range(count)] for i in (1, 2))
+    down = [random(hidden, intermediate, 30 + e) for e in range(count)]
+    part = intermediate // size
+    for rank in range(size):
+        w13 = experts((count, 2 * part, hidden), rank, size)
+        w2 = experts((count, hidden, part), rank, size)
+        mine = slice(rank * part, (rank + 1) * part)
+        for e in range(count):
+            for shard_id, source, weight in (("w1", gate, w13), ("w3", up, w13), ("w2", down, w2)):
+                assert weight.weight_loader(weight, source[e], "w", shard_id, e, return_success=True)
+        for e in range(count):
+            codes, scales = quantize_rows(torch.cat([gate[e][mine], up[e][mine]]))
+            assert torch.equal(w13.data[e], codes) and torch.equal(w13.scales.data[e], scales)
+            codes, scales = quantize_rows(down[e])
+            assert torch.equal(w2.data[e], codes[:, mine]) and torch.equal(w2.scales.data[e], scales)
+        assert w13.loaded_elements == w13.numel() and w2.loaded_elements == w2.numel()
+
+
+@pytest.mark.parametrize(
+    "shape, shard_id, expert, message",
+    [
+        ((9, 12), "w1", 0, "expected a shard of shape"),
+        ((12, 8), "w1", 0, "expected a shard of shape"),
+        ((8, 12), "w1", 3, "expert 3 of 3"),
+        ((8, 12), "w1", -1, "expert -1 of 3"),
+        ((8, 12), "w9", 0, "unknown projection 'w9'"),
+    ],
+)
+def test_a_misfitting_projection_of_an_expert_is_refused_and_nothing_is_written(shape, shard_id, expert, message):
+    weight = experts((3, 16, 12), 0, 1)
+    with pytest.raises(ValueError, match=message):
+        weight.weight_loader(weight, random(*shape, 1), "w", shard_id, expert)
     assert not weight.data.any() and weight.loaded_elements == 0

@@ -74,7 +74,8 @@ def test_a_configuration_without_flashrl_is_refused():
 
 REFUSED = [
     # precision reaches the whole-config check
-    ({"flashrl.precision": "fp8"}, "flashrl.precision='fp8'", "int8"),
+    ({"flashrl.precision": "int4"}, "flashrl.precision='int4'", "int8"),
+    ({f"{ROLLOUT}.expert_parallel_size": 2}, f"{ROLLOUT}.expert_parallel_size=2", "tensor_model_parallel_size"),
     ({"flashrl.update_timeout_s": 0}, "flashrl.update_timeout_s=0", "above 0"),
     ({"flashrl.receipt_tensors": 0}, "flashrl.receipt_tensors=0", "-1 for all"),
     ({"flashrl.max_num_gen_batches": -1}, "flashrl.max_num_gen_batches=-1", "0 for no bound"),

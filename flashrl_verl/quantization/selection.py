@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which layers a user keeps out of quantization: ``flashrl.ignore``, ``keep_first_layers`` and ``keep_last_layers``.
+
+The words of compressed-tensors: an entry of ``ignore`` is an exact name or ``re:`` and a regular expression that has to match
+from the start of a name. Names are those of the Hugging Face checkpoint; where vLLM fuses several of its layers into one
+(``q_proj``, ``k_proj`` and ``v_proj`` into ``qkv_proj``), either the fused name or all of its parts.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from flashrl_verl.errors import ConfigError
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+@dataclass
+class LayerSelection:
+    """Decides for every layer of one model, and remembers which entries were of use."""
+
+    ignore: Sequence[str] = ()
+    """``flashrl.ignore``."""
+    keep_first: int = 0
+    """``flashrl.keep_first_layers``."""
+    keep_last: int = 0
+    """``flashrl.keep_last_layers``."""
+    _used: set[str] = field(default_factory=set)
+    _kept: list[str] = field(default_factory=list)
+
+    def keeps(self, name: str, parts: Sequence[str], num_layers: int) -> bool:
+        """Whether a layer stays in high precision.
+
+        Args:
+            name: vLLM's name of the layer, such as ``model.layers.0.self_attn.qkv_proj``.
+            parts: names of the checkpoint's layers that it fuses; empty when it fuses none.
+            num_layers: decoder layers of the model.
+
+        Raises:
+            ConfigError: ``ignore`` names some of the fused parts only, which share one weight.
+        """
+        number = _LAYER.search(name)
+        if number and not self.keep_first <= int(number[1]) < num_layers - self.keep_last:
+            # Entries that name it all the same are of use: what they ask for is what happens.
+            self._names_all(name, parts)
+            self._kept.append(name)
+            return True
+        if self._names_all(name, parts):
+            self._kept.append(name)
+            return True
+        return False
+
+    @property
+    def kept(self) -> list[str]:
+        """Layers that stay in high precision because the user said so."""
+        return list(self._kept)
+
+    def unused(self) -> list[str]:
+        """Entries of ``ignore`` that no layer matched."""
+        return [entry for entry in self.ignore if entry not in self._used]
+
+    def _names_all(self, name: str, parts: Sequence[str]) -> bool:
+        if self._matches(name):
+            return True
+        named = [part for part in parts if self._matches(part)]
+        if named and len(named) < len(parts):
+            missing = [part for part in parts if part not in named]
+            raise ConfigError(
+                f"flashrl.ignore names {_some(named)}, but not {_some(missing)}; vLLM keeps them in one weight, {name}. Name all "
+                f"of them in flashrl.ignore, or {name}, or none"
+            )
+        return bool(named)
+
+    def _matches(self, name: str) -> bool:
+        found = [
+            entry
+            for entry in self.ignore
+            if (re.match(entry.removeprefix("re:"), name) if entry.startswith("re:") else entry == name)
+        ]
+        self._used.update(found)
+        return bool(found)
+
+
+def fused_parts(name: str, packed: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the checkpoint's names of the layers that vLLM fuses into ``name``.
+
+    Args:
+        name: vLLM's name of a layer.
+        packed: vLLM's ``packed_modules_mapping``: last part of a fused name to the last parts of its components.
+    """
+    prefix, _, last = name.rpartition(".")
+    parts = [part for part in packed.get(last, ()) if part != last]
+    return [f"{prefix}.{part}" if prefix else part for part in parts]
+
+
+def expert_parts(name: str, experts: int) -> list[str]:
+    """Return the checkpoint's names of the projections of ``experts`` fused experts called ``name``."""
+    return [f"{name}.{i}.{projection}" for i in range(experts) for projection in ("gate_proj", "up_proj", "down_proj")]
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

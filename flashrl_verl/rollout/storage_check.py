@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the engine's storage must hold after an update, for a sample of its tensors, recomputed from what arrived.
+
+A quantized weight must hold the codes ``numerics`` gives for the rows that arrived, whichever kernel wrote them; an unquantized
+parameter must be a copy. Everything is compared at the end of the update, after all loads and vLLM's post-processing.
+"""
+
+import dataclasses
+import zlib
+
+import torch
+from vllm.distributed import get_tensor_model_parallel_world_size
+
+from flashrl_verl.quantization import numerics
+from flashrl_verl.quantization.parameter import QuantizedStorage
+from flashrl_verl.rollout.receipt import checksum, to_host
+
+_SPOT_ROWS = 2
+"""Rows of each sampled quantized tensor that are compared."""
+
+_METERED_WEIGHTS = 64
+"""Quantized weights whose codes are compared with those of the update before."""
+
+_METERED_ROWS = 4
+"""Rows of each of them."""
+
+
+@dataclasses.dataclass
+class _Spot:
+    name: str
+    weight: QuantizedStorage
+    row: int
+    column: int
+    source: torch.Tensor
+
+
+@dataclasses.dataclass
+class _Copy:
+    name: str
+    parameter: torch.nn.Parameter
+    rows: int
+    sum: torch.Tensor
+
+
+class StorageCheck:
+    """Collects expectations while an update is loaded; ``wrong_codes`` and ``stale_copies`` compare."""
+
+    def __init__(self, step: int):
+        self._step = step
+        self._spots: list[_Spot] = []
+        self._copies: list[_Copy] = []
+
+    def expect_codes(self, name: str, weight: QuantizedStorage, source: torch.Tensor, first_row: int, first_column: int) -> None:
+        """Remember some rows of ``source`` [n, K], which became rows ``first_row`` and following of ``weight``."""
+        n = min(_SPOT_ROWS, source.shape[0])
+        # Other rows every step.
+        first = zlib.crc32(f"{name} {self._step}".encode()) % (source.shape[0] - n + 1)
+        self._spots.append(_Spot(name, weight, first_row + first, first_column, source.narrow(0, first, n).clone()))
+
+    def expect_copy(self, name: str, tensor: torch.Tensor, target: str, parameter: torch.nn.Parameter | None) -> None:
+        """Remember an unquantized parameter that must end up as a copy of ``tensor``; fused and sharded ones do not."""
+        if parameter is None or isinstance(parameter, QuantizedStorage) or parameter.dtype != tensor.dtype or not tensor.dim():
+            return
+        padded_vocabulary = (
+            parameter.shape[1:] == tensor.shape[1:]
+            and parameter.shape[0] >= tensor.shape[0]
+            and target.endswith(("embed_tokens.weight", "lm_head.weight"))
+            and get_tensor_model_parallel_world_size() == 1
+        )
+        if parameter.shape == tensor.shape or padded_vocabulary:
+            self._copies.append(_Copy(name, parameter, tensor.shape[0], checksum(tensor)))
+
+    def wrong_codes(self) -> list[str]:
+        """Names of the tensors whose sampled rows are stored as something else (synchronizes)."""
+        groups: dict[tuple, list[_Spot]] = {}
+        for spot in self._spots:
+            key = (spot.weight.format.name, spot.source.dtype, spot.source.shape[1], spot.column, spot.weight.data.shape[-1])
+            groups.setdefault(key, []).append(spot)
+        wrong = []
+        for (_, _, _, column, width), spots in groups.items():
+            fmt = spots[0].weight.format
+            rows = torch.cat([s.source for s in spots])
+            scales = numerics.row_scales(rows, fmt)
+            codes, _ = numerics.quantize_rows(rows.narrow(1, column, width), fmt, scales)
+            stored = torch.cat([s.weight.rows.narrow(0, s.row, len(s.source)) for s in spots])
+            stored_scales = torch.cat([s.weight.row_scales.narrow(0, s.row, len(s.source)) for s in spots])
+            differs = (numerics.as_bytes(codes) != numerics.as_bytes(stored)).any(1) | (scales != stored_scales).any(1)
+            names = [s.name for s in spots for _ in range(len(s.source))]
+            wrong += [name for name, bad in zip(names, differs.tolist(), strict=True) if bad]
+        return list(dict.fromkeys(wrong))
+
+    def stale_copies(self) -> list[str]:
+        """Names of the tensors that an unquantized parameter is no copy of (synchronizes)."""
+        stored = to_host([checksum(copy.parameter.data[: copy.rows]) for copy in self._copies])
+        arrived = to_host([copy.sum for copy in self._copies])
+        return [c.name for c, s, a in zip(self._copies, stored, arrived, strict=True) if s != a]
+
+
+class CodeChangeMeter:
+    """Share of codes that an update changed, over the same sampled rows every time.
+
+    At a learning rate below the quantization step the policy that samples stands still although the trainer's moves: the
+    share says so.
+    """
+
+    def __init__(self, weights: list[QuantizedStorage]):
+        stride = max(1, len(weights) // _METERED_WEIGHTS)
+        self._rows = []
+        for weight in weights[::stride]:
+            count = weight.rows.shape[0]
+            rows = torch.arange(0, count, max(1, count // _METERED_ROWS), device=weight.data.device)[:_METERED_ROWS]
+            self._rows.append((weight, rows))
+        self._last: torch.Tensor | None = None
+
+    def measure(self) -> float | None:
+        """Return the share since the last call, 0 to 1; None at the first (synchronizes)."""
+        if not self._rows:
+            return None
+        # Bytes: index_select knows no FP8 dtypes.
+        now = torch.cat([numerics.as_bytes(weight.rows).index_select(0, rows).flatten() for weight, rows in self._rows])
+        last, self._last = self._last, now
+        return None if last is None else float((now != last).float().mean())

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real vLLM engines inside the test's process, so that their parameters can be looked at, and refits of them.
+
+On a machine with a GPU the engine is the CUDA one, with torch.compile, CUDA graphs and sleep mode; elsewhere the CPU one.
+"""
+
+import contextlib
+import gc
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+CUDA = torch.cuda.is_available()
+
+
+@contextlib.contextmanager
+def engine(path: Path, settings: dict[str, Any] | None = None, **arguments: Any) -> Iterator[Any]:
+    """Start ``vllm.LLM`` on a model folder; end it and its process group afterwards.
+
+    Args:
+        path: folder with config.json (and weights, unless load_format is dummy).
+        settings: FlashRL's settings for the quantization; None leaves vLLM's own loading alone.
+        **arguments: further engine arguments.
+    """
+    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", VERL_PLATFORM="nvidia" if CUDA else "cpu")
+    import vllm
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    if settings is not None:
+        from flashrl_verl.config import FlashRLConfig
+        from flashrl_verl.plugin_vllm import register
+        from flashrl_verl.quantization.config import quantization_config_dict
+
+        register()
+        arguments = {
+            "quantization": "flashrl",
+            "hf_overrides": {"quantization_config": quantization_config_dict(FlashRLConfig(**settings))},
+            "worker_extension_cls": "flashrl_verl.rollout.worker.FlashRLWorkerExtension",
+            "load_format": "dummy",
+            **arguments,
+        }
+    llm = vllm.LLM(
+        str(path),
+        **{
+            "skip_tokenizer_init": True,
+            "enforce_eager": not CUDA,
+            "enable_sleep_mode": CUDA,
+            "max_model_len": 128,
+            "max_num_batched_tokens": 256,
+            "dtype": "bfloat16",
+            "logprobs_mode": "processed_logprobs",
+            **({"gpu_memory_utilization": 0.15} if CUDA else {}),
+            **arguments,
+        },
+    )
+    try:
+        yield llm
+    finally:
+        del llm
+        cleanup_dist_env_and_memory()  # other engines and tests of this process want process groups of their own
+        gc.collect()
+
+
+def runner(llm: Any) -> Any:
+    return llm.llm_engine.model_executor.driver_worker.worker.model_runner
+
+
+class Refit:
+    """A ``WeightRefit`` of an engine's model that is called like one weight update, in buckets of a few tensors."""
+
+    def __init__(self, llm: Any):
+        from flashrl_verl.rollout.refit import WeightRefit
+
+        self._llm, self._runner = llm, runner(llm)
+        self.model = self._runner.model
+        self.account = WeightRefit(self.model)
+
+    def __call__(self, weights: dict[str, torch.Tensor], step: int, stride: int = 1, bucket: int = 5) -> dict:
+        from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
+        device = torch.device("cuda" if CUDA else "cpu")
+        items = [(name, tensor.to(device)) for name, tensor in weights.items()]
+        self.account.begin(step, stride)
+        for first in range(0, len(items), bucket):
+            self.account.load(items[first : first + bucket])
+        config = self._runner.vllm_config.model_config
+        report = self.account.finish(lambda: process_weights_after_loading(self.model, config, device))
+        self._llm.reset_prefix_cache()
+        return report
+
+
+def greedy(llm: Any, prompt: tuple[int, ...] = (5, 6, 7, 8), tokens: int = 10) -> tuple[list[int], list[float]]:
+    """Greedy tokens and the log-prob of each."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=tokens, logprobs=0, ignore_eos=True, detokenize=False)
+    out = llm.generate([{"prompt_token_ids": list(prompt)}], params, use_tqdm=False)[0].outputs[0]
+    return list(out.token_ids), [step[t].logprob for t, step in zip(out.token_ids, out.logprobs, strict=True)]
+
+
+def teacher_forced(llm: Any, sequences: list[list[int]]) -> list[list[float]]:
+    """Log-prob the engine gives every token after the first of each sequence."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=1.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+    results = llm.generate([{"prompt_token_ids": ids} for ids in sequences], params, use_tqdm=False)
+    return [
+        [position[token].logprob for position, token in zip(r.prompt_logprobs[1:], ids[1:], strict=True)]
+        for r, ids in zip(results, sequences, strict=True)
+    ]
