@@ -47,24 +47,30 @@ def test_codes_scales_and_copies_equal_a_recomputation_and_log_probs_follow_the_
         assert (torch.tensor(log_probs) - expected).abs().max() < (0.15 if precision == "int8" else 0.4)
 
 
+PROMPTS = ((5, 6, 7, 8), (100, 3, 50), tuple(range(20, 60)))
+
+
 @pytest.mark.parametrize("precision", ["int8", pytest.param("fp8", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("name", CONFIGS)
-def test_vllms_own_compressed_tensors_gives_the_same_tokens_from_our_codes(tmp_path, name, precision):
-    """vLLM's kernels for compressed-tensors experts are weight-only on CUDA, so there the experts stay BF16 on both sides."""
+@pytest.mark.parametrize(
+    "name, ignore, tolerance",
+    [(name, (), 1e-3) for name in CONFIGS if name != "qwen3-moe"]
+    # vLLM's kernels for compressed-tensors INT8 experts compute something else: weight-only on CUDA, so there the experts stay BF16;
+    # on a CPU W8A8 with an error of their own (test_moe_kernels.py).
+    + [("qwen3-moe", ("re:.*experts",), 1e-3) if CUDA else ("qwen3-moe", (), 2e-2)],
+)
+def test_vllms_own_compressed_tensors_gives_the_same_tokens_from_our_codes(tmp_path, name, ignore, tolerance, precision):
     model = make(name)
     weights = wire(model)
     save(model, tmp_path / "model")
-    with_experts = name == "qwen3-moe" and not CUDA
-    settings = {"precision": precision, "ignore": () if name != "qwen3-moe" or with_experts else ("re:.*experts",)}
-    with engine(tmp_path / "model", settings) as llm:
+    with engine(tmp_path / "model", {"precision": precision, "ignore": ignore}) as llm:
         Refit(llm)(weights, step=0)
-        ours = [greedy(llm, prompt) for prompt in ((5, 6, 7, 8), (100, 3, 50), tuple(range(20, 60)))]
-    kept = ("embed_tokens", "lm_head", "mlp.gate.weight") if with_experts else ("embed_tokens", "lm_head", "mlp.gate.weight", ".experts.")
+        ours = [greedy(llm, prompt) for prompt in PROMPTS]
+    kept = ("embed_tokens", "lm_head", "mlp.gate.weight", *(part.removeprefix("re:.*") for part in ignore))
     names = [n for n, t in weights.items() if t.dim() == 2 and not any(part in n for part in kept)]
     save_compressed_tensors(tmp_path / "compressed", model.config, weights, names, precision)
     with engine(tmp_path / "compressed") as llm:
         assert llm.llm_engine.vllm_config.model_config.quantization == "compressed-tensors"
-        theirs = [greedy(llm, prompt) for prompt in ((5, 6, 7, 8), (100, 3, 50), tuple(range(20, 60)))]
+        theirs = [greedy(llm, prompt) for prompt in PROMPTS]
     for (tokens, log_probs), (their_tokens, their_log_probs) in zip(ours, theirs, strict=True):
         assert tokens == their_tokens
-        assert (torch.tensor(log_probs) - torch.tensor(their_log_probs)).abs().max() < 1e-3
+        assert (torch.tensor(log_probs) - torch.tensor(their_log_probs)).abs().max() < tolerance
