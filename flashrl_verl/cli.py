@@ -61,6 +61,49 @@ def report(
         console.print("report: " + ", ".join(map(str, written)), highlight=False, soft_wrap=True)
 
 
+bench = typer.Typer(help="Benchmarks: models from shapes alone, nothing is downloaded.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+
+@bench.command("refit")
+def bench_refit(
+    model: Annotated[
+        str, typer.Option(help="A name (qwen2.5-14b, qwen2.5-32b, qwen3-30b-a3b, tiny, ...), a config.json, or its folder.")
+    ] = "tiny",
+    precision: Annotated[str, typer.Option(help="FlashRL's precisions to measure, separated by commas.")] = "int8,fp8,bf16",
+    source: Annotated[str, typer.Option(help="Dtype of the weights that arrive: bf16 or fp32 (FSDP's masters).")] = "bf16",
+    repeats: Annotated[int, typer.Option(min=1, help="Measured updates of each kind.")] = 5,
+    layers: Annotated[int | None, typer.Option(min=1, help="Decoder layers instead of the model's.")] = None,
+    upstream: Annotated[bool, typer.Option(help="Also measure vLLM's BF16 loading and its layerwise FP8 reload (GPU).")] = True,
+    output: Annotated[Path, typer.Option(help="Folder for refit.json and refit.png.")] = Path("outputs/bench_refit"),
+) -> None:
+    """Time the weight update of a model's shape, by precision, beside the bandwidth of a copy."""
+    import torch
+
+    from flashrl_verl.bench import refit, refit_report
+    from flashrl_verl.config import FlashRLConfig
+
+    sources = {"bf16": torch.bfloat16, "fp32": torch.float32}
+    if source not in sources:
+        raise ConfigError(f"--source {source!r} is not one of {', '.join(sources)}")
+    precisions = [FlashRLConfig(precision=name.strip()).precision for name in precision.split(",") if name.strip()]
+    console = _console()
+    with console.status("starting") as status:
+        report = refit.run(
+            model,
+            precisions,
+            output,
+            source=sources[source],
+            repeats=repeats,
+            layers=layers,
+            upstream=upstream and torch.cuda.is_available(),
+            progress=status.update,
+        )
+    written = refit_report.write(report, output)
+    console.print(refit_report.table(report))
+    console.print("written: " + ", ".join(map(str, written)), highlight=False, soft_wrap=True)
+
+
 @app.command()
 def version() -> None:
     """Print this package's version, and whether those of verl, vLLM and torch have been tested with it."""

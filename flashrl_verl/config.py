@@ -126,8 +126,8 @@ def _precision(value: Any) -> Precision:
         return Precision(value)
     except ValueError:
         raise ConfigError(
-            f"flashrl.precision={value!r} is not a precision of the rollout. Set flashrl.precision to int8, to fp8 (Ada, Hopper "
-            "and later), or to bf16 for a run without quantization."
+            f"flashrl.precision={value!r} is not a precision of the rollout. Set flashrl.precision to int8, to fp8 (Ada, "
+            f"Hopper and later), or to bf16 for a run without quantization."
         ) from None
 
 

@@ -67,8 +67,8 @@ class ScaledMmGemm:
 
     Args:
         fmt: format of the codes.
-        kernel: CUTLASS, or vLLM's Triton kernel. vLLM's CUTLASS op uses the Triton one by itself, and more slowly, when N or K is
-            no multiple of 16.
+        kernel: CUTLASS, or vLLM's Triton kernel. vLLM's CUTLASS op uses the Triton one by itself, and more slowly, when N or K
+            is no multiple of 16.
     """
 
     def __init__(self, fmt: RowFormat, kernel: Kernel):

@@ -203,6 +203,8 @@ class UnpackedMoEMethod(UnquantizedFusedMoEMethod):
     ) -> torch.Tensor:
         def multiply(name: str) -> ExpertMultiply:
             weight, bias = getattr(layer, f"{name}_weight"), getattr(layer, f"{name}_bias", None)
-            return lambda e, rows: torch.nn.functional.linear(rows.to(weight.dtype), weight[e], None if bias is None else bias[e])
+            return lambda e, rows: torch.nn.functional.linear(
+                rows.to(weight.dtype), weight[e], None if bias is None else bias[e]
+            )
 
         return expert_loop(layer, x, router_logits, multiply("w13"), multiply("w2"))

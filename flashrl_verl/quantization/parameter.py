@@ -25,8 +25,8 @@ class LoadRecorder(Protocol):
         """Return the [1] int32 flag to raise when ``source`` [n, K] holds NaN or Inf."""
 
     def loaded(self, weight: "QuantizedStorage", source: torch.Tensor, first_row: int, first_column: int) -> None:
-        """Called after ``source`` [n, K] became rows ``first_row : first_row + n`` of ``weight.rows``; the storage holds columns
-        ``first_column`` and following of it."""
+        """Called after ``source`` [n, K] became rows ``first_row : first_row + n`` of ``weight.rows``; the storage holds
+        columns ``first_column`` and following of it."""
 
 
 _recorders: list[LoadRecorder] = []
@@ -46,8 +46,8 @@ def record_loads(recorder: LoadRecorder) -> Iterator[None]:
 class QuantizedStorage:
     """What both parameters share: codes in ``data``, scales beside them, and an account of what was written.
 
-    Seen as a matrix (``rows``, ``row_scales``), the storage is [R, K] codes and [R, 1] float32 scales, where R counts this rank's
-    output rows of all fused projections (and experts) together and K this rank's input columns.
+    Seen as a matrix (``rows``, ``row_scales``), the storage is [R, K] codes and [R, 1] float32 scales, where R counts this
+    rank's output rows of all fused projections (and experts) together and K this rank's input columns.
     """
 
     data: torch.Tensor

@@ -66,8 +66,8 @@ class LayerSelection:
         if named and len(named) < len(parts):
             missing = [part for part in parts if part not in named]
             raise ConfigError(
-                f"flashrl.ignore names {_some(named)}, but not {_some(missing)}; vLLM keeps them in one weight, {name}. Name all "
-                f"of them in flashrl.ignore, or {name}, or none"
+                f"flashrl.ignore names {_some(named)}, but not {_some(missing)}; vLLM keeps them in one weight, {name}. Name "
+                f"all of them in flashrl.ignore, or {name}, or none"
             )
         return bool(named)
 

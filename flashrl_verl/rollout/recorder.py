@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which tensor of an update becomes which rows of which quantized weight, and whether it was finite.
 
-vLLM's models load a whole bucket in one call, so nothing says which tensor a parameter's loader is given: the recorder hands the
-tensors out one by one and compares addresses.
+vLLM's models load a whole bucket in one call, so nothing says which tensor a parameter's loader is given: the recorder hands
+the tensors out one by one and compares addresses.
 """
 
 from collections.abc import Callable, Iterator

@@ -61,8 +61,9 @@ class FlashRLHttpServer(vLLMHttpServer):
             )
         if layers["ignore_unused"]:
             raise ConfigError(
-                f"flashrl.ignore has entries that match no layer of this model: {layers['ignore_unused']}. Its layers are named "
-                f"like {list(layers['unquantized_layers'])[:2] + layers['quantized_names'][:4]}; correct the entries or remove them"
+                f"flashrl.ignore has entries that match no layer of this model: {layers['ignore_unused']}. Its layers are "
+                f"named like {list(layers['unquantized_layers'])[:2] + layers['quantized_names'][:4]}; correct the entries or "
+                f"remove them"
             )
         if wanted is Precision.BF16:
             if layers["quantized_layers"] > 0:
@@ -84,9 +85,9 @@ class FlashRLHttpServer(vLLMHttpServer):
         dtype = str(row_format(wanted).dtype).removeprefix("torch.")
         if set(layers["quantized"]) != {dtype}:
             raise FlashRLError(
-                f"flashrl.precision={wanted.value}, but the engine's quantized weights are {layers['quantized'] or 'none'} (kept "
-                f"by flashrl.ignore, keep_first_layers and keep_last_layers: {len(layers['kept_layers'])} layers); keep fewer, "
-                "or set flashrl.precision=bf16"
+                f"flashrl.precision={wanted.value}, but the engine's quantized weights are {layers['quantized'] or 'none'} "
+                f"(kept by flashrl.ignore, keep_first_layers and keep_last_layers: {len(layers['kept_layers'])} layers); keep "
+                f"fewer, or set flashrl.precision=bf16"
             )
 
     async def collective_rpc(

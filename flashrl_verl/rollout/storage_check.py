@@ -50,7 +50,9 @@ class StorageCheck:
         self._spots: list[_Spot] = []
         self._copies: list[_Copy] = []
 
-    def expect_codes(self, name: str, weight: QuantizedStorage, source: torch.Tensor, first_row: int, first_column: int) -> None:
+    def expect_codes(
+        self, name: str, weight: QuantizedStorage, source: torch.Tensor, first_row: int, first_column: int
+    ) -> None:
         """Remember some rows of ``source`` [n, K], which became rows ``first_row`` and following of ``weight``."""
         n = min(_SPOT_ROWS, source.shape[0])
         # Other rows every step.

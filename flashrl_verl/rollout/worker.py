@@ -31,10 +31,10 @@ class FlashRLWorkerExtension(vLLMColocateWorkerExtension):
         """What this worker's model is, read off its modules and storage.
 
         Returns:
-            precision of the engine's quantization config; quantized weights by dtype (a linear layer has one, a layer of experts
-            two); number and names of the quantized layers; name and class of the others, and which of them the user kept;
-            entries of ``flashrl.ignore`` that matched nothing; bytes of quantized weights (codes and scales), what they would
-            be in BF16, and of all parameters.
+            precision of the engine's quantization config; quantized weights by dtype (a linear layer has one, a layer of
+            experts two); number and names of the quantized layers; name and class of the others, and which of them the user
+            kept; entries of ``flashrl.ignore`` that matched nothing; bytes of quantized weights (codes and scales), what they
+            would be in BF16, and of all parameters.
         """
         model = self.model_runner.model
         config = self.model_runner.vllm_config.quant_config

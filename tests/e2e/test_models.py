@@ -54,8 +54,8 @@ PROMPTS = ((5, 6, 7, 8), (100, 3, 50), tuple(range(20, 60)))
 @pytest.mark.parametrize(
     "name, ignore, tolerance",
     [(name, (), 1e-3) for name in CONFIGS if name != "qwen3-moe"]
-    # vLLM's kernels for compressed-tensors INT8 experts compute something else: weight-only on CUDA, so there the experts stay BF16;
-    # on a CPU W8A8 with an error of their own (test_moe_kernels.py).
+    # vLLM's kernels for compressed-tensors INT8 experts compute something else: weight-only on CUDA, so there the experts stay
+    # BF16; on a CPU W8A8 with an error of their own (test_moe_kernels.py).
     + [("qwen3-moe", ("re:.*experts",), 1e-3) if CUDA else ("qwen3-moe", (), 2e-2)],
 )
 def test_vllms_own_compressed_tensors_gives_the_same_tokens_from_our_codes(tmp_path, name, ignore, tolerance, precision):

@@ -15,7 +15,8 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 def e4m3_grid() -> tuple[np.ndarray, np.ndarray]:
-    """Magnitudes of E4M3 in ascending order, and their bytes: value = 2^(e - 7) (1 + m / 8), subnormal below e = 1, 0x7F NaN."""
+    """Magnitudes of E4M3 in ascending order, and their bytes: value = 2^(e - 7) (1 + m / 8), subnormal below e = 1, 0x7F
+    NaN."""
     values = [m / 8 * 2.0**-6 if e == 0 else (1 + m / 8) * 2.0 ** (e - 7) for e in range(16) for m in range(8)]
     return np.array(values[:-1]), np.arange(127, dtype=np.uint8)
 
@@ -206,8 +207,9 @@ def test_compressed_tensors_gives_the_same_codes_for_our_scales(fmt):
 
 @pytest.mark.parametrize("fmt, low, high", [(int8.FORMAT, 39.0, 43.0), (fp8.FORMAT, 31.0, 32.5)], ids=["int8", "fp8"])
 def test_sqnr_of_gaussian_rows_is_that_of_the_format(fmt, low, high):
-    """INT8: a row of 4096 has absmax near 3.9 sigma, 10 log10(12 / (3.9 / 127)^2) = 41 dB. E4M3: a step is 2^-3 of the binade, and
-    a density that is flat within a binade has x^2 = 7/3 of its square: 10 log10(12 * 64 * 7/3) = 32.5 dB; a Gaussian's falls."""
+    """INT8: a row of 4096 has absmax near 3.9 sigma, 10 log10(12 / (3.9 / 127)^2) = 41 dB. E4M3: a step is 2^-3 of the binade,
+    and a density that is flat within a binade has x^2 = 7/3 of its square: 10 log10(12 * 64 * 7/3) = 32.5 dB; a Gaussian's
+    falls."""
     weight = torch.randn(256, 4096, generator=torch.Generator().manual_seed(0))
     codes, scales = quantize_rows(weight, fmt)
     assert low < sqnr_db(weight, dequantize_rows(codes, scales)) < high

@@ -52,6 +52,7 @@ def engine(path: Path, settings: dict[str, Any] | None = None, **arguments: Any)
             "max_num_batched_tokens": 256,
             "dtype": "bfloat16",
             "logprobs_mode": "processed_logprobs",
+            "num_gpu_blocks_override": 64,  # a KV cache of kilobytes: many engines follow one another in one process
             **({"gpu_memory_utilization": 0.15} if CUDA else {}),
             **arguments,
         },

@@ -76,9 +76,7 @@ def sources_of_bias(name: str, weights: dict[str, torch.Tensor]) -> torch.Tensor
 def experts(name: str, count: int, weights: dict[str, torch.Tensor], precision: str) -> tuple[np.ndarray, np.ndarray]:
     base = name.split(".experts.")[0] + ".experts"
     projections = ("gate_proj", "up_proj") if "w13" in name else ("down_proj",)
-    pairs = [
-        quantize(torch.cat([weights[f"{base}.{e}.{p}.weight"] for p in projections]), precision) for e in range(count)
-    ]
+    pairs = [quantize(torch.cat([weights[f"{base}.{e}.{p}.weight"] for p in projections]), precision) for e in range(count)]
     return np.stack([c for c, _ in pairs]), np.stack([s for _, s in pairs])
 
 

@@ -72,7 +72,8 @@ def make(name: str, seed: int = 0) -> PreTrainedModel:
 
 
 def wire(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """What the trainer sends: BF16 copies of its FP32 masters under checkpoint names; a router stays FP32, as in the adapter."""
+    """What the trainer sends: BF16 copies of its FP32 masters under checkpoint names; a router stays FP32, as in the
+    adapter."""
     from flashrl_verl.rollout.adapter import cast_for_rollout
 
     named = ((name, tensor.detach().clone()) for name, tensor in model.state_dict().items())

@@ -12,7 +12,13 @@ from flashrl_verl.errors import ConfigError
 
 
 def test_settings_are_read_from_a_dict_and_from_a_node():
-    settings = {"precision": "bf16", "update_timeout_s": 5, "receipt_tensors": -1, "max_num_gen_batches": 0, "ignore": ["a", "re:b"]}
+    settings = {
+        "precision": "bf16",
+        "update_timeout_s": 5,
+        "receipt_tensors": -1,
+        "max_num_gen_batches": 0,
+        "ignore": ["a", "re:b"],
+    }
     expected = FlashRLConfig(
         precision=Precision.BF16, update_timeout_s=5, receipt_tensors=-1, max_num_gen_batches=0, ignore=("a", "re:b")
     )

@@ -99,9 +99,7 @@ def test_a_tensor_of_another_shape_is_refused_and_nothing_is_written(rows, colum
 
 def experts(shape: tuple[int, int, int], rank: int, size: int) -> QuantizedExperts:
     scales = torch.nn.Parameter(torch.full((*shape[:2], 1), float("nan")), requires_grad=False)
-    return QuantizedExperts(
-        data=torch.zeros(shape, dtype=torch.int8), scales=scales, format=FORMAT, tp_rank=rank, tp_size=size
-    )
+    return QuantizedExperts(data=torch.zeros(shape, dtype=torch.int8), scales=scales, format=FORMAT, tp_rank=rank, tp_size=size)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

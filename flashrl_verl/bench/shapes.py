@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models by name or path, and random weights of their shape made on the device: nothing is downloaded."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Qwen2Config, Qwen3MoeConfig
+
+from flashrl_verl.errors import ConfigError
+
+_QWEN = dict(vocab_size=152064, max_position_embeddings=32768, rope_theta=1e6, tie_word_embeddings=False, rms_norm_eps=1e-6)
+
+
+def _qwen25(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, **other) -> Qwen2Config:
+    return Qwen2Config(
+        **{**_QWEN, **other},
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        architectures=["Qwen2ForCausalLM"],
+    )
+
+
+# From the config.json of the Hugging Face repositories Qwen/<name>.
+SHAPES = {
+    "tiny": lambda: _qwen25(64, 172, 2, 4, 2, vocab_size=512),
+    "qwen2.5-0.5b": lambda: _qwen25(896, 4864, 24, 14, 2, vocab_size=151936, tie_word_embeddings=True),
+    "qwen2.5-7b": lambda: _qwen25(3584, 18944, 28, 28, 4),
+    "qwen2.5-14b": lambda: _qwen25(5120, 13824, 48, 40, 8),
+    "qwen2.5-32b": lambda: _qwen25(5120, 27648, 64, 40, 8),
+    "qwen3-30b-a3b": lambda: Qwen3MoeConfig(
+        **{**_QWEN, "vocab_size": 151936},
+        hidden_size=2048,
+        intermediate_size=6144,
+        moe_intermediate_size=768,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        norm_topk_prob=True,
+        architectures=["Qwen3MoeForCausalLM"],
+    ),
+}
+"""Names that ``--model`` takes besides paths."""
+
+
+def load_config(model: str, layers: int | None = None) -> PretrainedConfig:
+    """Return the configuration of a model.
+
+    Args:
+        model: a name of ``SHAPES``, a config.json, or a folder that holds one.
+        layers: decoder layers instead of the model's, for a quick look.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    if model in SHAPES:
+        config = SHAPES[model]()
+    else:
+        path = Path(model)
+        folder = path.parent if path.name == "config.json" else path
+        if not (folder / "config.json").is_file():
+            raise ConfigError(f"--model {model!r} is neither a folder with a config.json nor one of {', '.join(SHAPES)}")
+        config = AutoConfig.from_pretrained(folder)
+        if not config.architectures:
+            raise ConfigError(f'{folder / "config.json"} names no architecture; add "architectures": ["...ForCausalLM"]')
+    if layers is not None:
+        config.num_hidden_layers = layers
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[:layers]
+    return config
+
+
+def save_config(config: PretrainedConfig, folder: Path) -> Path:
+    """Write config.json for vLLM to read; returns ``folder``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config.to_dict(), indent=1))
+    return folder
+
+
+def tensor_shapes(config: PretrainedConfig) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield name and a meta tensor of everything verl sends for such a model: experts one by one, no tied ``lm_head``."""
+    from verl.workers.engine.fsdp.utils import unfuse_moe_params
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    for name, tensor in unfuse_moe_params(model.state_dict().items(), config.model_type):
+        if name != "lm_head.weight" or not config.tie_word_embeddings:
+            yield name, tensor
+
+
+def random_weights(
+    config: PretrainedConfig, dtype: torch.dtype, device: torch.device, seed: int = 0
+) -> dict[str, torch.Tensor]:
+    """Make weights of a model's shape, normal with standard deviation 0.02, on the device."""
+    generator = torch.Generator(device).manual_seed(seed)
+    weights = {}
+    for name, shape in tensor_shapes(config):
+        weights[name] = torch.empty(shape.shape, dtype=dtype, device=device).normal_(0, 0.02, generator=generator)
+    return weights
