@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real vLLM engines inside the test's process, so that their parameters can be looked at, and refits of them.
 
-On a machine with a GPU the engine is the CUDA one, with torch.compile, CUDA graphs and sleep mode; elsewhere the CPU one.
+On a machine with a GPU the engine is the CUDA one, with sleep mode; elsewhere the CPU one.
 """
 
 import contextlib
@@ -17,12 +17,13 @@ CUDA = torch.cuda.is_available()
 
 
 @contextlib.contextmanager
-def engine(path: Path, settings: dict[str, Any] | None = None, **arguments: Any) -> Iterator[Any]:
+def engine(path: Path, settings: dict[str, Any] | None = None, *, compiled: bool = False, **arguments: Any) -> Iterator[Any]:
     """Start ``vllm.LLM`` on a model folder; end it and its process group afterwards.
 
     Args:
         path: folder with config.json (and weights, unless load_format is dummy).
         settings: FlashRL's settings for the quantization; None leaves vLLM's own loading alone.
+        compiled: torch.compile and, on CUDA, CUDA graphs; otherwise eager, which starts sooner.
         **arguments: further engine arguments.
     """
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", VERL_PLATFORM="nvidia" if CUDA else "cpu")
@@ -46,7 +47,7 @@ def engine(path: Path, settings: dict[str, Any] | None = None, **arguments: Any)
         str(path),
         **{
             "skip_tokenizer_init": True,
-            "enforce_eager": not CUDA,
+            "enforce_eager": not compiled,
             "enable_sleep_mode": CUDA,
             "max_model_len": 128,
             "max_num_batched_tokens": 256,
