@@ -59,7 +59,7 @@ class Result:
     """Bytes of the engine's parameters."""
     refit_seconds: list[float]
     load_seconds: list[float]
-    """Loading alone, without accounts and verification; equal to refit_seconds where there are none."""
+    """Loading alone, without verification; equal to refit_seconds where there is none."""
     extra_bytes: int | None
     """Peak of device memory during an update above that before it; None on a CPU."""
 
@@ -146,7 +146,7 @@ def run(
     progress("bandwidth of a copy")
     copy = copy_bandwidth(device, repeats)
     progress(f"random {str(source).removeprefix('torch.')} weights of {model}")
-    weights = list(random_weights(config, source, device).items())
+    weights = list(random_weights(config, source, device, BUCKET_BYTES).items())
     results = []
     for arm in arms(precisions, upstream):
         progress(arm.name)
@@ -218,40 +218,34 @@ def _parameter_bytes(built: torch.nn.Module) -> int:
 
 
 def _measure_flashrl(arm: Arm, built, model_config, weights, repeats: int, device: torch.device) -> Result:
-    from vllm.model_executor.model_loader.utils import process_weights_after_loading
-
     from flashrl_verl.rollout.adapter import cast_for_rollout
+    from flashrl_verl.rollout.post_process import PostProcess
     from flashrl_verl.rollout.refit import WeightRefit
 
-    refit = WeightRefit(built)
+    refit, post_process = WeightRefit(built), PostProcess(built, model_config, device)
     stride = stride_for(len(weights), _RECEIPT_TENSORS)
     step = 0
+    load_seconds = []
 
     def update() -> None:
         nonlocal step
         refit.begin(step, stride)
         for bucket in _buckets(weights):
             refit.load(list(cast_for_rollout(bucket, torch.bfloat16)))
-        refit.finish(lambda: process_weights_after_loading(built, model_config, device))
+        load_seconds.append(refit.finish(post_process)["seconds"]["load"])
         step += 1
-
-    def load() -> None:
-        for bucket in _buckets(weights):
-            built.load_weights(cast_for_rollout(bucket, torch.bfloat16))
 
     update()  # the careful first
     update()
     extra = _with_peak(update, device)
     refit_seconds = [_timed(update, device) for _ in range(repeats)]
-    load()
-    load_seconds = [_timed(load, device) for _ in range(repeats)]
     return Result(
         arm=arm.name,
         source=str(weights[0][1].dtype).removeprefix("torch."),
         read_bytes=sum(t.numel() * t.element_size() for _, t in weights),
         written_bytes=_parameter_bytes(built),
         refit_seconds=refit_seconds,
-        load_seconds=load_seconds,
+        load_seconds=load_seconds[-repeats:],
         extra_bytes=extra,
     )
 

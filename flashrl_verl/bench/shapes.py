@@ -96,11 +96,26 @@ def tensor_shapes(config: PretrainedConfig) -> Iterator[tuple[str, torch.Tensor]
 
 
 def random_weights(
-    config: PretrainedConfig, dtype: torch.dtype, device: torch.device, seed: int = 0
+    config: PretrainedConfig, dtype: torch.dtype, device: torch.device, bucket_bytes: int, seed: int = 0
 ) -> dict[str, torch.Tensor]:
-    """Make weights of a model's shape, normal with standard deviation 0.02, on the device."""
+    """Make weights of a model's shape, normal with standard deviation 0.02, on the device.
+
+    They lie behind each other in buffers of ``bucket_bytes``, as in the buckets in which verl sends them.
+    """
     generator = torch.Generator(device).manual_seed(seed)
-    weights = {}
-    for name, shape in tensor_shapes(config):
-        weights[name] = torch.empty(shape.shape, dtype=dtype, device=device).normal_(0, 0.02, generator=generator)
+    weights: dict[str, torch.Tensor] = {}
+    pending: list[tuple[str, torch.Size]] = []
+
+    def flush() -> None:
+        buffer = torch.empty(sum(shape.numel() for _, shape in pending), dtype=dtype, device=device)
+        buffer.normal_(0, 0.02, generator=generator)
+        for (name, shape), part in zip(pending, buffer.split([shape.numel() for _, shape in pending]), strict=True):
+            weights[name] = part.view(shape)
+        pending.clear()
+
+    for name, meta in tensor_shapes(config):
+        if pending and (sum(shape.numel() for _, shape in pending) + meta.numel()) * dtype.itemsize > bucket_bytes:
+            flush()
+        pending.append((name, meta.shape))
+    flush()
     return weights

@@ -10,8 +10,14 @@ import torch
 from flashrl_verl.quantization import numerics
 from flashrl_verl.quantization.numerics import RowFormat
 
-_MAX_BLOCK = 32768
-"""Longest row a single program holds in registers (64 fp32 values a thread at 16 warps); longer rows take two passes."""
+_MAX_IN_REGISTERS = 32768
+"""Longest row a single program holds in registers (64 fp32 values a thread at 16 warps); longer rows are read twice."""
+
+_LONG_BLOCK = 8192
+"""Columns that a program reads at a time from a row longer than that."""
+
+_COLUMNS_PER_WARP = 1024
+"""32 values a lane, as four loads of 16 bytes: enough in flight to hide memory's latency."""
 
 
 def quantize_rows_into(
@@ -65,11 +71,10 @@ def _triton_quantize_rows_into(
     column_offset: int,
     flag: torch.Tensor | None,
 ) -> None:
-    from flashrl_verl.quantization.triton_rows import quantize_rows_kernel  # Triton is only where a GPU is
+    from flashrl_verl.quantization import triton_rows  # Triton is only where a GPU is
 
     n, k = weight.shape
-    block = min(1 << (k - 1).bit_length(), _MAX_BLOCK)
-    quantize_rows_kernel[(n,)](
+    arguments = (
         weight,
         codes,
         scales,
@@ -82,10 +87,30 @@ def _triton_quantize_rows_into(
         codes.stride(0),
         codes.stride(1),
         scales.stride(0),
-        CODE_MAX=float(fmt.code_max),
-        INTEGER=fmt.rounds_to_integers,
-        FLAG=flag is not None,
-        BLOCK=block,
-        ONE_PASS=block >= k,
-        num_warps=8 if block <= 8192 else 16,
     )
+    head, tail = split_row(k)
+    if head + tail > _MAX_IN_REGISTERS:
+        triton_rows.quantize_long_rows_kernel[(n,)](
+            *arguments, fmt.code_max, fmt.rounds_to_integers, flag is not None, BLOCK=_LONG_BLOCK, num_warps=8
+        )
+        return
+    warps = min(16, max(1, (head + tail) // _COLUMNS_PER_WARP))
+    triton_rows.quantize_rows_kernel[(n,)](
+        *arguments,
+        fmt.code_max,
+        fmt.rounds_to_integers,
+        flag is not None,
+        HEAD=head,
+        TAIL=tail,
+        num_warps=1 << (warps.bit_length() - 1),
+    )
+
+
+def split_row(k: int) -> tuple[int, int]:
+    """Split k columns into the largest power of two and the rest rounded up to one (0 where nothing is left).
+
+    5120 becomes 4096 + 1024, where one power of two would be 8192.
+    """
+    head = 1 << (k.bit_length() - 1)
+    rest = k - head
+    return head, 1 << (rest - 1).bit_length() if rest else 0

@@ -18,29 +18,29 @@ from flashrl_verl.quantization.kernels import quantize_rows_into
 from flashrl_verl.quantization.numerics import RowFormat, as_bytes
 
 
-class LoadRecorder(Protocol):
-    """Watches the shards that are quantized while it is active (``record_loads``)."""
+class LoadObserver(Protocol):
+    """Watches the shards that are quantized while it is active (``observe_loads``)."""
 
-    def flag(self, source: torch.Tensor) -> torch.Tensor:
-        """Return the [1] int32 flag to raise when ``source`` [n, K] holds NaN or Inf."""
+    flag: torch.Tensor
+    """[1] int32, set to 1 by a shard that holds NaN or Inf."""
 
     def loaded(self, weight: "QuantizedStorage", source: torch.Tensor, first_row: int, first_column: int) -> None:
         """Called after ``source`` [n, K] became rows ``first_row : first_row + n`` of ``weight.rows``; the storage holds
         columns ``first_column`` and following of it."""
 
 
-_recorders: list[LoadRecorder] = []
+_observers: list[LoadObserver] = []
 
 
 @contextlib.contextmanager
-def record_loads(recorder: LoadRecorder) -> Iterator[None]:
-    """Tell ``recorder`` of every shard quantized inside the ``with`` block (one process, one thread, not nested)."""
-    assert not _recorders, "loads are recorded already"
-    _recorders.append(recorder)
+def observe_loads(observer: LoadObserver) -> Iterator[None]:
+    """Tell ``observer`` of every shard quantized inside the ``with`` block (one process, one thread, not nested)."""
+    assert not _observers, "loads are observed already"
+    _observers.append(observer)
     try:
         yield
     finally:
-        _recorders.clear()
+        _observers.clear()
 
 
 class QuantizedStorage:
@@ -55,6 +55,10 @@ class QuantizedStorage:
     format: RowFormat
     loaded_elements: int
     """Codes written since ``reset_account``; equals ``numel()`` when every shard arrived exactly once."""
+    _views: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]
+
+    def _set_up(self, scales: torch.nn.Parameter, format: RowFormat) -> None:
+        self.scales, self.format, self.loaded_elements, self._views = scales, format, 0, {}
 
     @property
     def rows(self) -> torch.Tensor:
@@ -80,16 +84,22 @@ class QuantizedStorage:
         if tuple(loaded_weight.shape) != (rows, columns):
             raise ValueError(f"expected a shard of shape {(rows, columns)}, got {tuple(loaded_weight.shape)}")
 
+    def row_range(self, first_row: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes [rows, K] and scales [rows, 1] of some rows; the views are kept, as every update asks for the same ones."""
+        views = self._views.get((first_row, rows))
+        if views is None or views[0].data_ptr() != self.data.data_ptr() + first_row * self.data.shape[-1]:
+            views = self.rows.narrow(0, first_row, rows), self.row_scales.narrow(0, first_row, rows)
+            self._views[first_row, rows] = views
+        return views
+
     def _quantize(self, source: torch.Tensor, first_row: int, first_column: int) -> None:
-        n = source.shape[0]
-        source = source.to(self.data.device, non_blocking=True)
-        recorder = _recorders[0] if _recorders else None
-        codes, scales = self.rows.narrow(0, first_row, n), self.row_scales.narrow(0, first_row, n)
-        flag = None if recorder is None else recorder.flag(source)
-        quantize_rows_into(source, codes, scales, self.format, first_column, flag)
+        observer = _observers[0] if _observers else None
+        codes, scales = self.row_range(first_row, source.shape[0])
+        flag = None if observer is None else observer.flag
+        quantize_rows_into(source.to(self.data.device, non_blocking=True), codes, scales, self.format, first_column, flag)
         self.loaded_elements += codes.numel()
-        if recorder is not None:
-            recorder.loaded(self, source, first_row, first_column)
+        if observer is not None:
+            observer.loaded(self, source, first_row, first_column)
 
 
 class QuantizedWeight(QuantizedStorage, ModelWeightParameter):
@@ -97,7 +107,7 @@ class QuantizedWeight(QuantizedStorage, ModelWeightParameter):
 
     def __init__(self, *, scales: torch.nn.Parameter, format: RowFormat, **kwargs):
         super().__init__(**kwargs)
-        self.scales, self.format, self.loaded_elements = scales, format, 0
+        self._set_up(scales, format)
 
     def load_column_parallel_weight(self, loaded_weight: torch.Tensor) -> None:
         rows = self.data.shape[0]
@@ -140,7 +150,7 @@ class QuantizedExperts(QuantizedStorage, torch.nn.Parameter):
         return super().__new__(cls, data, requires_grad=False)
 
     def __init__(self, *, data: torch.Tensor, scales: torch.nn.Parameter, format: RowFormat, tp_rank: int, tp_size: int):
-        self.scales, self.format, self.loaded_elements = scales, format, 0
+        self._set_up(scales, format)
         self.tp_rank, self.tp_size = tp_rank, tp_size
 
     def weight_loader(

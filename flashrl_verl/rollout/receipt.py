@@ -30,6 +30,10 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     """
     flat = tensor.detach().contiguous().reshape(-1)
     words = flat.view(torch.int16 if flat.numel() * flat.element_size() % 2 == 0 else torch.uint8)
+    if words.is_cuda and words.dtype == torch.int16:
+        from flashrl_verl.rollout import triton_scan  # Triton is only where a GPU is
+
+        return triton_scan.checksum(words, _PERIOD)
     columns = torch.arange(1, _PERIOD + 1, dtype=torch.int64, device=words.device)
     whole = words.numel() // _PERIOD * _PERIOD
     tail = words[whole:].to(torch.int64)
@@ -50,6 +54,11 @@ def all_finite(tensor: torch.Tensor) -> torch.Tensor:
 
     A sum would overflow to Inf on healthy BF16 tensors; minimum and maximum propagate NaN and see Inf.
     """
+    if tensor.is_cuda:
+        from flashrl_verl.rollout import triton_scan
+
+        if triton_scan.has_fast_finite(tensor):
+            return triton_scan.all_finite(tensor)
     return torch.stack(tensor.aminmax()).isfinite().all()
 
 

@@ -13,14 +13,22 @@ import torch
 from verl.workers.rollout.vllm_rollout.weight_update_utils import apply_buffer_updates
 
 from flashrl_verl.errors import RefitError
-from flashrl_verl.quantization.parameter import QuantizedStorage, record_loads
+from flashrl_verl.quantization.parameter import QuantizedStorage, observe_loads
 from flashrl_verl.rollout.phase_clock import PhaseClock
+from flashrl_verl.rollout.plan import LoadPlan, NamedTensors, Shard
 from flashrl_verl.rollout.receipt import Manifest, to_host
-from flashrl_verl.rollout.recorder import NamedTensors, UpdateRecorder
+from flashrl_verl.rollout.recorder import LoadRecorder
 from flashrl_verl.rollout.storage_check import CodeChangeMeter, StorageCheck
 
 _LISTED = 20
 """Names an error lists before it only counts."""
+
+_SMALL_BYTES = 1 << 20
+"""Unquantized tensors up to this size are kept until the end of an update: vLLM's models need milliseconds for a call of
+``load_weights``, however little it loads."""
+
+_SMALL_TOTAL = 32 << 20
+"""Bytes kept at most, after which they are loaded."""
 
 
 class WeightRefit:
@@ -37,8 +45,18 @@ class WeightRefit:
         self.left_alone: list[str] = []
         """HF names the model ignores on purpose (a tied ``lm_head``, rotary inverse frequencies)."""
         self.last_receipt: dict = {}
-        self._recorder = UpdateRecorder(next(model.parameters()).device)
+        self._device = next(model.parameters()).device
+        self._flag = torch.zeros(1, dtype=torch.int32, device=self._device)
+        """Set by the row kernel when a quantized tensor holds NaN or Inf; read once an update."""
+        self._plan = LoadPlan()
+        self._recorder = LoadRecorder(self._plan, self._flag, self._on_load)
         self._meter: CodeChangeMeter | None = None
+        # Where every parameter hangs: walking vLLM's modules takes longer than loading them.
+        self._slots = [
+            (f"{prefix}.{key}" if prefix else key, module, key)
+            for prefix, module in model.named_modules()
+            for key in module._parameters
+        ]
 
     def forget(self) -> None:
         """Make the next update careful again: storage poisoned, everything recorded anew. Addresses still may not move."""
@@ -49,18 +67,21 @@ class WeightRefit:
         self.manifest = Manifest(step=step, stride=stride)
         self._problems: list[str] = []
         self._unexpected: list[str] = []
-        self._parameters = dict(self.model.named_parameters())
+        self._small: NamedTensors = []
+        self._parameters = self._current_parameters()
         self._quantized = {n: p for n, p in self._parameters.items() if isinstance(p, QuantizedStorage)}
-        self._vllm_names = {id(p): n for n, p in self._quantized.items()}
-        self._buffers = dict(self.model.named_buffers())
         self._storage = StorageCheck(step)
-        self._clock = PhaseClock(next(self.model.parameters()).device)
+        self._clock = PhaseClock(self._device)
+        self._flag.zero_()
         self.last_receipt = {}
-        self._recorder.begin(self._on_shard)
         for weight in self._quantized.values():
             weight.reset_account()
         if self.baseline is None:
             self.written, self.left_alone = {}, []
+            self._plan = LoadPlan()
+            self._recorder = LoadRecorder(self._plan, self._flag, self._on_load)
+            self._vllm_names = {id(p): n for n, p in self._quantized.items()}
+            self._buffers = dict(self.model.named_buffers())
             self._poison()
 
     def load(self, weights: NamedTensors) -> None:
@@ -75,16 +96,16 @@ class WeightRefit:
             if self.baseline is None:
                 self._load_carefully(weights)
             else:
-                self._load_as_before(weights)
+                self._load_as_planned(weights)
             for name, tensor in weights:
-                if name not in self._recorder.written:  # the row kernel looks at those
+                if name not in self._plan:  # the row kernel looks at those
                     self.manifest.check_finite(name, tensor)
 
     def finish(self, process_weights: Callable[[], None]) -> dict:
         """End the update: let vLLM post-process, verify, and return the report.
 
         Args:
-            process_weights: vLLM's ``process_weights_after_loading`` for this model.
+            process_weights: vLLM's ``process_weights_after_loading`` for this model (``PostProcess``).
 
         Returns:
             Plain data: receipt, seconds (``load``: the loading itself; ``finish``: post-processing and verification), tensors
@@ -93,6 +114,8 @@ class WeightRefit:
         Raises:
             RefitError: one error that lists everything unaccounted for; the engine's weights are then unusable.
         """
+        with self._clock:
+            self._load_small()
         load_seconds = self._clock.seconds()
         started = time.perf_counter()
         self._check_account()
@@ -103,6 +126,7 @@ class WeightRefit:
             raise RefitError(f"weight update of step {self.manifest.step}: " + "; ".join(self._problems))
         if self.baseline is None:
             self.baseline = dict(self.manifest.shapes)
+            self._recorder.close()
         if not self.addresses:
             self.addresses = self._current_addresses()
             self._meter = CodeChangeMeter(list(self._quantized.values()))
@@ -117,6 +141,10 @@ class WeightRefit:
             "code_change_rate": changed,
         }
 
+    def _current_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """Name -> parameter as it hangs in its module now; a replaced one shows, whoever replaced it."""
+        return {name: module._parameters[key] for name, module, key in self._slots if module._parameters.get(key) is not None}
+
     def _current_addresses(self) -> dict[str, int]:
         return {name: parameter.data_ptr() for name, parameter in self._parameters.items()}
 
@@ -127,23 +155,28 @@ class WeightRefit:
             elif parameter.is_floating_point() and parameter.dtype.itemsize > 1:
                 parameter.data.fill_(float("nan"))
 
-    def _on_shard(self, name: str, weight: QuantizedStorage, source: torch.Tensor, first_row: int, first_column: int) -> None:
+    def _on_load(self, name: str, weight: QuantizedStorage, source: torch.Tensor, first_row: int, first_column: int) -> None:
         if self.manifest.samples(name):
             self._storage.expect_codes(name, weight, source, first_row, first_column)
+
+    def _on_shard(self, name: str, shard: Shard, tensor: torch.Tensor) -> None:
+        if self.manifest.samples(name):
+            rows = tensor.narrow(0, shard.source_row, shard.rows)
+            self._storage.expect_codes(name, shard.weight, rows, shard.first_row, shard.first_column)
 
     def _load_carefully(self, weights: NamedTensors) -> None:
         """Load a bucket at once, then everything that was not quantized alone: what it wrote, if anything, is the record."""
         plain = [(name, tensor) for name, tensor in weights if name not in self._buffers]
         try:
-            with record_loads(self._recorder):
+            with observe_loads(self._recorder):
                 self.model.load_weights(self._recorder.watch(plain))
         except Exception:  # noqa: BLE001 - one by one, the tensor at fault has a name
             self._recorder.take_back({name for name, _ in plain})
         for name, tensor in weights:
-            if name not in self._recorder.written:
-                self._load_alone(name, tensor)
-            else:
+            if name in self._recorder.written:
                 self.written[name] = {self._vllm_names[id(weight)] for weight in self._recorder.written[name]}
+            else:
+                self._load_alone(name, tensor)
 
     def _load_alone(self, name: str, tensor: torch.Tensor) -> None:
         """Load one tensor and classify it: it wrote parameters, it is ignored on purpose, or it is unexpected."""
@@ -152,7 +185,7 @@ class WeightRefit:
                 apply_buffer_updates(self.model, [(name, tensor)], self._buffers)
                 loaded = {name}
             else:
-                with record_loads(self._recorder):
+                with observe_loads(self._recorder):
                     loaded = set(self.model.load_weights(self._recorder.watch([(name, tensor)])) or ())
         except Exception as error:  # noqa: BLE001 - models raise anything; the name is what the user needs
             self._problems.append(f"{name} {tuple(tensor.shape)} does not fit: {_first_line(error)}")
@@ -166,22 +199,42 @@ class WeightRefit:
         else:
             self._unexpected.append(name)
 
-    def _load_as_before(self, weights: NamedTensors) -> None:
-        weights = [(n, t) for n, t in weights if self.baseline.get(n) == tuple(t.shape)]  # the rest: _check_account
+    def _load_as_planned(self, weights: NamedTensors) -> None:
+        """Load a bucket by the record of the first update; tensors of other names or shapes are ``_check_account``'s."""
+        known = [(n, t) for n, t in weights if self.baseline.get(n) == tuple(t.shape)]
+        self._plan.run([(n, t) for n, t in known if n in self._plan], self._flag, self._on_shard)
+        large: NamedTensors = []
+        for name, tensor in known:
+            if name in self._plan:
+                continue
+            if tensor.numel() * tensor.element_size() <= _SMALL_BYTES:
+                self._small.append((name, tensor.clone()))
+            else:
+                large.append((name, tensor))
+        self._load_by_vllm(large)
+        if sum(t.numel() * t.element_size() for _, t in self._small) > _SMALL_TOTAL:
+            self._load_small()
+
+    def _load_small(self) -> None:
+        small, self._small = self._small, []
+        self._load_by_vllm(small)
+
+    def _load_by_vllm(self, weights: NamedTensors) -> None:
+        """Load tensors through the model's own loaders, or buffers in place, and check that each was taken."""
+        if not weights:
+            return
         buffers = [(n, t) for n, t in weights if n in self._buffers]
         others = [(n, t) for n, t in weights if n not in self._buffers]
+        loaded = {n for n, _ in buffers}
         try:
-            loaded = set()
             if buffers:
                 apply_buffer_updates(self.model, buffers, self._buffers)
-                loaded |= {n for n, _ in buffers}
-            with record_loads(self._recorder):
+            with observe_loads(self._recorder):
                 loaded |= set(self.model.load_weights(self._recorder.watch(others)) or ()) if others else set()
         except Exception as error:  # noqa: BLE001
-            names = ", ".join(n for n, _ in weights[:_LISTED])
-            self._problems.append(f"loading a bucket failed ({names}): {_first_line(error)}")
+            self._problems.append(f"loading a bucket failed ({_list([n for n, _ in weights])}): {_first_line(error)}")
             return
-        skipped = [n for n, _ in weights if n not in self._recorder.written and not self.written[n] <= loaded]
+        skipped = [n for n, _ in weights if not self.written[n] <= loaded]
         if skipped:
             self._problems.append("the model did not load " + _list(skipped))
         for name, tensor in others:
@@ -206,7 +259,7 @@ class WeightRefit:
             for text, names in (("missing", missing), ("unexpected", extra), ("wrongly shaped", wrong)):
                 if names:
                     self._problems.append(f"{text} tensors: {_list(names)}")
-        bad = self._recorder.non_finite() + self.manifest.non_finite()
+        bad = self._non_finite_quantized() + self.manifest.non_finite()
         if bad:
             self._problems.append(
                 f"NaN or Inf in {_list(bad)}: resume from a checkpoint before it with a lower "
@@ -221,6 +274,13 @@ class WeightRefit:
             self._problems.append("quantized weights that were not written exactly once: " + _list(partial))
         if self.baseline is None and not bad and not partial:
             self._check_holes()
+
+    def _non_finite_quantized(self) -> list[str]:
+        """Names of quantized tensors with NaN or Inf, from the scales they left; looked for only when the flag is up."""
+        if not self._flag.item():
+            return []
+        planned = [name for name in self.manifest.shapes if name in self._plan]
+        return [name for name in planned if not all(s.scales().isfinite().all() for s in self._plan.shards(name))]
 
     def _check_holes(self) -> None:
         names, flags = [], []
@@ -237,7 +297,7 @@ class WeightRefit:
 
     def _check_storage(self) -> None:
         """The storage must hold what ``numerics`` gives for sampled rows, or a copy of what arrived, where it always lay."""
-        self._parameters = dict(self.model.named_parameters())
+        self._parameters = self._current_parameters()
         moved = [n for n, address in self._current_addresses().items() if self.addresses.get(n, address) != address]
         for text, names in (
             ("parameters that moved, which CUDA graphs would not see", moved),

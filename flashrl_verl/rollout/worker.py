@@ -6,10 +6,10 @@ from verl.utils.device import get_device_name
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
-from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
 from flashrl_verl.quantization.parameter import QuantizedStorage
 from flashrl_verl.rollout.padded_vocab import PaddedVocabularyMeter
+from flashrl_verl.rollout.post_process import PostProcess
 from flashrl_verl.rollout.refit import WeightRefit
 from flashrl_verl.rollout.transfer import DrainingReceiver
 
@@ -116,15 +116,16 @@ class FlashRLWorkerExtension(vLLMColocateWorkerExtension):
         if self.device is None:
             self.device = torch.device(get_device_name())
         if self._flashrl_refit is None:
-            self._flashrl_refit = WeightRefit(self.model_runner.model)
+            model, model_config = self.model_runner.model, self.model_runner.vllm_config.model_config
+            self._flashrl_refit = WeightRefit(model)
+            self._flashrl_post_process = PostProcess(model, model_config, self.device)
         refit = self._flashrl_refit
         refit.begin(flashrl["step"], flashrl["stride"])
         receiver = DrainingReceiver(
             zmq_handle=self._get_zmq_handle(), device=self.device, use_shm=use_shm, timeout_s=flashrl["timeout_s"]
         )
         receiver.drain(refit.load)
-        model_config = self.model_runner.vllm_config.model_config
-        report = refit.finish(lambda: process_weights_after_loading(self.model_runner.model, model_config, self.device))
+        report = refit.finish(self._flashrl_post_process)
         if self._flashrl_meter is not None:
             self._flashrl_meter.reset()
         return report

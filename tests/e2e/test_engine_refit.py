@@ -8,7 +8,7 @@ machine with a GPU the engine is the CUDA one, with CUDA graphs and sleep mode; 
 import numpy as np
 import pytest
 import torch
-from engines import Refit, greedy
+from engines import CUDA, Refit, greedy
 from engines import engine as start_engine
 from references import assert_storage
 from tiny_models import LAYERS, VOCAB, make, wire
@@ -177,20 +177,39 @@ def test_a_parameter_that_moves_is_noticed(trainer, refit):
         refit(wire(trainer), step=1)
 
 
-def test_storage_that_does_not_match_what_arrived_is_noticed(trainer, refit):
-    from flashrl_verl.quantization.parameter import QuantizedWeight
+def test_storage_that_does_not_match_what_arrived_is_noticed(trainer, refit, monkeypatch):
+    from flashrl_verl.quantization.numerics import as_bytes
+    from flashrl_verl.rollout import plan
 
     refit(wire(trainer), step=0)
-    weight = next(p for p in refit.model.parameters() if isinstance(p, QuantizedWeight))
-    load = weight.load_qkv_weight
+    quantize = plan.quantize_rows_into
 
-    def overwritten(loaded_weight, **kwargs):
-        load(loaded_weight, **kwargs)
-        weight.data[:, 0] ^= 1  # one bit in every row
+    def one_bit_wrong(weight, codes, *rest):
+        quantize(weight, codes, *rest)
+        as_bytes(codes)[:, 0] ^= 1
 
-    weight.load_qkv_weight = overwritten
+    monkeypatch.setattr(plan, "quantize_rows_into", one_bit_wrong)
+    with pytest.raises(RefitError, match="stored codes are not those of the tensors that arrived"):
+        refit(wire(trainer), step=1)
+
+
+def test_a_tensor_the_model_transforms_before_it_loads_it_goes_through_the_model_every_time(trainer, refit):
+    """No range of rows of what arrived, so the plan cannot hold it; it is quantized, checked and flagged all the same."""
+    load_weights = type(refit.model).load_weights
+
+    def transformed(weights):
+        return load_weights(refit.model, ((n, t * 2 if n == K_PROJ else t) for n, t in weights))
+
+    refit.model.load_weights = transformed
     try:
-        with pytest.raises(RefitError, match="stored codes are not those of the tensors that arrived"):
-            refit(wire(trainer), step=1)
+        weights = wire(trainer)
+        for step in range(3):
+            report = refit(weights, step)
+            doubled = {**weights, K_PROJ: weights[K_PROJ] * 2}
+            assert_storage_is_int8_of(refit.model, doubled)
+            assert report["updated"] == len(weights)
+        weights[K_PROJ].fill_(float("nan"))
+        with pytest.raises(RefitError, match=f"NaN or Inf in {K_PROJ}"):
+            refit(weights, 3)
     finally:
-        del weight.load_qkv_weight
+        del refit.model.load_weights

@@ -229,3 +229,24 @@ def test_integer_sources_and_misfitting_storage_are_refused(fmt):
         quantize_rows_into(torch.zeros(2, 3), codes, scales, fmt, column_offset=1)
     with pytest.raises(ValueError, match="codes .* of format"):
         quantize_rows_into(torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.uint8), scales, fmt)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sixteen_million_quotients_are_rounded_as_ieee_division_rounds_them(fmt, dtype):
+    """The kernel divides by multiplication: many scales, and columns beside exact ties, where one ulp changes a code."""
+    g = torch.Generator(device="cuda").manual_seed(7)
+    rows, columns = 2048, 8192
+    scales = torch.exp2(torch.rand(rows, 1, generator=g, device="cuda") * 60 - 30)
+    codes = torch.randint(-127, 127, (rows, columns), generator=g, device="cuda") + 0.5
+    nudge = 1 + torch.randint(-4, 5, (rows, columns), generator=g, device="cuda") * 2.0**-23
+    weight = (codes * scales * nudge).to(dtype)
+    weight[:, 0] = (scales * fmt.code_max).squeeze(1).to(dtype)
+    weight = weight.clamp(-weight[:, :1], weight[:, :1])
+    weight = torch.where(weight.isfinite(), weight, 0)
+    got, got_scales = torch.empty(weight.shape, dtype=fmt.dtype, device="cuda"), torch.empty(rows, 1, device="cuda")
+    quantize_rows_into(weight, got, got_scales, fmt)
+    expected, expected_scales = quantize_rows(weight.cpu(), fmt)
+    assert torch.equal(got_scales.cpu(), expected_scales)
+    assert torch.equal(as_bytes(got).cpu(), as_bytes(expected))

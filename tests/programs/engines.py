@@ -74,22 +74,21 @@ class Refit:
     """A ``WeightRefit`` of an engine's model that is called like one weight update, in buckets of a few tensors."""
 
     def __init__(self, llm: Any):
+        from flashrl_verl.rollout.post_process import PostProcess
         from flashrl_verl.rollout.refit import WeightRefit
 
         self._llm, self._runner = llm, runner(llm)
         self.model = self._runner.model
         self.account = WeightRefit(self.model)
+        self._device = torch.device("cuda" if CUDA else "cpu")
+        self._post_process = PostProcess(self.model, self._runner.vllm_config.model_config, self._device)
 
     def __call__(self, weights: dict[str, torch.Tensor], step: int, stride: int = 1, bucket: int = 5) -> dict:
-        from vllm.model_executor.model_loader.utils import process_weights_after_loading
-
-        device = torch.device("cuda" if CUDA else "cpu")
-        items = [(name, tensor.to(device)) for name, tensor in weights.items()]
+        items = [(name, tensor.to(self._device)) for name, tensor in weights.items()]
         self.account.begin(step, stride)
         for first in range(0, len(items), bucket):
             self.account.load(items[first : first + bucket])
-        config = self._runner.vllm_config.model_config
-        report = self.account.finish(lambda: process_weights_after_loading(self.model, config, device))
+        report = self.account.finish(self._post_process)
         self._llm.reset_prefix_cache()
         return report
 

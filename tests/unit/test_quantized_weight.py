@@ -16,8 +16,8 @@ def quantize_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def shard(rows: int, columns: int, rank: int, size: int) -> QuantizedWeight:
     """One rank's parameter. Its base class asks vLLM for the process group, which a unit test has none of."""
     weight = QuantizedWeight.__new__(QuantizedWeight, data=torch.zeros(rows, columns, dtype=torch.int8))
-    weight.scales = torch.nn.Parameter(torch.full((rows, 1), float("nan")), requires_grad=False)
-    weight.tp_rank, weight.tp_size, weight.loaded_elements, weight.format = rank, size, 0, FORMAT
+    weight._set_up(torch.nn.Parameter(torch.full((rows, 1), float("nan")), requires_grad=False), FORMAT)
+    weight.tp_rank, weight.tp_size = rank, size
     return weight
 
 

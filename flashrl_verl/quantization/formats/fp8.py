@@ -13,7 +13,7 @@ from flashrl_verl.quantization.numerics import RowFormat
 FORMAT = RowFormat(
     name="fp8",
     dtype=torch.float8_e4m3fn,
-    code_max=448,
+    code_max=448.0,
     unwritten=0x7F,  # NaN
 )
 

@@ -9,7 +9,7 @@ from flashrl_verl.quantization.numerics import RowFormat
 FORMAT = RowFormat(
     name="int8",
     dtype=torch.int8,
-    code_max=127,
+    code_max=127.0,
     unwritten=0x80,  # -128: the code book is symmetric and never holds it
 )
 
