@@ -38,8 +38,9 @@ def _codes(x, scale, inverse, EXACT: tl.constexpr, INTEGER: tl.constexpr, dtype:
         quotient = tl.div_rn(x, scale)
     else:
         quotient = x * inverse
-        quotient = tl.fma(tl.fma(-quotient, scale, x), inverse, quotient)
-        quotient = tl.fma(tl.fma(-quotient, scale, x), inverse, quotient)
+        # The remainder with its sign turned: -0 stays -0, which E4M3 has a code for.
+        quotient = tl.fma(-tl.fma(quotient, scale, -x), inverse, quotient)
+        quotient = tl.fma(-tl.fma(quotient, scale, -x), inverse, quotient)
     # No clamp: |x| / scale exceeds the largest code by at most a rounding error, which both conversions round back.
     if INTEGER:
         return (quotient + _ROUND).to(tl.int32, bitcast=True).to(dtype)

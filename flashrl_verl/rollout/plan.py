@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The load plan: which rows of which tensor become which rows of which quantized weight.
+"""The load plan: which rows of which tensor of an update become which rows of which parameter.
 
-The first, careful update runs through vLLM's own loaders and records what they asked the parameters for. Every later update
-carries it out directly: no name is matched against mappings again, which takes a 30B mixture of experts a second an update, and
-shards that lie behind each other both in the bucket and in the storage (an expert's gate and up projections, all experts of a
-layer) become one kernel launch.
+The first, careful update runs through vLLM's own loaders and records what they did. Every later update carries it out directly:
+no name is matched against mappings again, no model is walked (a call of ``load_weights`` costs milliseconds, whatever it
+loads), and shards that lie behind each other both in the bucket and in the storage (an expert's gate and up projections, all
+experts of a layer) become one kernel launch.
 """
 
 import dataclasses
@@ -35,6 +35,22 @@ class Shard:
         return self.weight.row_range(self.first_row, self.rows)[1]
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Copy:
+    """Rows of an unquantized parameter that are a copy of rows of one tensor of an update."""
+
+    parameter: torch.nn.Parameter
+    first_row: int
+    rows: int
+    source_row: int
+
+    def destination(self) -> torch.Tensor:
+        return self.parameter.data.narrow(0, self.first_row, self.rows)
+
+    def source(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.narrow(0, self.source_row, self.rows)
+
+
 ShardCallback = Callable[[str, Shard, torch.Tensor], None]
 """(name, shard, source rows [n, K]), after the shard was quantized or is certain to be."""
 
@@ -44,12 +60,11 @@ class LoadPlan:
 
     def __init__(self):
         self._shards: dict[str, list[Shard]] = {}
+        self.copies: dict[str, Copy] = {}
+        """Tensors that become a copy, by name."""
 
-    def __contains__(self, name: str) -> bool:
+    def quantizes(self, name: str) -> bool:
         return name in self._shards
-
-    def __len__(self) -> int:
-        return len(self._shards)
 
     def shards(self, name: str) -> list[Shard]:
         return self._shards[name]
@@ -82,7 +97,7 @@ class LoadPlan:
             self._shards.pop(name, None)
 
     def run(self, weights: NamedTensors, flag: torch.Tensor, on_shard: ShardCallback) -> None:
-        """Quantize the shards of ``weights``, all of which are in the plan, in as few launches as their places allow.
+        """Quantize the shards of ``weights``, all of which the plan ``quantizes``, in as few launches as their places allow.
 
         Args:
             weights: (name, contiguous [N, K] tensor) pairs of recorded shapes.
@@ -98,6 +113,61 @@ class LoadPlan:
                     pending.extend(tensor, shard)
                 on_shard(name, shard, tensor)
         pending.launch(flag)
+
+    def run_copies(self, weights: NamedTensors) -> None:
+        """Copy ``weights``, all of which are in ``copies``, into their parameters: one kernel for many small ones."""
+        destinations, sources = [], []
+        for name, tensor in weights:
+            copy = self.copies[name]
+            destinations.append(copy.destination())
+            sources.append(copy.source(tensor))
+        if destinations:
+            torch._foreach_copy_(destinations, sources, non_blocking=True)
+
+
+_PROBE_BYTES = 64 << 20
+"""Largest tensor that ``find_copy`` takes: it makes several of its size."""
+
+_DIGIT = 128
+"""Base in which a probe writes row numbers: every integer up to 256 is a BF16 value."""
+
+
+def find_copy(parameter: torch.nn.Parameter, tensor: torch.Tensor, load: Callable[[torch.Tensor], object]) -> Copy | None:
+    """Find out which rows of an unquantized parameter a loader fills with which rows of a tensor of another shape.
+
+    Row numbers are loaded instead of the tensor, digit by digit, and read back: the values of weights could not tell (a bias
+    that is still zero lies everywhere). Biases of fused projections and tensor-parallel slices of vectors are such tensors.
+
+    Args:
+        parameter: its contents are restored, and the tensor's rows loaded.
+        tensor: [R, ...] floating point.
+        load: the model's loader of such a tensor.
+
+    Returns:
+        The copy; None when the rows do not lie behind each other, or the tensor is too large to try.
+    """
+    if parameter.shape[1:] != tensor.shape[1:] or tensor.nbytes > _PROBE_BYTES:
+        return None
+    kept = parameter.data.clone()
+    rows = torch.arange(tensor.shape[0], device=tensor.device)
+    found = torch.zeros(parameter.shape[0], dtype=torch.int64, device=parameter.device)
+    weight = 1
+    while weight <= tensor.shape[0]:
+        parameter.data.fill_(float("nan"))
+        digit = rows // weight % _DIGIT
+        load(digit.to(tensor.dtype).view(-1, *[1] * (tensor.dim() - 1)).expand_as(tensor).contiguous())
+        read = parameter.data.flatten(1)[:, 0] if parameter.dim() > 1 else parameter.data
+        found += torch.where(read.isnan(), torch.full_like(found, -1), read.nan_to_num().long() * weight)
+        weight *= _DIGIT
+    parameter.data.copy_(kept)
+    load(tensor)
+    filled = (found >= 0).nonzero().flatten().tolist()
+    if not filled or filled != list(range(filled[0], filled[-1] + 1)):
+        return None
+    sources = found[filled[0] : filled[-1] + 1].tolist()
+    if sources != list(range(sources[0], sources[0] + len(sources))):
+        return None
+    return Copy(parameter, filled[0], len(filled), sources[0])
 
 
 class _Launch:

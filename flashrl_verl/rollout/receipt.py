@@ -9,7 +9,7 @@ them after every update.
 import dataclasses
 import hashlib
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -75,6 +75,19 @@ def stride_for(tensors: int, sample: int) -> int:
     return max(1, tensors // sample)
 
 
+_SMALL_ELEMENTS = 65536
+"""Tensors of at most this size are checked for NaN and Inf together."""
+
+
+@dataclasses.dataclass
+class _FiniteCheck:
+    """One or many tensors, whether all of them are finite ([] bool), and copies of them where they are many."""
+
+    names: list[str]
+    finite: torch.Tensor
+    parts: Sequence[torch.Tensor]
+
+
 @dataclasses.dataclass
 class Manifest:
     """What one side saw of one weight update."""
@@ -82,10 +95,10 @@ class Manifest:
     step: int
     stride: int
     shapes: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
-    dtypes: dict[str, str] = dataclasses.field(default_factory=dict)
+    dtypes: dict[str, torch.dtype] = dataclasses.field(default_factory=dict)
     num_bytes: int = 0
     _sums: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
-    _finite: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    _finite: list["_FiniteCheck"] = dataclasses.field(default_factory=list)
 
     def samples(self, name: str) -> bool:
         """Whether this update takes ``name``'s checksum."""
@@ -93,15 +106,25 @@ class Manifest:
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Record one tensor (any shape, a 2- or 4-byte dtype) as it passes; nothing is copied to the host yet."""
-        self.shapes[name], self.dtypes[name] = tuple(tensor.shape), str(tensor.dtype)
-        self.num_bytes += tensor.numel() * tensor.element_size()
+        self.shapes[name], self.dtypes[name] = tuple(tensor.shape), tensor.dtype
+        self.num_bytes += tensor.nbytes
         if self.samples(name):
             self._sums[name] = checksum(tensor)
 
-    def check_finite(self, name: str, tensor: torch.Tensor) -> None:
-        """Look for NaN and Inf in one tensor; ``non_finite`` tells. Reads it once more."""
-        if tensor.is_floating_point() and tensor.numel():
-            self._finite[name] = all_finite(tensor)
+    def check_finite(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+        """Look for NaN and Inf in tensors, which are read once more; ``non_finite`` tells."""
+        small: dict[torch.dtype, list[tuple[str, torch.Tensor]]] = {}
+        for name, tensor in weights:
+            if not tensor.is_floating_point() or not tensor.numel():
+                continue
+            if tensor.numel() <= _SMALL_ELEMENTS:
+                small.setdefault(tensor.dtype, []).append((name, tensor.reshape(-1)))
+            else:
+                self._finite.append(_FiniteCheck([name], all_finite(tensor), []))
+        for pairs in small.values():  # a kernel for each of hundreds of them takes longer than all large ones
+            together = torch.cat([tensor for _, tensor in pairs])
+            parts = together.split([tensor.numel() for _, tensor in pairs])
+            self._finite.append(_FiniteCheck([name for name, _ in pairs], all_finite(together), parts))
 
     def watch(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield ``weights`` unchanged, recording each."""
@@ -111,8 +134,12 @@ class Manifest:
 
     def non_finite(self) -> list[str]:
         """Names of the tensors given to ``check_finite`` that hold NaN or Inf (synchronizes)."""
-        flags = to_host(list(self._finite.values()))
-        return [name for name, finite in zip(self._finite, flags, strict=True) if not finite]
+        flags = to_host([check.finite for check in self._finite])
+        bad: list[str] = []
+        for check, finite in zip(self._finite, flags, strict=True):
+            if not finite:
+                bad += [n for n, part in zip(check.names, check.parts, strict=False) if not all_finite(part)] or check.names
+        return bad
 
     def receipt(self) -> dict:
         """Plain data for the driver: step, number of tensors, bytes, a digest of names, shapes and dtypes, the checksums."""

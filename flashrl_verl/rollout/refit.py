@@ -15,20 +15,13 @@ from verl.workers.rollout.vllm_rollout.weight_update_utils import apply_buffer_u
 from flashrl_verl.errors import RefitError
 from flashrl_verl.quantization.parameter import QuantizedStorage, observe_loads
 from flashrl_verl.rollout.phase_clock import PhaseClock
-from flashrl_verl.rollout.plan import LoadPlan, NamedTensors, Shard
+from flashrl_verl.rollout.plan import Copy, LoadPlan, NamedTensors, Shard, find_copy
 from flashrl_verl.rollout.receipt import Manifest, to_host
 from flashrl_verl.rollout.recorder import LoadRecorder
 from flashrl_verl.rollout.storage_check import CodeChangeMeter, StorageCheck
 
 _LISTED = 20
 """Names an error lists before it only counts."""
-
-_SMALL_BYTES = 1 << 20
-"""Unquantized tensors up to this size are kept until the end of an update: vLLM's models need milliseconds for a call of
-``load_weights``, however little it loads."""
-
-_SMALL_TOTAL = 32 << 20
-"""Bytes kept at most, after which they are loaded."""
 
 
 class WeightRefit:
@@ -67,7 +60,6 @@ class WeightRefit:
         self.manifest = Manifest(step=step, stride=stride)
         self._problems: list[str] = []
         self._unexpected: list[str] = []
-        self._small: NamedTensors = []
         self._parameters = self._current_parameters()
         self._quantized = {n: p for n, p in self._parameters.items() if isinstance(p, QuantizedStorage)}
         self._storage = StorageCheck(step)
@@ -97,9 +89,7 @@ class WeightRefit:
                 self._load_carefully(weights)
             else:
                 self._load_as_planned(weights)
-            for name, tensor in weights:
-                if name not in self._plan:  # the row kernel looks at those
-                    self.manifest.check_finite(name, tensor)
+            self.manifest.check_finite([(n, t) for n, t in weights if not self._plan.quantizes(n)])  # the row kernel does those
 
     def finish(self, process_weights: Callable[[], None]) -> dict:
         """End the update: let vLLM post-process, verify, and return the report.
@@ -114,8 +104,6 @@ class WeightRefit:
         Raises:
             RefitError: one error that lists everything unaccounted for; the engine's weights are then unusable.
         """
-        with self._clock:
-            self._load_small()
         load_seconds = self._clock.seconds()
         started = time.perf_counter()
         self._check_account()
@@ -193,31 +181,36 @@ class WeightRefit:
         self.written[name] = loaded
         self._expect_copy(name, tensor)
         if loaded:
+            if len(loaded) == 1 and name not in self._buffers:
+                self._plan_copy(name, tensor, next(iter(loaded)))
             return
         if name.endswith("rotary_emb.inv_freq") or (name.startswith("lm_head.") and self._tied()):
             self.left_alone.append(name)
         else:
             self._unexpected.append(name)
 
+    def _plan_copy(self, name: str, tensor: torch.Tensor, target: str) -> None:
+        """Put ``tensor`` into the plan if the model makes rows of ``target`` a plain copy of rows of it."""
+        parameter = self._parameters.get(target)
+        if parameter is None or isinstance(parameter, QuantizedStorage) or not tensor.dim() or not tensor.is_floating_point():
+            return
+        if parameter.shape == tensor.shape:
+            copy = Copy(parameter, 0, tensor.shape[0], 0)
+        else:
+            copy = find_copy(parameter, tensor, lambda probe: self.model.load_weights([(name, probe)]))
+        if copy is not None and torch.equal(copy.source(tensor).to(parameter.dtype), copy.destination()):
+            self._plan.copies[name] = copy
+
     def _load_as_planned(self, weights: NamedTensors) -> None:
         """Load a bucket by the record of the first update; tensors of other names or shapes are ``_check_account``'s."""
         known = [(n, t) for n, t in weights if self.baseline.get(n) == tuple(t.shape)]
-        self._plan.run([(n, t) for n, t in known if n in self._plan], self._flag, self._on_shard)
-        large: NamedTensors = []
-        for name, tensor in known:
-            if name in self._plan:
-                continue
-            if tensor.numel() * tensor.element_size() <= _SMALL_BYTES:
-                self._small.append((name, tensor.clone()))
-            else:
-                large.append((name, tensor))
-        self._load_by_vllm(large)
-        if sum(t.numel() * t.element_size() for _, t in self._small) > _SMALL_TOTAL:
-            self._load_small()
-
-    def _load_small(self) -> None:
-        small, self._small = self._small, []
-        self._load_by_vllm(small)
+        plan = self._plan
+        plan.run([(n, t) for n, t in known if plan.quantizes(n)], self._flag, self._on_shard)
+        copied = [(n, t) for n, t in known if n in plan.copies]
+        plan.run_copies(copied)
+        for name, tensor in copied:
+            self._expect_copy(name, tensor)
+        self._load_by_vllm([(n, t) for n, t in known if not plan.quantizes(n) and n not in plan.copies])
 
     def _load_by_vllm(self, weights: NamedTensors) -> None:
         """Load tensors through the model's own loaders, or buffers in place, and check that each was taken."""
@@ -279,7 +272,7 @@ class WeightRefit:
         """Names of quantized tensors with NaN or Inf, from the scales they left; looked for only when the flag is up."""
         if not self._flag.item():
             return []
-        planned = [name for name in self.manifest.shapes if name in self._plan]
+        planned = [name for name in self.manifest.shapes if self._plan.quantizes(name)]
         return [name for name in planned if not all(s.scales().isfinite().all() for s in self._plan.shards(name))]
 
     def _check_holes(self) -> None:

@@ -114,6 +114,7 @@ def test_after_sleep_level_2_a_refit_restores_output_and_addresses(engine, train
     assert {n: p.data_ptr() for n, p in refit.model.named_parameters()} == addresses
 
 
+NORM = "model.norm.weight"
 K_PROJ = "model.layers.0.self_attn.k_proj.weight"
 UP_PROJ = "model.layers.1.mlp.up_proj.weight"
 
@@ -153,21 +154,29 @@ def test_all_problems_of_one_update_are_listed_together(trainer, refit):
     assert all(name in str(caught.value) for name in (K_PROJ, "extra_proj", UP_PROJ))
 
 
-def test_a_stale_unquantized_parameter_is_noticed(trainer, refit):
-    """A loader that says it wrote a parameter and did not: the receipt's checksums alone would not see it."""
+def test_a_stale_unquantized_parameter_is_noticed(trainer, refit, monkeypatch):
+    """A copy that was not made: the receipt's checksums alone, of what arrived, would not see it."""
+    from flashrl_verl.rollout.plan import LoadPlan
+
     refit(wire(trainer), step=0)
-    norm = refit.model.model.norm.weight
-    kept = norm.weight_loader if hasattr(norm, "weight_loader") else None
-    norm.weight_loader = lambda parameter, loaded: None
+    copy = LoadPlan.run_copies
+    monkeypatch.setattr(LoadPlan, "run_copies", lambda plan, items: copy(plan, [(n, t) for n, t in items if n != NORM]))
     weights = wire(trainer)
-    weights["model.norm.weight"] = weights["model.norm.weight"] + 1
+    weights[NORM] = weights[NORM] + 1
+    with pytest.raises(RefitError, match=f"not copies of the tensors that arrived: {NORM}"):
+        refit(weights, step=1)
+
+
+def test_after_the_first_update_no_loader_of_the_model_is_asked_again(trainer, refit):
+    refit(wire(trainer), step=0)
+    refit.model.load_weights = None
     try:
-        with pytest.raises(RefitError, match="not copies of the tensors that arrived: model.norm.weight"):
-            refit(weights, step=1)
+        optimizer_step(trainer, lr=1e-2, seed=5)
+        weights = wire(trainer)
+        refit(weights, step=1)
+        assert_storage_is_int8_of(refit.model, weights)
     finally:
-        del norm.weight_loader
-        if kept is not None:
-            norm.weight_loader = kept
+        del refit.model.load_weights
 
 
 def test_a_parameter_that_moves_is_noticed(trainer, refit):

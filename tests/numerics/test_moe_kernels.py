@@ -62,7 +62,10 @@ def exact(case, fmt: numerics.RowFormat) -> torch.Tensor:
     return out
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="vLLM's CUDA build has no oneDNN")
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the loop over experts is for CPUs")
+
+
+@on_cpu
 def test_onednn_experts_are_exact_w8a8_up_to_the_rounding_of_their_output(case):
     w13, w2, x, logits = case
     (c13, s13), (c2, s2) = (numerics.quantize_rows(w, int8.FORMAT) for w in (w13, w2))
@@ -81,6 +84,7 @@ def test_onednn_experts_are_exact_w8a8_up_to_the_rounding_of_their_output(case):
     assert numerics.sqnr_db(exact(case, int8.FORMAT), out) > 46
 
 
+@on_cpu
 def test_emulated_fp8_experts_are_exact_w8a8_up_to_the_rounding_of_their_output(case):
     w13, w2, x, logits = case
     (c13, s13), (c2, s2) = (numerics.quantize_rows(w, fp8.FORMAT) for w in (w13, w2))
@@ -111,6 +115,7 @@ def test_the_fused_cuda_kernel_is_w8a8(case, fmt):
     assert numerics.sqnr_db(exact(case, fmt), out.cpu()) > (38 if fmt.name == "int8" else 30)
 
 
+@on_cpu
 def test_bf16_experts_are_the_dense_sum_over_the_chosen_experts(case):
     """Against the dense sum over the chosen experts in float32, router weights included."""
     w13, w2, x, logits = case

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 CODE = """
 import torch
@@ -35,6 +36,7 @@ print("SAME")
 """
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the compiled kernel is tested instead (test_rows.py)")
 def test_the_kernel_gives_the_codes_of_numerics_for_one_and_for_two_passes():
     pytest.importorskip("triton", reason="the CPU environment leaves Triton out")
     env = dict(os.environ, TRITON_INTERPRET="1")

@@ -113,6 +113,10 @@ def test_non_finite_tensors_are_named(bad):
     tensors = weights()
     tensors["layer.7.weight"][0, 0] = bad
     manifest = Manifest(step=0, stride=5)
-    for name, tensor in tensors.items():
-        manifest.check_finite(name, tensor)
+    assert all(tensor.numel() <= 65536 for tensor in tensors.values())
+    large = torch.ones(300, 300)
+    manifest.check_finite([*tensors.items(), ("large", large)])
     assert manifest.non_finite() == ["layer.7.weight"]
+    large[299, 299] = bad
+    manifest.check_finite([("large", large)])
+    assert manifest.non_finite() == ["layer.7.weight", "large"]
