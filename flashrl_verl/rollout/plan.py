@@ -43,6 +43,8 @@ class Copy:
     first_row: int
     rows: int
     source_row: int
+    padding: int = 0
+    """Rows after them that the loader sets to zero: vLLM pads vocabularies."""
 
     def destination(self) -> torch.Tensor:
         return self.parameter.data.narrow(0, self.first_row, self.rows)
@@ -121,6 +123,8 @@ class LoadPlan:
             copy = self.copies[name]
             destinations.append(copy.destination())
             sources.append(copy.source(tensor))
+            if copy.padding:  # sleep level 2 throws it away too
+                copy.parameter.data.narrow(0, copy.first_row + copy.rows, copy.padding).zero_()
         if destinations:
             torch._foreach_copy_(destinations, sources, non_blocking=True)
 
@@ -165,9 +169,12 @@ def find_copy(parameter: torch.nn.Parameter, tensor: torch.Tensor, load: Callabl
     if not filled or filled != list(range(filled[0], filled[-1] + 1)):
         return None
     sources = found[filled[0] : filled[-1] + 1].tolist()
-    if sources != list(range(sources[0], sources[0] + len(sources))):
+    count = next((i for i, source in enumerate(sources) if source != sources[0] + i), len(sources))
+    padding = len(sources) - count
+    # Zeros read back as row 0 of the tensor.
+    if any(sources[count:]) or parameter.data.narrow(0, filled[0] + count, padding).any():
         return None
-    return Copy(parameter, filled[0], len(filled), sources[0])
+    return Copy(parameter, filled[0], count, sources[0], padding)
 
 
 class _Launch:

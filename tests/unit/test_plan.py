@@ -33,6 +33,22 @@ def test_the_rows_of_a_copy_are_found_and_the_rest_is_restored(first, rows, sour
     assert torch.equal(target.data, expected)
 
 
+def test_zeros_behind_the_rows_are_padding_and_are_written_again_by_every_update():
+    target, tensor = parameter(512, 3), torch.randn(500, 3).bfloat16()
+
+    def load(loaded: torch.Tensor) -> None:
+        target.data[:500].copy_(loaded)
+        target.data[500:].zero_()
+
+    copy = find_copy(target, tensor, load)
+    assert (copy.first_row, copy.rows, copy.source_row, copy.padding) == (0, 500, 0, 12)
+    plan = LoadPlan()
+    plan.copies["embed"] = copy
+    target.data.fill_(float("nan"))
+    plan.run_copies([("embed", tensor)])
+    assert torch.equal(target.data[:500], tensor) and not target.data[500:].any()
+
+
 @pytest.mark.parametrize(
     "load",
     [
