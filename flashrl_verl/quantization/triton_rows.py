@@ -20,27 +20,37 @@ import triton.language as tl
 _ROUND = tl.constexpr(12582912.0)
 """1.5 * 2^23: float32 has no fraction bits there. Codes are below 2^9, far from 2^22, where this would end."""
 
-_INFINITY = tl.constexpr(0x7F800000)
-"""Bits of float32 Inf; NaNs are above it."""
-
 _LEAST, _MOST = tl.constexpr(2.0**-80), tl.constexpr(2.0**80)
 """Scales between which x, q s and the remainder are all normal: |x| <= 448 s, and a remainder is at least 2^-48 s."""
 
 
 @triton.jit
-def _magnitude_bits(x):
+def _magnitudes(x):
+    """Bits of |x| in the width of its dtype: 16-bit sources stay 16 bits wide in registers until the codes are computed."""
+    if x.dtype.primitive_bitwidth == 16:
+        return x.to(tl.int16, bitcast=True) & 0x7FFF
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
+def _absmax(bits, dtype: tl.constexpr):
+    """The float32 value of the largest magnitude; Inf or NaN where there was one."""
+    if dtype.primitive_bitwidth == 16:
+        return bits.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _codes(x, scale, inverse, EXACT: tl.constexpr, INTEGER: tl.constexpr, dtype: tl.constexpr):
+    x = x.to(tl.float32)
     if EXACT:
         quotient = tl.div_rn(x, scale)
     else:
         quotient = x * inverse
-        # The remainder with its sign turned: -0 stays -0, which E4M3 has a code for.
-        quotient = tl.fma(-tl.fma(quotient, scale, -x), inverse, quotient)
-        quotient = tl.fma(-tl.fma(quotient, scale, -x), inverse, quotient)
+        # The remainder with its sign turned, so that -0 stays -0, which E4M3 has a code for. Triton negates as 0 - x: negating
+        # the remainder instead of the inverse would make it +0.
+        quotient = tl.fma(tl.fma(quotient, scale, -x), -inverse, quotient)
+        quotient = tl.fma(tl.fma(quotient, scale, -x), -inverse, quotient)
     # No clamp: |x| / scale exceeds the largest code by at most a rounding error, which both conversions round back.
     if INTEGER:
         return (quotient + _ROUND).to(tl.int32, bitcast=True).to(dtype)
@@ -67,17 +77,18 @@ def quantize_rows_kernel(
     w_ptr += row * w_row
     q_ptr += row * q_row
     head = tl.arange(0, HEAD)
-    x = tl.load(w_ptr + head * w_col).to(tl.float32)
-    bits = tl.max(_magnitude_bits(x), 0)
+    x = tl.load(w_ptr + head * w_col)
+    bits = tl.max(_magnitudes(x), 0)
     if TAIL > 0:
         tail = HEAD + tl.arange(0, TAIL)
-        y = tl.load(w_ptr + tail * w_col, mask=tail < k, other=0.0).to(tl.float32)
-        bits = tl.maximum(bits, tl.max(_magnitude_bits(y), 0))
-    scale = tl.div_rn(bits.to(tl.float32, bitcast=True), CODE_MAX)
+        y = tl.load(w_ptr + tail * w_col, mask=tail < k, other=0.0)
+        bits = tl.maximum(bits, tl.max(_magnitudes(y), 0))
+    absmax = _absmax(bits, w_ptr.dtype.element_ty)
+    scale = tl.div_rn(absmax, CODE_MAX)
     scale = tl.where(scale == 0.0, 1.0, scale)
     tl.store(s_ptr + row * s_row, scale)
     if FLAG:
-        tl.store(flag_ptr, 1, mask=bits >= _INFINITY)
+        tl.store(flag_ptr, 1, mask=(absmax != absmax) | (absmax == float("inf")))
     inverse = tl.div_rn(1.0, scale)
     if (scale >= _LEAST) & (scale <= _MOST):
         _store(q_ptr, q_col, x, head, first, k_local, scale, inverse, False, INTEGER)
@@ -99,21 +110,22 @@ def quantize_long_rows_kernel(
     offsets = tl.arange(0, BLOCK)
     w_ptr += row * w_row
     q_ptr += row * q_row
-    magnitudes = tl.zeros((BLOCK,), tl.int32)
-    for start in range(0, k, BLOCK):
-        x = tl.load(w_ptr + (start + offsets) * w_col, mask=start + offsets < k, other=0.0).to(tl.float32)
-        magnitudes = tl.maximum(magnitudes, _magnitude_bits(x))
-    bits = tl.max(magnitudes, 0)
-    scale = tl.div_rn(bits.to(tl.float32, bitcast=True), CODE_MAX)
+    x = tl.load(w_ptr + offsets * w_col, mask=offsets < k, other=0.0)
+    magnitudes = _magnitudes(x)
+    for start in range(BLOCK, k, BLOCK):
+        x = tl.load(w_ptr + (start + offsets) * w_col, mask=start + offsets < k, other=0.0)
+        magnitudes = tl.maximum(magnitudes, _magnitudes(x))
+    absmax = _absmax(tl.max(magnitudes, 0), w_ptr.dtype.element_ty)
+    scale = tl.div_rn(absmax, CODE_MAX)
     scale = tl.where(scale == 0.0, 1.0, scale)
     tl.store(s_ptr + row * s_row, scale)
     if FLAG:
-        tl.store(flag_ptr, 1, mask=bits >= _INFINITY)
+        tl.store(flag_ptr, 1, mask=(absmax != absmax) | (absmax == float("inf")))
     inverse = tl.div_rn(1.0, scale)
     ordinary = (scale >= _LEAST) & (scale <= _MOST)
     for start in range(first, first + k_local, BLOCK):
         columns = start + offsets
-        x = tl.load(w_ptr + columns * w_col, mask=columns < first + k_local, other=0.0).to(tl.float32)
+        x = tl.load(w_ptr + columns * w_col, mask=columns < first + k_local, other=0.0)
         if ordinary:
             _store(q_ptr, q_col, x, columns, first, k_local, scale, inverse, False, INTEGER)
         else:

@@ -44,6 +44,7 @@ class WeightRefit:
         self._plan = LoadPlan()
         self._recorder = LoadRecorder(self._plan, self._flag, self._on_load)
         self._meter: CodeChangeMeter | None = None
+        self._previous: Manifest | None = None
         # Where every parameter hangs: walking vLLM's modules takes longer than loading them.
         self._slots = [
             (f"{prefix}.{key}" if prefix else key, module, key)
@@ -119,7 +120,9 @@ class WeightRefit:
             self.addresses = self._current_addresses()
             self._meter = CodeChangeMeter(list(self._quantized.values()))
         changed = self._meter.measure()
-        self.last_receipt = self.manifest.receipt()
+        self.last_receipt = self.manifest.receipt(self._previous)
+        self._previous = self.manifest
+        self._previous.drop_tensors()
         return {
             "receipt": self.last_receipt,
             "seconds": {"load": load_seconds, "finish": time.perf_counter() - started},

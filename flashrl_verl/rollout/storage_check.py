@@ -18,7 +18,7 @@ from flashrl_verl.rollout.receipt import checksum, to_host
 _SPOT_ROWS = 2
 """Rows of each sampled quantized tensor that are compared."""
 
-_METERED_WEIGHTS = 64
+_METERED_WEIGHTS = 16
 """Quantized weights whose codes are compared with those of the update before."""
 
 _METERED_ROWS = 4

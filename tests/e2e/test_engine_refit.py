@@ -28,7 +28,7 @@ def trainer() -> PreTrainedModel:
 def engine(trainer, tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
     trainer.config.save_pretrained(path)
-    with start_engine(path, {"precision": "int8"}, compiled=CUDA) as llm:
+    with start_engine(path, {"precision": "int8"}, compiled=CUDA, enable_sleep_mode=CUDA) as llm:
         yield llm
 
 

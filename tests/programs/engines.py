@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real vLLM engines inside the test's process, so that their parameters can be looked at, and refits of them.
 
-On a machine with a GPU the engine is the CUDA one, with sleep mode; elsewhere the CPU one.
+On a machine with a GPU the engine is the CUDA one, elsewhere the CPU one.
 """
 
 import contextlib
@@ -48,7 +48,6 @@ def engine(path: Path, settings: dict[str, Any] | None = None, *, compiled: bool
         **{
             "skip_tokenizer_init": True,
             "enforce_eager": not compiled,
-            "enable_sleep_mode": CUDA,
             "max_model_len": 128,
             "max_num_batched_tokens": 256,
             "dtype": "bfloat16",
