@@ -25,19 +25,23 @@ _LEAST, _MOST = tl.constexpr(2.0**-80), tl.constexpr(2.0**80)
 
 
 @triton.jit
-def _magnitudes(x):
+def _magnitudes(x, WIDE: tl.constexpr):
     """Bits of |x| in the width of its dtype: 16-bit sources stay 16 bits wide in registers until the codes are computed."""
-    if x.dtype.primitive_bitwidth == 16:
-        return x.to(tl.int16, bitcast=True) & 0x7FFF
-    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    if WIDE:
+        bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    else:
+        bits = x.to(tl.int16, bitcast=True) & 0x7FFF
+    return bits
 
 
 @triton.jit
-def _absmax(bits, dtype: tl.constexpr):
+def _absmax(bits, dtype: tl.constexpr, WIDE: tl.constexpr):
     """The float32 value of the largest magnitude; Inf or NaN where there was one."""
-    if dtype.primitive_bitwidth == 16:
-        return bits.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
-    return bits.to(tl.float32, bitcast=True)
+    if WIDE:
+        value = bits.to(tl.float32, bitcast=True)
+    else:
+        value = bits.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+    return value
 
 
 @triton.jit
@@ -73,17 +77,19 @@ def quantize_rows_kernel(
 
     ``HEAD <= k <= HEAD + TAIL``: both pieces stay in registers. ``FLAG`` stores 1 to ``flag_ptr`` when the row is not finite.
     """
+    dtype: tl.constexpr = w_ptr.dtype.element_ty
+    WIDE: tl.constexpr = dtype == tl.float32
     row = tl.program_id(0).to(tl.int64)
     w_ptr += row * w_row
     q_ptr += row * q_row
     head = tl.arange(0, HEAD)
     x = tl.load(w_ptr + head * w_col)
-    bits = tl.max(_magnitudes(x), 0)
+    bits = tl.max(_magnitudes(x, WIDE), 0)
     if TAIL > 0:
         tail = HEAD + tl.arange(0, TAIL)
         y = tl.load(w_ptr + tail * w_col, mask=tail < k, other=0.0)
-        bits = tl.maximum(bits, tl.max(_magnitudes(y), 0))
-    absmax = _absmax(bits, w_ptr.dtype.element_ty)
+        bits = tl.maximum(bits, tl.max(_magnitudes(y, WIDE), 0))
+    absmax = _absmax(bits, dtype, WIDE)
     scale = tl.div_rn(absmax, CODE_MAX)
     scale = tl.where(scale == 0.0, 1.0, scale)
     tl.store(s_ptr + row * s_row, scale)
@@ -106,16 +112,18 @@ def quantize_long_rows_kernel(
     CODE_MAX: tl.constexpr, INTEGER: tl.constexpr, FLAG: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """As ``quantize_rows_kernel``, for rows that registers do not hold: read twice, block by block."""
+    dtype: tl.constexpr = w_ptr.dtype.element_ty
+    WIDE: tl.constexpr = dtype == tl.float32
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.arange(0, BLOCK)
     w_ptr += row * w_row
     q_ptr += row * q_row
     x = tl.load(w_ptr + offsets * w_col, mask=offsets < k, other=0.0)
-    magnitudes = _magnitudes(x)
+    magnitudes = _magnitudes(x, WIDE)
     for start in range(BLOCK, k, BLOCK):
         x = tl.load(w_ptr + (start + offsets) * w_col, mask=start + offsets < k, other=0.0)
-        magnitudes = tl.maximum(magnitudes, _magnitudes(x))
-    absmax = _absmax(tl.max(magnitudes, 0), w_ptr.dtype.element_ty)
+        magnitudes = tl.maximum(magnitudes, _magnitudes(x, WIDE))
+    absmax = _absmax(tl.max(magnitudes, 0), dtype, WIDE)
     scale = tl.div_rn(absmax, CODE_MAX)
     scale = tl.where(scale == 0.0, 1.0, scale)
     tl.store(s_ptr + row * s_row, scale)
