@@ -8,7 +8,6 @@ from vllm.model_executor.layers.linear import (
     register_weight_loader_v2_supported_method,
 )
 
-from flashrl_verl.errors import RefitError
 from flashrl_verl.quantization.gemm import linear_gemm
 from flashrl_verl.quantization.numerics import RowFormat
 from flashrl_verl.quantization.parameter import QuantizedWeight
@@ -48,8 +47,6 @@ class RowQuantizedLinearMethod(LinearMethodBase):
         layer.flashrl_dtype = params_dtype
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        if layer.weight.dtype != self.format.dtype or layer.weight.scales is not layer.weight_scale:
-            raise RefitError(f"the 8-bit storage of {getattr(layer, 'prefix', 'a linear layer')} was replaced after loading")
         self.gemm.weights_changed(layer)
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -11,7 +11,7 @@ from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoE
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
-from flashrl_verl.errors import ConfigError, RefitError
+from flashrl_verl.errors import ConfigError
 from flashrl_verl.quantization.formats import Kernel
 from flashrl_verl.quantization.gemm import device_kernels, emulated_multiply, onednn_handle, onednn_multiply
 from flashrl_verl.quantization.numerics import RowFormat
@@ -127,10 +127,6 @@ class RowQuantizedMoEMethod(FusedMoEMethodBase):
             layer.register_parameter(f"{name}_scale", scales)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        for name in ("w13_weight", "w2_weight"):
-            weight = getattr(layer, name)
-            if weight.dtype != self.format.dtype or weight.scales is not getattr(layer, f"{name}_scale"):
-                raise RefitError(f"the 8-bit storage of {layer.layer_name}.{name} was replaced after loading")
         if self.kernel is Kernel.ONEDNN:
             for name in ("w13_weight", "w2_weight"):
                 weight = getattr(layer, name)

@@ -85,9 +85,10 @@ class QuantizedStorage:
             raise ValueError(f"expected a shard of shape {(rows, columns)}, got {tuple(loaded_weight.shape)}")
 
     def row_range(self, first_row: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Codes [rows, K] and scales [rows, 1] of some rows; the views are kept, as every update asks for the same ones."""
+        """Codes [rows, K] and scales [rows, 1] of some rows. The views are kept: every update asks for the same ones, and
+        storage that moves in between stops the run (``WeightRefit``)."""
         views = self._views.get((first_row, rows))
-        if views is None or views[0].data_ptr() != self.data.data_ptr() + first_row * self.data.shape[-1]:
+        if views is None:
             views = self.rows.narrow(0, first_row, rows), self.row_scales.narrow(0, first_row, rows)
             self._views[first_row, rows] = views
         return views

@@ -135,7 +135,7 @@ class LoadPlan:
 _FUSED_COPY_BYTES = 1 << 20
 """Tensors up to this size are copied by one kernel together; it is half as fast as a plain copy for large ones."""
 
-_PROBE_BYTES = 64 << 20
+_PROBE_BYTES = 512 << 20
 """Largest tensor that ``find_copy`` takes: it makes several of its size."""
 
 _DIGIT = 128

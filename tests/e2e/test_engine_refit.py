@@ -204,10 +204,10 @@ def test_storage_that_does_not_match_what_arrived_is_noticed(trainer, refit, mon
 
 def test_a_tensor_the_model_transforms_before_it_loads_it_goes_through_the_model_every_time(trainer, refit):
     """No range of rows of what arrived, so the plan cannot hold it; it is quantized, checked and flagged all the same."""
-    load_weights = type(refit.model).load_weights
+    load_weights = refit.model.load_weights
 
     def transformed(weights):
-        return load_weights(refit.model, ((n, t * 2 if n == K_PROJ else t) for n, t in weights))
+        return load_weights((n, t * 2 if n == K_PROJ else t) for n, t in weights)
 
     refit.model.load_weights = transformed
     try:

@@ -115,8 +115,8 @@ def test_a_row_parallel_shard_has_the_codes_and_scales_of_the_whole_row(device, 
 @pytest.mark.gpu
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("columns", [32768, 32769, 65536])
-def test_rows_longer_than_one_block_have_the_same_codes(columns, dtype, fmt):
+@pytest.mark.parametrize("columns", [5120, 8192, 8193, 16384, 16385, 27648, 65536])
+def test_rows_of_every_length_have_the_same_codes(columns, dtype, fmt):
     weight = torch.randn(5, columns, generator=torch.Generator().manual_seed(columns)).to(dtype)
     codes, scales = quantized(weight, fmt, "cuda")
     expected_codes, expected_scales = quantize_rows(weight, fmt)

@@ -16,7 +16,7 @@ import torch
 from flashrl_verl.quantization import kernels, numerics
 from flashrl_verl.quantization.formats.int8 import FORMAT
 
-kernels._MAX_IN_REGISTERS, kernels._LONG_BLOCK = 128, 64
+kernels._MAX_IN_REGISTERS, kernels._LONG_ROWS = 128, ((1000, 64, 4),)
 for seed, (dtype, columns) in enumerate((d, k) for d in (torch.bfloat16, torch.float32) for k in (33, 64, 65, 200)):
     weight = torch.randn(9, columns, generator=torch.Generator().manual_seed(seed)).to(dtype)
     weight[3] = 0
