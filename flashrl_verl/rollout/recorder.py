@@ -51,6 +51,10 @@ class LoadRecorder:
                 self._unplanned.add(name)
         self._on_load(name, weight, source, first_row, first_column)
 
+    def release(self) -> None:
+        """Forget the bucket: shared memory cannot be closed while a tensor in it is referred to."""
+        self._current, self._bucket = None, []
+
     def close(self) -> None:
         """The first update is whole: the plan is final. Tensors it cannot hold are left to vLLM's loaders."""
         self._closed = True

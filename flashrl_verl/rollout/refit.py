@@ -91,6 +91,7 @@ class WeightRefit:
             else:
                 self._load_as_planned(weights)
             self.manifest.check_finite([(n, t) for n, t in weights if not self._plan.quantizes(n)])  # the row kernel does those
+        self._recorder.release()
 
     def finish(self, process_weights: Callable[[], None]) -> dict:
         """End the update: let vLLM post-process, verify, and return the report.
@@ -105,11 +106,16 @@ class WeightRefit:
         Raises:
             RefitError: one error that lists everything unaccounted for; the engine's weights are then unusable.
         """
-        load_seconds = self._clock.seconds()
-        started = time.perf_counter()
-        self._check_account()
+        self._check_names()
         if not self._problems:
             process_weights()
+            self._check_places()
+        load_seconds = self._clock.seconds()  # the host waits for the device here, and has nothing left to do by itself
+        started = time.perf_counter()
+        self._check_finite()
+        if self.baseline is None and not self._problems:
+            self._check_holes()
+        if not self._problems:
             self._check_storage()
         if self._problems:
             raise RefitError(f"weight update of step {self.manifest.step}: " + "; ".join(self._problems))
@@ -242,7 +248,8 @@ class WeightRefit:
             target = next(iter(targets))
             self._storage.expect_copy(name, tensor, target, self._parameters.get(target))
 
-    def _check_account(self) -> None:
+    def _check_names(self) -> None:
+        """Every tensor of the baseline, no other, each exactly once."""
         seen = self.manifest.shapes
         if self._unexpected:
             self._problems.append("unexpected tensors that no parameter takes: " + _list(self._unexpected))
@@ -255,12 +262,6 @@ class WeightRefit:
             for text, names in (("missing", missing), ("unexpected", extra), ("wrongly shaped", wrong)):
                 if names:
                     self._problems.append(f"{text} tensors: {_list(names)}")
-        bad = self._non_finite_quantized() + self.manifest.non_finite()
-        if bad:
-            self._problems.append(
-                f"NaN or Inf in {_list(bad)}: resume from a checkpoint before it with a lower "
-                "actor_rollout_ref.actor.optim.lr or actor_rollout_ref.actor.optim.clip_grad"
-            )
         partial = [
             f"{n} ({w.loaded_elements} of {w.numel()} elements)"
             for n, w in self._quantized.items()
@@ -268,8 +269,14 @@ class WeightRefit:
         ]
         if partial:
             self._problems.append("quantized weights that were not written exactly once: " + _list(partial))
-        if self.baseline is None and not bad and not partial:
-            self._check_holes()
+
+    def _check_finite(self) -> None:
+        bad = self._non_finite_quantized() + self.manifest.non_finite()
+        if bad:
+            self._problems.append(
+                f"NaN or Inf in {_list(bad)}: resume from a checkpoint before it with a lower "
+                "actor_rollout_ref.actor.optim.lr or actor_rollout_ref.actor.optim.clip_grad"
+            )
 
     def _non_finite_quantized(self) -> list[str]:
         """Names of quantized tensors with NaN or Inf, from the scales they left; looked for only when the flag is up."""
@@ -291,12 +298,15 @@ class WeightRefit:
         if holes:
             self._problems.append("parameters the update left (partly) unwritten: " + _list(holes))
 
-    def _check_storage(self) -> None:
-        """The storage must hold what ``numerics`` gives for sampled rows, or a copy of what arrived, where it always lay."""
+    def _check_places(self) -> None:
         self._parameters = self._current_parameters()
         moved = [n for n, address in self._current_addresses().items() if self.addresses.get(n, address) != address]
+        if moved:
+            self._problems.append("parameters that moved, which CUDA graphs would not see: " + _list(moved))
+
+    def _check_storage(self) -> None:
+        """The storage must hold what ``numerics`` gives for sampled rows, or a copy of what arrived."""
         for text, names in (
-            ("parameters that moved, which CUDA graphs would not see", moved),
             ("parameters that are not copies of the tensors that arrived", self._storage.stale_copies()),
             ("the stored codes are not those of the tensors that arrived", self._storage.wrong_codes()),
         ):

@@ -78,7 +78,8 @@ class StorageCheck:
         for spot in self._spots:
             key = (spot.weight.format.name, spot.source.dtype, spot.source.shape[1], spot.column, spot.weight.data.shape[-1])
             groups.setdefault(key, []).append(spot)
-        wrong = []
+        names: list[str] = []
+        differs = []
         for (_, _, _, column, width), spots in groups.items():
             fmt = spots[0].weight.format
             rows = torch.cat([s.source for s in spots])
@@ -86,16 +87,15 @@ class StorageCheck:
             codes, _ = numerics.quantize_rows(rows.narrow(1, column, width), fmt, scales)
             stored = torch.cat([s.weight.rows.narrow(0, s.row, len(s.source)) for s in spots])
             stored_scales = torch.cat([s.weight.row_scales.narrow(0, s.row, len(s.source)) for s in spots])
-            differs = (numerics.as_bytes(codes) != numerics.as_bytes(stored)).any(1) | (scales != stored_scales).any(1)
-            names = [s.name for s in spots for _ in range(len(s.source))]
-            wrong += [name for name, bad in zip(names, differs.tolist(), strict=True) if bad]
-        return list(dict.fromkeys(wrong))
+            names += [s.name for s in spots for _ in range(len(s.source))]
+            differs.append((numerics.as_bytes(codes) != numerics.as_bytes(stored)).any(1) | (scales != stored_scales).any(1))
+        flags = torch.cat(differs).tolist() if differs else []
+        return list(dict.fromkeys(name for name, bad in zip(names, flags, strict=True) if bad))
 
     def stale_copies(self) -> list[str]:
         """Names of the tensors that an unquantized parameter is no copy of (synchronizes)."""
-        stored = to_host([checksum(copy.parameter.data[: copy.rows]) for copy in self._copies])
-        arrived = to_host([copy.sum for copy in self._copies])
-        return [c.name for c, s, a in zip(self._copies, stored, arrived, strict=True) if s != a]
+        differs = [checksum(copy.parameter.data[: copy.rows]) != copy.sum for copy in self._copies]
+        return [copy.name for copy, bad in zip(self._copies, to_host(differs), strict=True) if bad]
 
 
 class CodeChangeMeter:

@@ -5,6 +5,8 @@ The engine runs in this process, so its parameters can be looked at; the trainer
 machine with a GPU the engine is the CUDA one, with CUDA graphs and sleep mode; elsewhere it is the CPU one.
 """
 
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -165,6 +167,18 @@ def test_a_stale_unquantized_parameter_is_noticed(trainer, refit, monkeypatch):
     weights[NORM] = weights[NORM] + 1
     with pytest.raises(RefitError, match=f"not copies of the tensors that arrived: {NORM}"):
         refit(weights, step=1)
+
+
+def test_no_tensor_of_a_bucket_is_kept_past_the_call_that_loads_it(trainer, refit):
+    """They lie in shared memory or another process's GPU memory, which is taken away afterwards."""
+    for step in range(2):
+        items = [(name, tensor.to(refit.device)) for name, tensor in wire(trainer).items()]
+        alive = [weakref.ref(tensor) for _, tensor in items]
+        refit.account.begin(step, stride=1)
+        refit.account.load(items)
+        del items
+        assert not [ref for ref in alive if ref() is not None]
+        refit.account.finish(refit.post_process)
 
 
 def test_after_the_first_update_no_loader_of_the_model_is_asked_again(trainer, refit):

@@ -59,6 +59,8 @@ PROMPTS = ((5, 6, 7, 8), (100, 3, 50), tuple(range(20, 60)))
     + [("qwen3-moe", ("re:.*experts",), 1e-3) if CUDA else ("qwen3-moe", (), 2e-2)],
 )
 def test_vllms_own_compressed_tensors_gives_the_same_tokens_from_our_codes(tmp_path, name, ignore, tolerance, precision):
+    if CUDA and precision == "fp8" and name == "qwen3":
+        pytest.skip("vLLM 0.24 cannot load a compressed-tensors FP8 weight with a dimension that is no multiple of 16")
     model = make(name)
     weights = wire(model)
     save(model, tmp_path / "model")

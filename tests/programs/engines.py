@@ -43,24 +43,26 @@ def engine(path: Path, settings: dict[str, Any] | None = None, *, compiled: bool
             "load_format": "dummy",
             **arguments,
         }
-    llm = vllm.LLM(
-        str(path),
-        **{
-            "skip_tokenizer_init": True,
-            "enforce_eager": not compiled,
-            "max_model_len": 128,
-            "max_num_batched_tokens": 256,
-            "dtype": "bfloat16",
-            "logprobs_mode": "processed_logprobs",
-            "num_gpu_blocks_override": 64,  # a KV cache of kilobytes: many engines follow one another in one process
-            **({"gpu_memory_utilization": 0.15} if CUDA else {}),
-            **arguments,
-        },
-    )
+    llm = None
     try:
+        llm = vllm.LLM(
+            str(path),
+            **{
+                "skip_tokenizer_init": True,
+                "enforce_eager": not compiled,
+                "max_model_len": 128,
+                "max_num_batched_tokens": 256,
+                "dtype": "bfloat16",
+                "logprobs_mode": "processed_logprobs",
+                "num_gpu_blocks_override": 64,  # a KV cache of kilobytes: many engines follow one another in one process
+                **({"gpu_memory_utilization": 0.15} if CUDA else {}),
+                **arguments,
+            },
+        )
         yield llm
     finally:
         del llm
+        torch.set_default_dtype(torch.float32)  # vLLM leaves its own behind when a model cannot be built
         cleanup_dist_env_and_memory()  # other engines and tests of this process want process groups of their own
         gc.collect()
 
@@ -79,15 +81,15 @@ class Refit:
         self._llm, self._runner = llm, runner(llm)
         self.model = self._runner.model
         self.account = WeightRefit(self.model)
-        self._device = torch.device("cuda" if CUDA else "cpu")
-        self._post_process = PostProcess(self.model, self._runner.vllm_config.model_config, self._device)
+        self.device = torch.device("cuda" if CUDA else "cpu")
+        self.post_process = PostProcess(self.model, self._runner.vllm_config.model_config, self.device)
 
     def __call__(self, weights: dict[str, torch.Tensor], step: int, stride: int = 1, bucket: int = 5) -> dict:
-        items = [(name, tensor.to(self._device)) for name, tensor in weights.items()]
+        items = [(name, tensor.to(self.device)) for name, tensor in weights.items()]
         self.account.begin(step, stride)
         for first in range(0, len(items), bucket):
             self.account.load(items[first : first + bucket])
-        report = self.account.finish(self._post_process)
+        report = self.account.finish(self.post_process)
         self._llm.reset_prefix_cache()
         return report
 
