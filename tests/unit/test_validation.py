@@ -181,7 +181,7 @@ REFUSED = [
     # hardware chosen by half
     ({"trainer.device": "cpu"}, "trainer.device=cpu", "hardware=cpu"),
     ({"trainer.device": "npu"}, "trainer.device=npu", "hardware=cuda or hardware=cpu"),
-    ({f"{ENV}.VERL_PLATFORM": "cpu"}, f"{ENV}.VERL_PLATFORM=cpu", "hardware=cpu"),
+    ({f"{ENV}.VERL_PLATFORM": "cpu"}, f"{ENV}.VERL_PLATFORM=cpu", "VERL_PLATFORM=cpu in the environment of the command"),
 ]
 
 
@@ -214,6 +214,26 @@ def test_contradiction_is_refused_with_value_reason_and_remedy(changed, settings
 def test_half_of_the_cpu_platform_is_refused(changed, settings, value, remedy):
     message = _refusal(changed(settings, hardware="cpu"))
     assert value in message and remedy in message.partition(" Remedy: ")[2]
+
+
+def test_verls_own_entry_point_without_the_variable_is_told_to_set_it(tmp_path):
+    """verl writes the platform it found into trainer.device before our trainer sees the configuration; the remedy works."""
+    code = (
+        "import flashrl_verl.plugin_verl\n"
+        "from hydra import compose, initialize_config_dir\n"
+        "from flashrl_verl.validation import validate_config\n"
+        "from verl.utils.device import auto_set_device\n"
+        f"with initialize_config_dir({str(ROOT / 'recipe' / 'flashrl' / 'config')!r}, version_base=None):\n"
+        "    cfg = compose('flashrl_trainer', overrides=['experiment=quickstart'])\n"
+        "auto_set_device(cfg)\n"
+        "validate_config(cfg)\n"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "VERL_PLATFORM"} | {"PYTHONPATH": str(ROOT)}
+    run = [sys.executable, "-c", code]
+    told = subprocess.run(run, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert told.returncode != 0 and "Remedy: VERL_PLATFORM=cpu in the environment of the command" in told.stderr
+    followed = subprocess.run(run, cwd=tmp_path, env=environment | {"VERL_PLATFORM": "cpu"}, capture_output=True, text=True)
+    assert followed.returncode == 0, followed.stderr
 
 
 ACCEPTED = [
