@@ -3,6 +3,7 @@
 
 import copy
 import dataclasses
+import json
 import os
 import subprocess
 import sys
@@ -71,6 +72,8 @@ def test_a_configuration_without_flashrl_is_refused():
     message = _refusal(OmegaConf.create({"trainer": {"use_v1": True}}))
     assert "flashrl is missing" in message and "+experiment=base" in message
 
+
+NO_CORRECTION = {f"{CORRECTION}.rollout_is": None, f"{CORRECTION}.rollout_is_threshold": None}
 
 REFUSED = [
     # precision reaches the whole-config check
@@ -151,6 +154,14 @@ REFUSED = [
     ({f"{ROLLOUT}.min_p": 0.05}, f"{ROLLOUT}.min_p=0.05", f"remove {ROLLOUT}.min_p"),
     ({f"{ROLLOUT}.repetition_penalty": 1.1}, "penalty=1.1", f"{ROLLOUT}.repetition_penalty=1.0"),
     ({f"{ROLLOUT}.logprobs_mode": "raw_logprobs"}, "mode=raw_logprobs", "logprobs_mode=processed_logprobs"),
+    # metrics without weights (correction=metrics_only) mean the same only under the same rules
+    *(
+        ({key: value, f"{CORRECTION}.rollout_is": None}, f"{key.rpartition('.')[2]}={json.dumps(value)}", "correction=none")
+        for key, value in ((f"{ROLLOUT}.calculate_log_probs", False), (f"{ROLLOUT}.top_p", 0.9), (f"{ROLLOUT}.top_k", 50))
+    ),
+    # greedy training samples
+    ({f"{ROLLOUT}.temperature": 0}, f"{ROLLOUT}.temperature=0", f"{ROLLOUT}.temperature=1.0"),
+    ({f"{ROLLOUT}.temperature": -1.0, **NO_CORRECTION}, f"{ROLLOUT}.temperature=-1.0", f"{ROLLOUT}.temperature=1.0"),
     # engine arguments that would win over ours
     ({f"{ENGINE}.quantization": "fp8"}, f"{ENGINE}.quantization=fp8", "flashrl.precision"),
     ({f"{ENGINE}.q": "fp8"}, f"{ENGINE}.q=fp8", "flashrl.precision"),
@@ -245,8 +256,9 @@ ACCEPTED = [
     {f"{ROLLOUT}.val_kwargs.top_p": 0.7, f"{ROLLOUT}.val_kwargs.top_k": 20},
     {f"{CORRECTION}.rollout_is": "sequence", f"{CORRECTION}.rollout_is_threshold": "5.0"},
     {f"{CORRECTION}.rollout_is_threshold": "0.5_5.0"},
-    {f"{CORRECTION}.rollout_is": None, f"{CORRECTION}.rollout_is_threshold": None},
-    {f"{CORRECTION}.rollout_is": None, f"{ROLLOUT}.top_p": 0.9, f"{ROLLOUT}.calculate_log_probs": False},
+    NO_CORRECTION,
+    {**NO_CORRECTION, f"{ROLLOUT}.top_p": 0.9, f"{ROLLOUT}.calculate_log_probs": False},
+    {f"{ROLLOUT}.temperature": 0.6, f"{ROLLOUT}.val_kwargs.temperature": 0},
     {"actor_rollout_ref.model.lora_rank": 8, "actor_rollout_ref.model.lora.merge": True},
     {f"{ENGINE}.quantization": None},
     {f"{ENGINE}.dtype": "bfloat16", f"{ENGINE}.tensor_parallel_size": 2},
