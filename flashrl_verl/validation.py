@@ -215,7 +215,8 @@ def _check_hardware(cfg: DictConfig) -> None:
             platform,
             f"the workers would run on the CPU, but trainer.device={device}. verl writes the driver's platform there, "
             "and python -m verl.trainer.main_ppo picks it before it has read hardware=cpu",
-            f"VERL_PLATFORM=cpu in the environment of the command, with hardware=cpu; for GPUs, hardware=cuda without {PLATFORM}",
+            "VERL_PLATFORM=cpu in the environment of the command, with hardware=cpu; for GPUs, hardware=cuda without "
+            f"{PLATFORM}",
         )
     if device == "cpu":
         apply(cfg, _ON_CPU)
