@@ -40,12 +40,13 @@ def train(cfg: DictConfig) -> None:
     from verl.utils import config as verl_config
     from verl.utils.device import auto_set_device
 
+    from flashrl_verl.cluster import checked_runner
     from flashrl_verl.plugin_verl import require_registered
 
     require_registered()
     auto_set_device(cfg)
     verl_config.validate_config(config=cfg, use_reference_policy=need_reference_policy(cfg), use_critic=need_critic(cfg))
-    run_ppo(cfg, task_runner_class=TaskRunnerV1)
+    run_ppo(cfg, task_runner_class=checked_runner(TaskRunnerV1, cfg))
 
 
 def dry_run(cfg: DictConfig) -> None:
