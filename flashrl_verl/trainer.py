@@ -15,6 +15,7 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from flashrl_verl.cluster import check_cluster
 from flashrl_verl.compat import Status, check_versions
 from flashrl_verl.errors import ConfigError, DynamicSamplingError, FlashRLError
+from flashrl_verl.local_paths import check_paths
 from flashrl_verl.metrics_file import MetricsFile, metrics_path
 from flashrl_verl.rollout.receipt import verify_receipts
 from flashrl_verl.validation import validate_config
@@ -38,6 +39,7 @@ class FlashRLTrainer(PPOTrainerSync):
     def __init__(self, config: DictConfig):
         self.flashrl = validate_config(config)
         check_cluster(config)
+        check_paths(config)
         for finding in check_versions():
             if finding.status is not Status.OK:
                 log.warning("%s", finding)
