@@ -172,9 +172,10 @@ def run_quickstart(config: QuickstartConfig, console: Console) -> int:
         finally:
             session["seconds"]["total"] = time.monotonic() - started
             run_directory.write_record(config.output, run)
+    code = _conclude(config.output, code, total, log_from, console)
     if code:
-        _say_how_to_go_on(config, composed, console)
-    return _conclude(config.output, code, total, log_from, console)
+        console.print(how_to_go_on(composed), highlight=False, soft_wrap=True, markup=False)
+    return code
 
 
 def _facts(config: QuickstartConfig, overrides: list[str], composed: DictConfig) -> dict[str, Any]:
@@ -190,16 +191,13 @@ def _facts(config: QuickstartConfig, overrides: list[str], composed: DictConfig)
     }
 
 
-def _say_how_to_go_on(config: QuickstartConfig, composed: DictConfig, console: Console) -> None:
-    latest = _checkpoints(composed) / run_directory.LATEST
+def how_to_go_on(composed: DictConfig) -> str:
+    """One line for a run that did not reach its end: whether it can be resumed, and how."""
+    latest, every = _checkpoints(composed) / run_directory.LATEST, composed.trainer.save_freq
     if latest.is_file():
-        text = f"Checkpoint of step {latest.read_text().strip()}: the same command with --resume goes on from it."
-    else:
-        text = (
-            f"No checkpoint was saved (trainer.save_freq={composed.trainer.save_freq}), so this run cannot be resumed; "
-            "trainer.save_freq=10 saves one every 10 steps."
-        )
-    console.print(text, highlight=False, soft_wrap=True, markup=False)
+        return f"Checkpoint of step {latest.read_text().strip()}: the same command with --resume goes on from it."
+    remedy = "" if every > 0 else f": trainer.save_freq={every} saves none, trainer.save_freq=10 one every 10 steps"
+    return f"No checkpoint was saved, so this run cannot be resumed{remedy}."
 
 
 def _assets(config: QuickstartConfig, console: Console) -> Assets:

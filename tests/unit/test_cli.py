@@ -19,7 +19,7 @@ from flashrl_verl.cli import app
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.process_tree import ProcessTree
 from flashrl_verl.progress import Display
-from flashrl_verl.quickstart import QuickstartConfig, check, compose, quoted, training_overrides
+from flashrl_verl.quickstart import QuickstartConfig, check, compose, how_to_go_on, quoted, training_overrides
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -147,6 +147,16 @@ def test_an_output_that_is_a_file_is_one_error(tmp_path, below):
 def test_any_path_can_be_an_override(text):
     cfg = compose(["experiment=quickstart", f"trainer.default_local_dir={quoted(text)}"])
     assert cfg.trainer.default_local_dir == text
+
+
+def test_a_run_that_ended_early_says_whether_it_can_be_resumed(tmp_path):
+    words = ("hardware=cpu", "trainer.save_freq=5")
+    default, saving = (check(QuickstartConfig(output=tmp_path, overrides=w))[1] for w in (words[:1], words))
+    assert "trainer.save_freq=-1 saves none, trainer.save_freq=10" in how_to_go_on(default)
+    assert how_to_go_on(saving) == "No checkpoint was saved, so this run cannot be resumed."
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("5")
+    assert how_to_go_on(saving).startswith("Checkpoint of step 5: ") and "--resume" in how_to_go_on(saving)
 
 
 # ---- process tree ----
