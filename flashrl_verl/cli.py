@@ -42,7 +42,7 @@ def quickstart(
     for word in context.args:
         if word.startswith("-") or not ("=" in word or word.startswith("~")):
             raise ConfigError(f"{word!r} is neither an option (flashrl quickstart --help) nor an override key=value.")
-    config = QuickstartConfig(output=output.resolve(), seed=seed, resume=resume, overrides=tuple(context.args))
+    config = QuickstartConfig(output=output.expanduser().resolve(), seed=seed, resume=resume, overrides=tuple(context.args))
     raise typer.Exit(run_quickstart(config, _console()))
 
 
@@ -56,8 +56,8 @@ def report(
     console = _console()
     for path in paths:
         result = reports.load(path)
-        written = reports.write(result)
         console.print(result.table())
+        written = reports.write(result)
         console.print("report: " + ", ".join(map(str, written)), highlight=False, soft_wrap=True)
 
 

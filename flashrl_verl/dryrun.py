@@ -57,8 +57,8 @@ def difference(ours: DictConfig, defaults: DictConfig) -> Difference:
     Returns:
         The rows in the order of our configuration; keys that we removed come last.
     """
-    written_ours, written_defaults = _leaves(ours, resolve=False), _leaves(defaults, resolve=False)
-    resolved_ours, resolved_defaults = _leaves(ours, resolve=True), _leaves(defaults, resolve=True)
+    written_ours, written_defaults = leaves(ours, resolve=False), leaves(defaults, resolve=False)
+    resolved_ours, resolved_defaults = leaves(ours, resolve=True), leaves(defaults, resolve=True)
     removed = [
         key
         for key in written_defaults
@@ -96,7 +96,7 @@ def table(rows: Difference) -> str:
     return "".join(f"{key:<{widths[0]}}  {old:<{widths[1]}}  {new}\n" for key, old, new in [header, *rows])
 
 
-def _leaves(cfg: DictConfig, resolve: bool) -> dict[str, Any]:
+def leaves(cfg: DictConfig, resolve: bool) -> dict[str, Any]:
     """Map the dotted key of every scalar, list and empty node to its value."""
     leaves: dict[str, Any] = {}
 

@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flashrl_verl.errors import FlashRLError
 from flashrl_verl.report import HELD_OUT, MISMATCH_KL, SCORE, Metrics
 
 if TYPE_CHECKING:
@@ -43,10 +44,16 @@ def plot_curves(metrics: Metrics, path: Path) -> None:
         metrics: what to draw; what was not logged is said in the panel, values that are not finite are marked
             on its floor.
         path: the PNG to write.
+
+    Raises:
+        FlashRLError: matplotlib is not installed.
     """
-    # The object interface: pyplot would choose a backend for the whole process.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    try:
+        # The object interface: pyplot would choose a backend for the whole process.
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise FlashRLError(f"{path} cannot be drawn: {error}. Remedy: pip install 'matplotlib>=3.8'.") from error
 
     figure = Figure(figsize=(13, 3.9), layout="constrained")
     FigureCanvasAgg(figure)

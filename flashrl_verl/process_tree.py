@@ -45,13 +45,13 @@ class ProcessTree:
 
     Args:
         command: its words.
-        log: file that takes its output.
+        log: file that takes its output, after what is in it.
         env: its environment.
         cwd: the directory it starts in.
     """
 
     def __init__(self, command: Sequence[str], log: Path, env: dict[str, str], cwd: Path):
-        with log.open("wb") as stream:
+        with log.open("ab") as stream:
             # A session of its own: Ctrl-C in the terminal reaches us alone, and we pass it on once.
             self._process = subprocess.Popen(
                 command, cwd=cwd, env=env, stdout=stream, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,

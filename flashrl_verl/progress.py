@@ -27,9 +27,17 @@ them."""
 
 
 class Display:
-    """Tells how far the training is: a redrawn line on a terminal, a line every step or 10 s elsewhere."""
+    """Tells how far the training is: a redrawn line on a terminal, a line every step or 10 s elsewhere.
 
-    def __init__(self, console: Console, total: int, log: Path, metrics: Path):
+    Args:
+        console: where people read.
+        total: steps to run to.
+        log: the training's output.
+        metrics: its metrics file.
+        log_from: byte of the log at which this session starts; what is before it belongs to earlier ones.
+    """
+
+    def __init__(self, console: Console, total: int, log: Path, metrics: Path, *, log_from: int = 0):
         from rich.progress import (
             BarColumn,
             MofNCompleteColumn,
@@ -40,6 +48,7 @@ class Display:
         )
 
         self._console, self._log, self._metrics, self._total = console, log, metrics, total
+        self._log_from = log_from
         self._step, self._spoke, self._phase = -1, time.monotonic(), "starting Python"
         self._changed = self._modified()  # until it changes, a resumed run shows what it did before
         columns = (
@@ -74,7 +83,7 @@ class Display:
             self._step = metrics.last_step
             self._phase = _progress_words(metrics)
         elif self._step < 0:
-            self._phase = _startup_phase(self._log)
+            self._phase = _startup_phase(self._log, self._log_from)
         self._bar.update(self._task, description=self._phase, completed=max(0, self._step))
         if not self._console.is_terminal and (news or time.monotonic() - self._spoke > PLAIN_INTERVAL):
             self._spoke = time.monotonic()
@@ -82,8 +91,8 @@ class Display:
             self._console.print(f"{step}{self._phase}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _startup_phase(log: Path) -> str:
-    text = log.read_text(errors="replace") if log.is_file() else ""
+def _startup_phase(log: Path, start: int) -> str:
+    text = log.read_bytes()[start:].decode(errors="replace") if log.is_file() else ""
     begun = [words for mark, words in PHASES if mark in text]
     return begun[-1] if begun else "starting Python"
 

@@ -7,7 +7,6 @@ the hardware.
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import shlex
@@ -20,12 +19,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flashrl_verl import report
+from flashrl_verl import report, run_directory
 from flashrl_verl.compat import check_versions, require_verl
 from flashrl_verl.errors import ConfigError, FlashRLError
+from flashrl_verl.local_paths import check_paths
+from flashrl_verl.log_excerpt import last_error
 from flashrl_verl.process_tree import ProcessTree, Stopped, stoppable
 from flashrl_verl.progress import Display
 from flashrl_verl.toy.assets import Assets, AssetsConfig, make_assets
+from flashrl_verl.validation import validate_config
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -100,6 +102,42 @@ def _sets(overrides: Sequence[str], key: str) -> bool:
     return any(word.lstrip("+").partition("=")[0] == key for word in overrides)
 
 
+def check(config: QuickstartConfig) -> tuple[list[str], DictConfig]:
+    """Everything that can be refused before anything is made or moved, in seconds.
+
+    Args:
+        config: the command line.
+
+    Returns:
+        The words for the recipe, and the configuration they compose.
+
+    Raises:
+        FlashRLError: an option, the configuration, a path or the run to be resumed is at fault.
+    """
+    from omegaconf import OmegaConf
+
+    run_directory.check_output(config.output)
+    overrides = training_overrides(config)
+    composed = compose(overrides)
+    loggers = composed.trainer.logger
+    loggers = [loggers] if isinstance(loggers, str) else list(loggers or [])
+    if "file" not in loggers:  # the progress and the report are read from it
+        overrides.append(f"trainer.logger=[{','.join([*loggers, 'file'])}]")
+        composed = compose(overrides)
+    validate_config(composed)
+    if composed.trainer.total_training_steps is None:
+        raise ConfigError("trainer.total_training_steps=null: the quickstart needs a number of steps to run to.")
+    check_paths(composed, root=ROOT, made_later=config.output / "assets")
+    OmegaConf.resolve(composed)
+    if config.resume:
+        run_directory.check_resumable(config.output, _checkpoints(composed), composed, config.seed)
+    return overrides, composed
+
+
+def _checkpoints(composed: DictConfig) -> Path:
+    return ROOT / composed.trainer.default_local_dir  # the recipe is started in the checkout
+
+
 def run_quickstart(config: QuickstartConfig, console: Console) -> int:
     """Run it all.
 
@@ -114,53 +152,52 @@ def run_quickstart(config: QuickstartConfig, console: Console) -> int:
         FlashRLError: the assets or the configuration are at fault; nothing was trained.
     """
     started = time.monotonic()
-    overrides = training_overrides(config)
-    composed = compose(overrides)
+    overrides, composed = check(config)
     total = composed.trainer.total_training_steps
-    if total is None:
-        raise ConfigError("trainer.total_training_steps=null: the quickstart needs a number of steps to run to.")
-    prepare_directory(config.output, Path(composed.trainer.default_local_dir), resume=config.resume)
-    run: dict[str, Any] = {
-        "command": shlex.join(["python", "-m", "recipe.flashrl.main_flashrl", *overrides]),
-        "hardware": f"{composed.trainer.device}, {os.cpu_count()} CPU cores, {platform.machine()}",
-        "precision": str(composed.flashrl.precision),
-        "seed": config.seed,
-        "total_steps": total,
-        "versions": {finding.component.module: finding.installed for finding in check_versions()},
-        "seconds": {},
-    }
+    if not config.resume and (aside := run_directory.move_aside(config.output, _checkpoints(composed))):
+        console.print(f"results of an earlier run moved to {aside}", highlight=False, soft_wrap=True)
+    run = run_directory.begin_session(config.output, _facts(config, overrides, composed), composed, resume=config.resume)
+    session = run["sessions"][-1]
+    log = config.output / run_directory.LOG_FILE
+    log_from = log.stat().st_size if log.is_file() else 0
     with stoppable():
         try:
             assets = _assets(config, console)
-            run["seconds"]["assets"] = time.monotonic() - started
+            session["seconds"]["assets"] = time.monotonic() - started
             run["assets"] = assets.made
-            code = _train(config.output, overrides, total, run, console)
+            code = _train(config.output, overrides, total, run, log_from, console)
         except Stopped as stopped:
             console.print("[yellow]Stopped.[/]")
-            code = run["exit_code"] = stopped.exit_code
-    run["seconds"]["total"] = time.monotonic() - started
-    (config.output / report.RUN_FILE).write_text(json.dumps(run, indent=2) + "\n")
-    return _conclude(config.output, code, total, console)
+            code = session["exit_code"] = stopped.exit_code
+        finally:
+            session["seconds"]["total"] = time.monotonic() - started
+            run_directory.write_record(config.output, run)
+    code = _conclude(config.output, code, total, log_from, console)
+    if code:
+        console.print(how_to_go_on(composed), highlight=False, soft_wrap=True, markup=False)
+    return code
 
 
-def prepare_directory(output: Path, checkpoints: Path, *, resume: bool) -> None:
-    """Make room for a run. Checkpoints of an earlier one are moved aside, never deleted.
+def _facts(config: QuickstartConfig, overrides: list[str], composed: DictConfig) -> dict[str, Any]:
+    correction = composed.algorithm.rollout_correction
+    return {
+        "command": shlex.join(["python", "-m", "recipe.flashrl.main_flashrl", *overrides]),
+        "hardware": f"{composed.trainer.device}, {os.cpu_count()} CPU cores, {platform.machine()}",
+        "precision": str(composed.flashrl.precision),
+        "correction": {name: correction[name] for name in ("rollout_is", "rollout_is_threshold")},
+        "seed": config.seed,
+        "total_steps": composed.trainer.total_training_steps,
+        "versions": {finding.component.module: finding.installed for finding in check_versions()},
+    }
 
-    Raises:
-        FlashRLError: there is nothing to resume from.
-    """
-    output.mkdir(parents=True, exist_ok=True)
-    if resume:
-        if not (checkpoints / "latest_checkpointed_iteration.txt").is_file():
-            raise FlashRLError(
-                f"{checkpoints} holds no checkpoint to resume from. Run without --resume, and with "
-                "trainer.save_freq=10 to save one every 10 steps."
-            )
-        return
-    for name in (report.METRICS_FILE, report.RUN_FILE, report.REPORT_FILE, report.CURVES_FILE):
-        (output / name).unlink(missing_ok=True)
-    if checkpoints.is_dir() and any(checkpoints.iterdir()):
-        checkpoints.rename(checkpoints.with_name(f"{checkpoints.name}-until-{time.strftime('%Y%m%d-%H%M%S')}"))
+
+def how_to_go_on(composed: DictConfig) -> str:
+    """One line for a run that did not reach its end: whether it can be resumed, and how."""
+    latest, every = _checkpoints(composed) / run_directory.LATEST, composed.trainer.save_freq
+    if latest.is_file():
+        return f"Checkpoint of step {latest.read_text().strip()}: the same command with --resume goes on from it."
+    remedy = "" if every > 0 else f": trainer.save_freq={every} saves none, trainer.save_freq=10 one every 10 steps"
+    return f"No checkpoint was saved, so this run cannot be resumed{remedy}."
 
 
 def _assets(config: QuickstartConfig, console: Console) -> Assets:
@@ -181,8 +218,8 @@ def _assets(config: QuickstartConfig, console: Console) -> Assets:
     return assets
 
 
-def _train(output: Path, overrides: list[str], total: int, run: dict[str, Any], console: Console) -> int:
-    log, metrics = output / "train.log", output / report.METRICS_FILE
+def _train(output: Path, overrides: list[str], total: int, run: dict[str, Any], log_from: int, console: Console) -> int:
+    log, metrics, session = output / run_directory.LOG_FILE, output / report.METRICS_FILE, run["sessions"][-1]
     env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}  # a Ray of its own
     env |= {
         "VERL_FILE_LOGGER_PATH": str(metrics),
@@ -192,10 +229,13 @@ def _train(output: Path, overrides: list[str], total: int, run: dict[str, Any], 
         "VLLM_NO_USAGE_STATS": "1",
     }
     console.print(f"training: {total} steps on {run['hardware']}, log in {log}", highlight=False, soft_wrap=True)
+    if log_from:
+        with log.open("a") as stream:
+            stream.write(f"\n---- resumed {time.strftime('%Y-%m-%d %H:%M:%S')} ----\n")
     started = time.monotonic()
     tree = ProcessTree([sys.executable, "-m", "recipe.flashrl.main_flashrl", *overrides], log, env, ROOT)
     try:
-        with Display(console, total, log, metrics) as display:
+        with Display(console, total, log, metrics, log_from=log_from) as display:
             while (code := tree.poll()) is None:
                 display.update()
                 time.sleep(1.0)
@@ -206,26 +246,29 @@ def _train(output: Path, overrides: list[str], total: int, run: dict[str, Any], 
     finally:
         tree.end()
         trained_from = display.first_line or time.monotonic()
-        run["seconds"] |= {"start-up": trained_from - started, "training": time.monotonic() - trained_from}
-        run["peak_memory_bytes"], run["memory_kind"] = tree.peak_bytes, tree.memory_kind
-    run["exit_code"] = code
+        session["seconds"] |= {"start-up": trained_from - started, "training": time.monotonic() - trained_from}
+        session["peak_memory_bytes"], run["memory_kind"] = tree.peak_bytes, tree.memory_kind
+    session["exit_code"] = code
     return code
 
 
-def _conclude(output: Path, code: int, total: int, console: Console) -> int:
-    log, metrics = output / "train.log", output / report.METRICS_FILE
+def _conclude(output: Path, code: int, total: int, log_from: int, console: Console) -> int:
+    log, metrics = output / run_directory.LOG_FILE, output / report.METRICS_FILE
     result = report.load(metrics) if metrics.is_file() and metrics.stat().st_size else None
     if code == 0 and (result is None or result.metrics.last_step < total):
         console.print(f"[bold red]The training ended before step {total} without an error.[/]")
         code = 1
     elif code not in (0, 128 + signal.SIGINT, 128 + signal.SIGTERM):
         console.print(f"[bold red]The training failed (exit code {code}):[/]")
-        for line in report.last_error(log.read_text(errors="replace")):
+        for line in last_error(log.read_bytes()[log_from:].decode(errors="replace")):
             console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
     if result is not None:
-        written = report.write(result)
         console.print(result.table())
-        console.print("report: " + ", ".join(map(str, written)), highlight=False, soft_wrap=True)
+        try:
+            written = report.write(result)
+            console.print("report: " + ", ".join(map(str, written)), highlight=False, soft_wrap=True)
+        except FlashRLError as error:  # the training is what was asked for
+            console.print(str(error), markup=False, style="red", soft_wrap=True)
     if code:
         console.print(f"whole log: {log}", highlight=False, soft_wrap=True)
     return code if code >= 0 else 128 - code  # Popen says -n for a process that signal n ended

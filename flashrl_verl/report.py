@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run's metrics file turned into a table, a Markdown report and curves.
 
-A value that is missing or not finite is shown as such: a report that leaves it out would look better than the
-run was.
+A value that is missing or not finite is shown as such: a report that leaves it out would look better than the run was.
 """
 
 from __future__ import annotations
@@ -27,13 +26,9 @@ SCORE, MISMATCH_KL = "critic/score/mean", "rollout_corr/k3_kl"
 CORRELATION = "training/rollout_actor_probs_pearson_corr"
 REPLACED = "training/filter_groups/evicted_samples"
 """Groups that dynamic sampling drew in vain in a step: all of their samples were right, or all wrong."""
+IS_WEIGHTS = "rollout_corr/rollout_is_mean"
+"""Mean importance weight; logged only where weights were computed."""
 MISSING = "not logged"
-
-_COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-_PREFIX = re.compile(r"^(?:\((?:[^\s()]+ )*pid=\d+(?:, ip=\S+)?\) ?)+(?:ERROR \d\d-\d\d \S+ \[\S+\] )?")
-"""Who said it, by Ray (`(WorkerDict pid=5399) `, also nested), and when, by vLLM."""
-_OURS = re.compile(r"^(?:flashrl_verl\.errors\.)?(?:FlashRL|Config|Refit|DynamicSampling)Error: \S")
-_ANY = re.compile(r"^(?!ray\.exceptions\.)(?:\w+\.)*\w*(?:Error|Exception|Killed|Exit): \S")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,15 +146,14 @@ class Report:
         lost = f", {len(values) - len(finite)} NOT FINITE" if len(values) > len(finite) else ""
         yield "mismatch KL (k3), last", show(self.metrics.last(MISMATCH_KL), ".2e") + worst + lost
         yield "probability correlation, last", show(self.metrics.last(CORRELATION), ".5f")
+        applied = IS_WEIGHTS in {key for row in self.metrics.rows.values() for key in row}
+        yield "correction of the mismatch", correction_words(self.run.get("correction"), applied)
 
     def _weights(self) -> Iterator[tuple[str, str]]:
         last = self.metrics.last
-        layers, share = last("flashrl/quantized_layers"), last("flashrl/quantized_bytes")
+        share = last("flashrl/quantized_bytes")
         as_bf16, total = last("flashrl/quantized_bytes_as_bf16"), last("flashrl/weight_bytes")
-        yield (
-            "rollout precision",
-            f"{self.run.get('precision', MISSING)}, {show(layers, '.0f')} quantized layers",
-        )
+        yield "rollout precision", held_precision(self.run.get("precision"), last("flashrl/quantized_layers"))
         text = MISSING if total is None else f"{show(total / 1e6, '.2f')} MB"
         if share and as_bf16:
             text += f"; quantized layers {share / 1e6:.2f} MB, in BF16 {as_bf16 / 1e6:.2f} MB"
@@ -170,8 +164,12 @@ class Report:
         _, steps = self.metrics.series("timing_s/step")
         finite = sorted(value for value in steps if math.isfinite(value))
         yield "step time, median", _seconds(finite[len(finite) // 2] if finite else None)
+        sessions = self.run.get("sessions", [])
+        lost = sum(not session.get("seconds") for session in sessions)
+        counted = f"{len(sessions) - lost} of {len(sessions)}, the rest was not recorded" if lost else f"{len(sessions)}"
+        of = f" (sum over the sessions: {counted})" if len(sessions) > 1 else ""
         for phase, seconds in self.run.get("seconds", {}).items():
-            yield f"wall time, {phase}", _seconds(seconds)
+            yield f"wall time, {phase}", _seconds(seconds) + of
         if "peak_memory_bytes" in self.run:
             peak, kind = self.run["peak_memory_bytes"], self.run["memory_kind"]
             yield "peak memory, all processes", f"{peak / 2**30:.2f} GiB ({kind})"
@@ -197,7 +195,7 @@ class Report:
         table.add_column(style="bold")
         table.add_column(overflow="fold")
         for label, value in self.rows():
-            style = "red" if "NOT FINITE" in value else "green" if re.search(r"\+.* points", value) else ""
+            style = "red" if "NOT " in value else "green" if re.search(r"\+.* points", value) else ""
             table.add_row(label, f"[{style}]{escape(value)}[/]" if style else escape(value))
         return table
 
@@ -220,12 +218,47 @@ NOTES = """\
 How to read it:
 
 - *Held-out accuracy* is asked of prompts that were never trained on.
-- *Training score* is the mean reward of the groups that dynamic sampling kept. It drops groups that are all
-  right or all wrong, so this number stays near the middle while the policy improves; the held-out accuracy is
-  the one to watch.
+- *Training score* is the mean reward of the groups that dynamic sampling kept. It drops groups that are all right or all
+  wrong, so this number stays near the middle while the policy improves; the held-out accuracy is the one to watch.
 - *Mismatch KL* (k3 estimator) compares the rollout's probabilities with the trainer's for the sampled tokens.
   A healthy run stays below 1e-2, with a correlation above 0.99. A weight update that was missed shows here at
   a high learning rate."""
+
+
+def held_precision(chosen: str | None, layers: float | None) -> str:
+    """What the rollout was, by the engine's own count of layers; what was chosen is only said where the two agree.
+
+    Args:
+        chosen: `flashrl.precision`, None when it is not recorded.
+        layers: quantized layers that the engine reported, None when it reported none.
+    """
+    if layers is None:
+        return f"the engine's layers were {MISSING}" + (f"; chosen: {chosen}" if chosen else "")
+    if not math.isfinite(layers):
+        return f"{show(layers)} quantized layers"
+    if layers == 0:
+        agrees = chosen in (None, "bf16")
+        return "not quantized, 0 quantized layers" + ("" if agrees else ": NOT the precision that was chosen")
+    if chosen == "bf16":
+        return f"{layers:.0f} quantized layers: NOT bf16, which was chosen"
+    return f"{chosen}, {layers:.0f} quantized layers" if chosen else f"{layers:.0f} quantized layers, format not recorded"
+
+
+def correction_words(settings: dict[str, Any] | None, applied: bool) -> str:
+    """The correction of a run in words.
+
+    Args:
+        settings: `rollout_is` and `rollout_is_threshold` as they were composed, None when they are not recorded.
+        applied: whether the metrics hold importance weights.
+    """
+    if settings is None:
+        return "importance weights, level and threshold not recorded" if applied else "no importance weights logged"
+    level, threshold = settings.get("rollout_is"), settings.get("rollout_is_threshold")
+    if level is None:
+        return "none (rollout_is=null)"
+    lower, _, upper = str(threshold).partition("_")
+    how = f"IcePop, weights outside {lower} to {upper} become 0" if upper else f"TIS, cap C = {lower}"
+    return f"{how}, per {level}" + ("" if applied else "; weights were NOT logged")
 
 
 def _seconds(value: float | None, digits: int = 1) -> str:
@@ -252,36 +285,15 @@ def load(path: Path) -> Report:
 
 
 def write(report: Report) -> tuple[Path, Path]:
-    """Write `report.md` and `curves.png` beside the metrics; returns their paths."""
+    """Write `report.md` and `curves.png` beside the metrics; returns their paths.
+
+    Raises:
+        FlashRLError: the curves cannot be drawn (matplotlib is missing); `report.md` is there.
+    """
     from flashrl_verl.plots import plot_curves
 
     directory = report.metrics_path.parent
     markdown, curves = directory / REPORT_FILE, directory / CURVES_FILE
-    plot_curves(report.metrics, curves)
     markdown.write_text(report.markdown())
+    plot_curves(report.metrics, curves)
     return markdown, curves
-
-
-def last_error(log: str) -> list[str]:
-    """What a person needs of a failed run's log: the exception's message without traceback and prefixes.
-
-    FlashRL's own errors come first: what follows them is only their consequence in other processes.
-    """
-    lines = [_PREFIX.sub("", _COLOURS.sub("", line)).rstrip() for line in log.splitlines()]
-    for pattern in (_OURS, _ANY):
-        found = [i for i, line in enumerate(lines) if pattern.match(line)]
-        if found:
-            start = found[-1]
-            more = lines[start + 1 : start + 6]
-            end = next((i for i, line in enumerate(more) if not line or _looks_like_log(line)), len(more))
-            return [lines[start], *more[:end]]
-    return [line for line in lines if line][-10:]
-
-
-def _looks_like_log(line: str) -> bool:
-    return bool(
-        re.match(
-            r"(Traceback|\[|INFO|WARNING|ERROR|DEBUG|Set the environment variable HYDRA|  File |\d{4}-\d\d)",
-            line,
-        )
-    )

@@ -12,8 +12,10 @@ from omegaconf import DictConfig, open_dict
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
+from flashrl_verl.cluster import check_cluster
 from flashrl_verl.compat import Status, check_versions
 from flashrl_verl.errors import ConfigError, DynamicSamplingError, FlashRLError
+from flashrl_verl.local_paths import check_paths
 from flashrl_verl.metrics_file import MetricsFile, metrics_path
 from flashrl_verl.rollout.receipt import verify_receipts
 from flashrl_verl.validation import validate_config
@@ -36,6 +38,8 @@ class FlashRLTrainer(PPOTrainerSync):
 
     def __init__(self, config: DictConfig):
         self.flashrl = validate_config(config)
+        check_cluster(config)
+        check_paths(config)
         for finding in check_versions():
             if finding.status is not Status.OK:
                 log.warning("%s", finding)

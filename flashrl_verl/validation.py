@@ -213,8 +213,10 @@ def _check_hardware(cfg: DictConfig) -> None:
         refuse(
             PLATFORM,
             platform,
-            f"trainer.device={device}, so only half of hardware=cpu was chosen",
-            f"hardware=cpu, or hardware=cuda without {PLATFORM}",
+            f"the workers would run on the CPU, but trainer.device={device}. verl writes the driver's platform there, "
+            "and python -m verl.trainer.main_ppo picks it before it has read hardware=cpu",
+            "VERL_PLATFORM=cpu in the environment of the command, with hardware=cpu; for GPUs, hardware=cuda without "
+            f"{PLATFORM}",
         )
     if device == "cpu":
         apply(cfg, _ON_CPU)

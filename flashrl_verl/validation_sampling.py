@@ -51,7 +51,10 @@ def check_correction(cfg: DictConfig) -> None:
             "the correction on the actors' shards does not reject samples yet",
             f"{CORRECTION}.rollout_rs=null",
         )
-    if weights is not None:
+    apply(cfg, _TRAINING_ROLLOUT)
+    # correction=metrics_only is the one that keeps a threshold without weights (correction=none has neither): its KL is a
+    # statement about quantization only when the sampler's policy is otherwise the trainer's.
+    if weights is not None or get(cfg, f"{CORRECTION}.rollout_is_threshold") is not None:
         apply(cfg, _SAMPLED_POLICY)
 
 
@@ -84,7 +87,18 @@ def _check_threshold(value: Any) -> None:
         )
 
 
-_RATIO = "the correction divides the trainer's probability by the sampler's"
+_TRAINING_ROLLOUT = (
+    Rule(
+        f"{ROLLOUT}.temperature",
+        lambda value: isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf"),
+        "greedy samples of a prompt are all the same, so every group is constant and has no advantage, and the trainer divides "
+        "its logits by the temperature",
+        f"{ROLLOUT}.temperature=1.0; validation has its own, {ROLLOUT}.val_kwargs.temperature",
+        1.0,
+    ),
+)
+
+_RATIO = "correction and mismatch metrics divide the trainer's probability by the sampler's"
 _SAMPLED_POLICY = (
     Rule(
         f"{ROLLOUT}.calculate_log_probs",

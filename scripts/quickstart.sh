@@ -4,17 +4,29 @@
 #
 #   bash scripts/quickstart.sh [--seed N] [--output DIR] [--resume] [hydra.key=value ...]
 #
+#   --seed N     of the model, the data and their order (default: 0)
+#   --output DIR assets, log, metrics and report (default: outputs/quickstart); relative to where you are
+#   --resume     go on from the last checkpoint; there is one only with trainer.save_freq=N
+#
+# Environment:
 #   FLASHRL_VENV           where the environment is (default: <repository>/.venv)
 #   FLASHRL_SKIP_SETUP=1   use the current environment as it is
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-cd "$root"
+
+for word in "$@"; do
+  if [ "$word" = --help ] || [ "$word" = -h ]; then
+    sed -n '3,/^set /{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}" # the lines above: help needs no environment
+    exit
+  fi
+done
 
 python=python
 if [ "${FLASHRL_SKIP_SETUP:-0}" != 1 ]; then
-  bash scripts/setup_env.sh
+  bash "$root/scripts/setup_env.sh"
   python=${FLASHRL_VENV:-$root/.venv}/bin/python
 fi
 
-# exec: a signal for this script reaches the program that knows how to end the training.
+# No cd: a relative --output is the caller's. exec: a signal for this script reaches the program that can end the training.
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 exec "$python" -m flashrl_verl.cli quickstart "$@"

@@ -14,7 +14,7 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
-from flashrl_verl import compat, dryrun, platforms
+from flashrl_verl import compat, dryrun, local_paths, platforms
 from flashrl_verl.errors import FlashRLError
 from flashrl_verl.validation import validate_config
 
@@ -28,10 +28,11 @@ def train(cfg: DictConfig) -> None:
         cfg: The composed configuration, verl's keys and the ``flashrl`` node.
 
     Raises:
-        ConfigError: The configuration contradicts itself, verl or this environment.
+        ConfigError: The configuration contradicts itself, verl or this environment, or names a path that is not there.
         FlashRLError: verl does not load the plugin; it would hide that.
     """
     validate_config(cfg)
+    local_paths.check_paths(cfg)
     platforms.activate(cfg)
 
     # Imported only now: these modules make verl decide on its platform.
@@ -40,12 +41,13 @@ def train(cfg: DictConfig) -> None:
     from verl.utils import config as verl_config
     from verl.utils.device import auto_set_device
 
+    from flashrl_verl.cluster import checked_runner
     from flashrl_verl.plugin_verl import require_registered
 
     require_registered()
     auto_set_device(cfg)
     verl_config.validate_config(config=cfg, use_reference_policy=need_reference_policy(cfg), use_critic=need_critic(cfg))
-    run_ppo(cfg, task_runner_class=TaskRunnerV1)
+    run_ppo(cfg, task_runner_class=checked_runner(TaskRunnerV1, cfg))
 
 
 def dry_run(cfg: DictConfig) -> None:
@@ -56,6 +58,9 @@ def dry_run(cfg: DictConfig) -> None:
     """
     sys.stdout.write(dryrun.report(cfg))
     validate_config(cfg)
+    missing = local_paths.missing_paths(cfg)
+    if missing:  # no error: a dry run need not happen where the run will
+        sys.stdout.write(f"Warning: {local_paths.describe(missing)}.\n")
     sys.stdout.write("The configuration is valid. Nothing was started.\n")
 
 

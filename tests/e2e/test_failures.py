@@ -50,6 +50,12 @@ def test_a_failing_receiver_ends_the_run_within_the_time_limit(recipe, tmp_path,
     assert time.time() - (tmp_path / "fired").stat().st_mtime < 60, "seconds from the fault to the end of the process"
 
 
+def test_gpus_that_the_cluster_lacks_are_an_error_not_a_wait(recipe):
+    run = recipe("hardware=cuda", "trainer.nnodes=16", timeout=120)
+    assert run.returncode != 0
+    assert_says(r"trainer.nnodes=16 with trainer.n_gpus_per_node=1 is refused: the Ray cluster has", run.output)
+
+
 def test_nan_in_an_update_is_never_saved(recipe, tmp_path):
     run = recipe(NO_FILTER, "trainer.total_training_steps=3", "trainer.save_freq=1", fault="nan_update:2")
     assert run.returncode != 0

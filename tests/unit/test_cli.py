@@ -16,16 +16,10 @@ from typer.testing import CliRunner
 
 from flashrl_verl import __version__
 from flashrl_verl.cli import app
-from flashrl_verl.errors import ConfigError, FlashRLError
+from flashrl_verl.errors import ConfigError
 from flashrl_verl.process_tree import ProcessTree
 from flashrl_verl.progress import Display
-from flashrl_verl.quickstart import (
-    QuickstartConfig,
-    compose,
-    prepare_directory,
-    quoted,
-    training_overrides,
-)
+from flashrl_verl.quickstart import QuickstartConfig, check, compose, how_to_go_on, quoted, training_overrides
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -78,6 +72,18 @@ def test_a_mistyped_word_is_refused_before_anything_is_made(tmp_path, word):
     assert not (tmp_path / "out").exists()
 
 
+def test_without_matplotlib_the_report_is_one_line_with_the_remedy(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "data": {"rollout_corr/k3_kl": 1e-4}}))
+    code = (
+        "import sys; sys.modules['matplotlib'] = None; from flashrl_verl.cli import main; "
+        f"sys.argv = ['flashrl', 'report', {str(tmp_path)!r}]; main()"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 1 and "1.00e-04" in result.stdout and (tmp_path / "report.md").is_file()
+    [said] = result.stderr.splitlines()
+    assert said.startswith("FlashRLError: ") and "pip install 'matplotlib>=3.8'" in said
+
+
 # ---- overrides ----
 
 
@@ -105,34 +111,52 @@ def test_an_unknown_key_is_refused_by_name():
         compose(["experiment=quickstart", "trainer.no_such_key=1"])
 
 
+@pytest.mark.parametrize("given", ["[console]", "console", "[]", "[console,file]", "null"])
+def test_the_metrics_file_is_logged_whatever_loggers_are_chosen(tmp_path, given):
+    words = ("hardware=cpu", f"trainer.logger={given}")
+    overrides, composed = check(QuickstartConfig(output=tmp_path / "out", overrides=words))
+    assert "file" in composed.trainer.logger and "file" in compose(overrides).trainer.logger
+    assert list(composed.trainer.logger) == [*(["console"] if "console" in given else []), "file"]
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("actor_rollout_ref.rollout.top_p=0.9", "actor_rollout_ref.rollout.top_p=0.9 is refused"),
+        ("flashrl.precision=int4", "int4"),
+        ("trainer.total_training_steps=null", "trainer.total_training_steps=null"),
+        ("data.train_files=no/such.parquet", "data.train_files=no/such.parquet not found"),
+        ("trainer.no_such_key=1", "trainer.no_such_key"),
+    ],
+)
+def test_a_refused_override_leaves_the_earlier_run_where_it_is(tmp_path, word, said):
+    (tmp_path / "metrics.jsonl").write_text("old")
+    result = CliRunner().invoke(app, ["quickstart", "--output", str(tmp_path), "hardware=cpu", word])
+    assert isinstance(result.exception, ConfigError) and said in str(result.exception)
+    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize("below", ["", "/folder"])
+def test_an_output_that_is_a_file_is_one_error(tmp_path, below):
+    (tmp_path / "file").write_text("mine")
+    result = CliRunner().invoke(app, ["quickstart", "--output", f"{tmp_path}/file{below}"])
+    assert isinstance(result.exception, ConfigError) and f"{tmp_path}/file is a file" in str(result.exception)
+
+
 @pytest.mark.parametrize("text", ["plain", "two words", "it's", "a=b,c", "[x]{y}"])
 def test_any_path_can_be_an_override(text):
     cfg = compose(["experiment=quickstart", f"trainer.default_local_dir={quoted(text)}"])
     assert cfg.trainer.default_local_dir == text
 
 
-# ---- directory ----
-
-
-def test_a_fresh_run_clears_its_results_and_moves_checkpoints_aside(tmp_path):
-    for name in ("metrics.jsonl", "report.md", "notes.txt"):
-        (tmp_path / name).write_text("old")
+def test_a_run_that_ended_early_says_whether_it_can_be_resumed(tmp_path):
+    words = ("hardware=cpu", "trainer.save_freq=5")
+    default, saving = (check(QuickstartConfig(output=tmp_path, overrides=w))[1] for w in (words[:1], words))
+    assert "trainer.save_freq=-1 saves none, trainer.save_freq=10" in how_to_go_on(default)
+    assert how_to_go_on(saving) == "No checkpoint was saved, so this run cannot be resumed."
     (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("10")
-    prepare_directory(tmp_path, tmp_path / "checkpoints", resume=False)
-    [aside] = tmp_path.glob("checkpoints-until-*")
-    assert (aside / "latest_checkpointed_iteration.txt").read_text() == "10"
-    assert sorted(p.name for p in tmp_path.iterdir()) == [aside.name, "notes.txt"]
-
-
-def test_resuming_keeps_everything_and_needs_a_checkpoint(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text("old")
-    with pytest.raises(FlashRLError, match="trainer.save_freq"):
-        prepare_directory(tmp_path, tmp_path / "checkpoints", resume=True)
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("10")
-    prepare_directory(tmp_path, tmp_path / "checkpoints", resume=True)
-    assert (tmp_path / "metrics.jsonl").read_text() == "old"
+    (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("5")
+    assert how_to_go_on(saving).startswith("Checkpoint of step 5: ") and "--resume" in how_to_go_on(saving)
 
 
 # ---- process tree ----

@@ -119,6 +119,13 @@ def test_workers_get_the_settings_by_reference(experiment):
     assert cfg.actor_rollout_ref.actor.policy_loss.rollout_correction.rollout_is_threshold == 4.0
 
 
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_runs_of_two_precisions_share_no_file(experiment):
+    trainers = [_through_main_flashrl(experiment, f"flashrl.precision={p.value}").trainer for p in Precision]
+    for key in ("experiment_name", "default_local_dir"):
+        assert len({trainer[key] for trainer in trainers}) == len(Precision), key
+
+
 @pytest.mark.parametrize("option", [option for option in OPTIONS if option.startswith("correction=")])
 def test_every_correction_records_the_log_probs(option):
     assert _through_main_flashrl("base", option).actor_rollout_ref.rollout.calculate_log_probs is True

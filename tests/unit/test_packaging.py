@@ -166,7 +166,27 @@ def test_setup_refuses_an_unknown_device(tmp_path):
     assert process.returncode == 1 and "'tpu'" in process.stderr
 
 
-@pytest.mark.parametrize("script", ["scripts/setup_env.sh", "scripts/test.sh", ".ci/run"])
+def run_quickstart(*words: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess:
+    environment = {**os.environ, **variables}
+    environment["PATH"] = os.pathsep.join([os.path.dirname(os.path.abspath(sys.executable)), environment["PATH"]])
+    command = ["bash", ROOT / "scripts" / "quickstart.sh", *words]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("word", ["--help", "-h"])
+def test_quickstart_explains_itself_without_an_environment(tmp_path, word):
+    process = run_quickstart(word, cwd=tmp_path, FLASHRL_VENV=str(tmp_path / "venv"))
+    assert process.returncode == 0 and "--resume" in process.stdout and "set -euo" not in process.stdout
+    assert not (tmp_path / "venv").exists()
+
+
+def test_a_relative_output_of_the_quickstart_starts_where_the_caller_is(tmp_path):
+    (tmp_path / "taken").write_text("mine")
+    process = run_quickstart("--output", "taken", cwd=tmp_path, FLASHRL_SKIP_SETUP="1")
+    assert process.returncode == 1 and process.stderr.startswith(f"ConfigError: --output {tmp_path}/taken: ")
+
+
+@pytest.mark.parametrize("script", ["scripts/setup_env.sh", "scripts/test.sh", "scripts/quickstart.sh", ".ci/run"])
 def test_scripts_are_executable_bash(script):
     path = ROOT / script
     assert os.access(path, os.X_OK) and path.read_text().startswith("#!/usr/bin/env bash\n")

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from flashrl_verl import report
 from flashrl_verl.errors import FlashRLError
+from flashrl_verl.log_excerpt import last_error
 
 HELD_OUT = "val-core/toy_addition/acc/mean@1"
 KL = "rollout_corr/k3_kl"
@@ -88,6 +89,51 @@ def test_the_table_says_what_came_out(run):
     assert (rows["seed"], rows["versions"]) == ("7", "verl 0.9.1")
 
 
+@pytest.mark.parametrize(
+    ("chosen", "layers", "words"),
+    [
+        ("int8", 0.0, "not quantized, 0 quantized layers: NOT the precision that was chosen"),
+        ("bf16", 0.0, "not quantized, 0 quantized layers"),
+        (None, 0.0, "not quantized, 0 quantized layers"),
+        (None, 8.0, "8 quantized layers, format not recorded"),
+        ("bf16", 8.0, "8 quantized layers: NOT bf16, which was chosen"),
+        ("fp8", 8.0, "fp8, 8 quantized layers"),
+        ("int8", None, "the engine's layers were not logged; chosen: int8"),
+        (None, None, "the engine's layers were not logged"),
+    ],
+)
+def test_the_precision_is_what_the_engine_held_not_what_was_chosen(chosen, layers, words):
+    assert report.held_precision(chosen, layers) == words
+    assert layers != 0 or "int8" not in words
+
+
+@pytest.mark.parametrize(
+    ("settings", "applied", "words"),
+    [
+        ({"rollout_is": "token", "rollout_is_threshold": 2.0}, True, "TIS, cap C = 2.0, per token"),
+        ({"rollout_is": "token", "rollout_is_threshold": 2.0}, False, "TIS, cap C = 2.0, per token; weights were NOT logged"),
+        (
+            {"rollout_is": "sequence", "rollout_is_threshold": "0.5_5.0"},
+            True,
+            "IcePop, weights outside 0.5 to 5.0 become 0, per sequence",
+        ),
+        ({"rollout_is": None, "rollout_is_threshold": 2.0}, False, "none (rollout_is=null)"),
+        (None, True, "importance weights, level and threshold not recorded"),
+        (None, False, "no importance weights logged"),
+    ],
+)
+def test_the_correction_is_said_as_far_as_it_is_known(settings, applied, words):
+    assert report.correction_words(settings, applied) == words
+
+
+def test_wall_time_of_a_resumed_run_is_the_sum_and_says_of_what(run):
+    facts = json.loads((run / "run.json").read_text())
+    facts["sessions"] = [{"seconds": {"total": 60.0}}, {"seconds": {}}, {"seconds": {"total": 1.26}}]
+    (run / "run.json").write_text(json.dumps(facts))
+    rows = dict(report.load(run).rows())
+    assert rows["wall time, total"] == "61.3 s (sum over the sessions: 2 of 3, the rest was not recorded)"
+
+
 def test_what_was_not_logged_is_said(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(line(1, a=1.0))
     rows = dict(report.load(tmp_path).rows())
@@ -158,7 +204,7 @@ Set the environment variable HYDRA_FULL_ERROR=1 for a complete stack trace.
 
 
 def test_of_a_failed_run_our_own_error_is_shown_before_its_consequences():
-    assert report.last_error(RAY_LOG) == [
+    assert last_error(RAY_LOG) == [
         "flashrl_verl.errors.RefitError: 2 tensors",
         "  model.layers.0.mlp.down_proj.weight",
     ]
@@ -166,8 +212,8 @@ def test_of_a_failed_run_our_own_error_is_shown_before_its_consequences():
 
 def test_without_an_error_of_ours_the_last_exception_is_shown():
     log = "\n".join(text for text in RAY_LOG.splitlines() if "RefitError" not in text)
-    assert report.last_error(log) == ["RuntimeError: the worker died"]
+    assert last_error(log) == ["RuntimeError: the worker died"]
 
 
 def test_a_log_without_an_exception_ends_with_its_last_lines():
-    assert report.last_error("one\n\ntwo\n") == ["one", "two"]
+    assert last_error("one\n\ntwo\n") == ["one", "two"]

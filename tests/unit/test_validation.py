@@ -3,6 +3,7 @@
 
 import copy
 import dataclasses
+import json
 import os
 import subprocess
 import sys
@@ -71,6 +72,8 @@ def test_a_configuration_without_flashrl_is_refused():
     message = _refusal(OmegaConf.create({"trainer": {"use_v1": True}}))
     assert "flashrl is missing" in message and "+experiment=base" in message
 
+
+NO_CORRECTION = {f"{CORRECTION}.rollout_is": None, f"{CORRECTION}.rollout_is_threshold": None}
 
 REFUSED = [
     # precision reaches the whole-config check
@@ -151,6 +154,14 @@ REFUSED = [
     ({f"{ROLLOUT}.min_p": 0.05}, f"{ROLLOUT}.min_p=0.05", f"remove {ROLLOUT}.min_p"),
     ({f"{ROLLOUT}.repetition_penalty": 1.1}, "penalty=1.1", f"{ROLLOUT}.repetition_penalty=1.0"),
     ({f"{ROLLOUT}.logprobs_mode": "raw_logprobs"}, "mode=raw_logprobs", "logprobs_mode=processed_logprobs"),
+    # metrics without weights (correction=metrics_only) mean the same only under the same rules
+    *(
+        ({key: value, f"{CORRECTION}.rollout_is": None}, f"{key.rpartition('.')[2]}={json.dumps(value)}", "correction=none")
+        for key, value in ((f"{ROLLOUT}.calculate_log_probs", False), (f"{ROLLOUT}.top_p", 0.9), (f"{ROLLOUT}.top_k", 50))
+    ),
+    # greedy training samples
+    ({f"{ROLLOUT}.temperature": 0}, f"{ROLLOUT}.temperature=0", f"{ROLLOUT}.temperature=1.0"),
+    ({f"{ROLLOUT}.temperature": -1.0, **NO_CORRECTION}, f"{ROLLOUT}.temperature=-1.0", f"{ROLLOUT}.temperature=1.0"),
     # engine arguments that would win over ours
     ({f"{ENGINE}.quantization": "fp8"}, f"{ENGINE}.quantization=fp8", "flashrl.precision"),
     ({f"{ENGINE}.q": "fp8"}, f"{ENGINE}.q=fp8", "flashrl.precision"),
@@ -181,7 +192,7 @@ REFUSED = [
     # hardware chosen by half
     ({"trainer.device": "cpu"}, "trainer.device=cpu", "hardware=cpu"),
     ({"trainer.device": "npu"}, "trainer.device=npu", "hardware=cuda or hardware=cpu"),
-    ({f"{ENV}.VERL_PLATFORM": "cpu"}, f"{ENV}.VERL_PLATFORM=cpu", "hardware=cpu"),
+    ({f"{ENV}.VERL_PLATFORM": "cpu"}, f"{ENV}.VERL_PLATFORM=cpu", "VERL_PLATFORM=cpu in the environment of the command"),
 ]
 
 
@@ -216,6 +227,26 @@ def test_half_of_the_cpu_platform_is_refused(changed, settings, value, remedy):
     assert value in message and remedy in message.partition(" Remedy: ")[2]
 
 
+def test_verls_own_entry_point_without_the_variable_is_told_to_set_it(tmp_path):
+    """verl writes the platform it found into trainer.device before our trainer sees the configuration; the remedy works."""
+    code = (
+        "import flashrl_verl.plugin_verl\n"
+        "from hydra import compose, initialize_config_dir\n"
+        "from flashrl_verl.validation import validate_config\n"
+        "from verl.utils.device import auto_set_device\n"
+        f"with initialize_config_dir({str(ROOT / 'recipe' / 'flashrl' / 'config')!r}, version_base=None):\n"
+        "    cfg = compose('flashrl_trainer', overrides=['experiment=quickstart'])\n"
+        "auto_set_device(cfg)\n"
+        "validate_config(cfg)\n"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "VERL_PLATFORM"} | {"PYTHONPATH": str(ROOT)}
+    run = [sys.executable, "-c", code]
+    told = subprocess.run(run, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert told.returncode != 0 and "Remedy: VERL_PLATFORM=cpu in the environment of the command" in told.stderr
+    followed = subprocess.run(run, cwd=tmp_path, env=environment | {"VERL_PLATFORM": "cpu"}, capture_output=True, text=True)
+    assert followed.returncode == 0, followed.stderr
+
+
 ACCEPTED = [
     {f"{ROLLOUT}.top_k": 0},
     {f"{ROLLOUT}.top_p": 1},
@@ -225,8 +256,9 @@ ACCEPTED = [
     {f"{ROLLOUT}.val_kwargs.top_p": 0.7, f"{ROLLOUT}.val_kwargs.top_k": 20},
     {f"{CORRECTION}.rollout_is": "sequence", f"{CORRECTION}.rollout_is_threshold": "5.0"},
     {f"{CORRECTION}.rollout_is_threshold": "0.5_5.0"},
-    {f"{CORRECTION}.rollout_is": None, f"{CORRECTION}.rollout_is_threshold": None},
-    {f"{CORRECTION}.rollout_is": None, f"{ROLLOUT}.top_p": 0.9, f"{ROLLOUT}.calculate_log_probs": False},
+    NO_CORRECTION,
+    {**NO_CORRECTION, f"{ROLLOUT}.top_p": 0.9, f"{ROLLOUT}.calculate_log_probs": False},
+    {f"{ROLLOUT}.temperature": 0.6, f"{ROLLOUT}.val_kwargs.temperature": 0},
     {"actor_rollout_ref.model.lora_rank": 8, "actor_rollout_ref.model.lora.merge": True},
     {f"{ENGINE}.quantization": None},
     {f"{ENGINE}.dtype": "bfloat16", f"{ENGINE}.tensor_parallel_size": 2},

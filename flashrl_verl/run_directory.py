@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The directory of a quickstart run: its record, what a new run moves aside, and what a resumed one has to share with it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flashrl_verl import report
+from flashrl_verl.errors import ConfigError, FlashRLError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+LOG_FILE, CONFIG_FILE = "train.log", "config.yaml"
+LATEST = "latest_checkpointed_iteration.txt"
+"""verl's record of the last whole checkpoint, in trainer.default_local_dir."""
+RESULTS = (report.METRICS_FILE, report.RUN_FILE, report.REPORT_FILE, report.CURVES_FILE, CONFIG_FILE, LOG_FILE)
+
+MAY_CHANGE = (
+    # How long, how often, where to, and how fast: a resumed run is the same run under these.
+    *(f"trainer.{name}" for name in ("total_training_steps", "total_epochs", "test_freq", "save_freq", "val_before_train")),
+    *(f"trainer.{name}" for name in ("logger", "log_val_generations", "project_name", "experiment_name")),
+    *(f"trainer.{name}" for name in ("resume_mode", "resume_from_path", "default_local_dir", "max_actor_ckpt_to_keep")),
+    *(f"trainer.{name}" for name in ("rollout_data_dir", "validation_data_dir")),
+    *("ray_kwargs", "global_profiler", "transfer_queue"),
+    *(f"flashrl.{name}" for name in ("self_check", "update_timeout_s", "receipt_tensors", "max_num_gen_batches")),
+    "flashrl.padded_vocab_mass_limit",
+    *(f"actor_rollout_ref.rollout.{name}" for name in ("gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens")),
+    "actor_rollout_ref.rollout.trace",
+    # Copies of keys that are compared under their own names.
+    *("actor_rollout_ref.rollout.custom.flashrl", "actor_rollout_ref.actor.policy_loss.rollout_correction"),
+)
+"""Keys, with everything below them, that may differ between the sessions of one run."""
+
+
+def check_output(output: Path) -> None:
+    """Refuse an output directory that cannot be made because a file is in its place.
+
+    Raises:
+        ConfigError: `--output` is a file, or lies below one.
+    """
+    for path in (output, *output.parents):
+        if path.exists():
+            if not path.is_dir():
+                raise ConfigError(f"--output {output}: {path} is a file. Choose a directory, which need not exist yet.")
+            return
+
+
+def move_aside(output: Path, checkpoints: Path) -> Path | None:
+    """Make room for a new run: the results of an earlier one are moved, never deleted.
+
+    Args:
+        output: the run's directory; it is made.
+        checkpoints: trainer.default_local_dir; only verl's own entries are moved out of it.
+
+    Returns:
+        `output/previous-N` with the earlier run's results, or None where there was none.
+    """
+    output.mkdir(parents=True, exist_ok=True)
+    results = [output / name for name in RESULTS if (output / name).exists()]
+    trained = {path.name for path in results} - {report.RUN_FILE, CONFIG_FILE}
+    saved = sorted(checkpoints.glob("global_step_*")) + [p for p in [checkpoints / LATEST] if p.exists()]
+    if not trained and not saved:  # a record alone is of a run that never started training
+        return None
+    taken = [int(p.name.removeprefix("previous-")) for p in output.glob("previous-*") if p.name[9:].isdigit()]
+    aside = output / f"previous-{max(taken, default=0) + 1}"
+    aside.mkdir()
+    if saved:
+        (aside / "checkpoints").mkdir()
+    for path in results:
+        shutil.move(path, aside / path.name)
+    for path in saved:
+        shutil.move(path, aside / "checkpoints" / path.name)
+    return aside
+
+
+def check_resumable(output: Path, checkpoints: Path, cfg: DictConfig, seed: int) -> None:
+    """Refuse to go on with another run than the one in the directory.
+
+    Args:
+        output: the run's directory.
+        checkpoints: trainer.default_local_dir.
+        cfg: the composed configuration of the session to come.
+        seed: of the session to come.
+
+    Raises:
+        FlashRLError: there is no checkpoint.
+        ConfigError: a key differs that makes it another run; the message names each, with both values.
+    """
+    if not (checkpoints / LATEST).is_file():
+        raise FlashRLError(
+            f"{checkpoints} holds no checkpoint to resume from. Run without --resume, and with "
+            "trainer.save_freq=10 to save one every 10 steps."
+        )
+    changed = differences(output, cfg, seed)
+    if changed:
+        more = f" and {len(changed) - 8} more" if len(changed) > 8 else ""
+        raise ConfigError(
+            f"--resume goes on with the run in {output}, and this would be another one: {', '.join(changed[:8])}{more}. "
+            "Remedy: the options of that run; or a new run, without --resume or with another --output."
+        )
+
+
+def differences(output: Path, cfg: DictConfig, seed: int) -> list[str]:
+    """What makes the session to come another run than the recorded one: `key=new (was old)`, by key."""
+    from omegaconf import OmegaConf
+
+    from flashrl_verl.dryrun import leaves
+    from flashrl_verl.rules import words
+
+    changed = []
+    record = read_record(output)
+    if record.get("seed", seed) != seed:
+        changed.append(f"--seed={seed} (was {record['seed']})")
+    if not (output / CONFIG_FILE).is_file():
+        precision = str(cfg.flashrl.precision)
+        if record.get("precision", precision) != precision:
+            changed.append(f"flashrl.precision={precision} (was {record['precision']})")
+        return changed
+    old = leaves(OmegaConf.load(output / CONFIG_FILE), resolve=False)
+    new = leaves(OmegaConf.create(OmegaConf.to_yaml(cfg, resolve=True)), resolve=False)  # the same way through YAML
+    old = _as_if_at(old, new)
+    for key in sorted({*old, *new}):
+        if old.get(key) != new.get(key) and not any(key == name or key.startswith(f"{name}.") for name in MAY_CHANGE):
+            changed.append(f"{key}={words(new.get(key))} (was {words(old.get(key))})")
+    return changed
+
+
+def _as_if_at(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """A run may be moved: its own paths are compared as if it had always been where it is."""
+    before, now = old.get("quickstart.assets"), new.get("quickstart.assets")
+    if not before or not now:
+        return old
+    return {key: value.replace(before, now) if isinstance(value, str) else value for key, value in old.items()}
+
+
+# ---- the record ----
+
+
+def read_record(output: Path) -> dict[str, Any]:
+    """What `run.json` says; empty where there is none that can be read."""
+    try:
+        record = json.loads((output / report.RUN_FILE).read_text())
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def begin_session(output: Path, facts: dict[str, Any], cfg: DictConfig, *, resume: bool) -> dict[str, Any]:
+    """Write down what is about to run: a run that is killed can still be resumed and reported.
+
+    Args:
+        output: the run's directory.
+        facts: what does not change while it runs.
+        cfg: the composed configuration.
+        resume: whether the sessions recorded there are this run's.
+
+    Returns:
+        The record; `sessions[-1]` is the new session, to be filled in.
+    """
+    from omegaconf import OmegaConf
+
+    output.mkdir(parents=True, exist_ok=True)  # checkpoints may be elsewhere
+    sessions = []
+    if resume:
+        earlier = read_record(output)
+        only = {key: earlier[key] for key in ("seconds", "peak_memory_bytes", "exit_code") if key in earlier}
+        sessions = earlier.get("sessions", [only] if only else [])
+    record = facts | {"sessions": [*sessions, {"seconds": {}, "exit_code": None}]}
+    (output / CONFIG_FILE).write_text(OmegaConf.to_yaml(cfg, resolve=True))
+    write_record(output, record)
+    return record
+
+
+def write_record(output: Path, record: dict[str, Any]) -> None:
+    """Write `run.json`: seconds are the sum over the sessions, memory the largest of them."""
+    seconds: dict[str, float] = {}
+    for session in record["sessions"]:
+        for phase, value in session.get("seconds", {}).items():
+            seconds[phase] = seconds.get(phase, 0.0) + value
+    record |= {"seconds": seconds, "exit_code": record["sessions"][-1]["exit_code"]}
+    peaks = [session["peak_memory_bytes"] for session in record["sessions"] if "peak_memory_bytes" in session]
+    if peaks:
+        record["peak_memory_bytes"] = max(peaks)
+    (output / report.RUN_FILE).write_text(json.dumps(record, indent=2) + "\n")
