@@ -49,9 +49,6 @@ class FlashRLConfig:
     keep_last_layers: int = 0
     """Decoder layers at the end of the model that stay in high precision; at least 0."""
 
-    self_check: bool = True
-    """Whether the start proves that a refit is repeatable: poison, reload, sleep, and compare codes and greedy output."""
-
     update_timeout_s: float = 60.0
     """Longest silence tolerated from the other side during a weight update, in seconds; above 0."""
 
@@ -107,13 +104,12 @@ class _Accepted:
 
     def test(self, value: Any) -> bool:
         # bool is an int in Python; `true` where a number is wanted is a mistake, not a 1.
-        return isinstance(value, self.kinds) and (isinstance(value, bool) == (bool in self.kinds)) and self.range(value)
+        return isinstance(value, self.kinds) and not isinstance(value, bool) and self.range(value)
 
 
 _ACCEPTED = {
     "keep_first_layers": _Accepted((int,), lambda v: v >= 0, "a number of layers, 0 or more"),
     "keep_last_layers": _Accepted((int,), lambda v: v >= 0, "a number of layers, 0 or more"),
-    "self_check": _Accepted((bool,), lambda v: True, "true or false"),
     "update_timeout_s": _Accepted((int, float), lambda v: v > 0 and math.isfinite(v), "a finite number of seconds above 0"),
     "receipt_tensors": _Accepted((int,), lambda v: v == -1 or v >= 16, "an integer of at least 16, or -1 for all tensors"),
     "max_num_gen_batches": _Accepted((int,), lambda v: v >= 0, "an integer of at least 1, or 0 for no bound"),

@@ -26,7 +26,7 @@ MAY_CHANGE = (
     *(f"trainer.{name}" for name in ("resume_mode", "resume_from_path", "default_local_dir", "max_actor_ckpt_to_keep")),
     *(f"trainer.{name}" for name in ("rollout_data_dir", "validation_data_dir")),
     *("ray_kwargs", "global_profiler", "transfer_queue"),
-    *(f"flashrl.{name}" for name in ("self_check", "update_timeout_s", "receipt_tensors", "max_num_gen_batches")),
+    *(f"flashrl.{name}" for name in ("update_timeout_s", "receipt_tensors", "max_num_gen_batches")),
     "flashrl.padded_vocab_mass_limit",
     *(f"actor_rollout_ref.rollout.{name}" for name in ("gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens")),
     "actor_rollout_ref.rollout.trace",

@@ -42,7 +42,6 @@ def test_settings_cannot_be_changed_after_they_were_checked():
         ({"ignore": ["model.layers.0.mlp.down_proj.weight"]}, ["down_proj.weight'", "Leave '.weight' out"]),
         ({"keep_first_layers": -1}, ["flashrl.keep_first_layers=-1", "0 or more"]),
         ({"keep_last_layers": True}, ["flashrl.keep_last_layers=True", "0 or more"]),
-        ({"self_check": 1}, ["flashrl.self_check=1", "true or false"]),
         ({"update_timeout_s": 0}, ["flashrl.update_timeout_s=0", "seconds above 0"]),
         ({"update_timeout_s": -1.5}, ["flashrl.update_timeout_s=-1.5", "seconds above 0"]),
         ({"update_timeout_s": math.inf}, ["flashrl.update_timeout_s=inf", "finite"]),
