@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recipe on one GPU: FSDP2, vLLM with CUDA graphs and sleep mode, five steps, INT8 beside BF16.
+"""The recipe on one GPU: FSDP2, vLLM with CUDA graphs and sleep mode, five steps in each precision.
 
 Metrics are left in ``<basetemp>/<precision>/metrics.jsonl``.
 """
@@ -22,7 +22,7 @@ def large_assets(tmp_path_factory):
     return make_assets(tmp_path_factory.mktemp("assets"), initializer_range=0.02, **HALF_BILLION)
 
 
-@pytest.mark.parametrize("precision", ["int8", "bf16"])
+@pytest.mark.parametrize("precision", ["int8", "fp8", "bf16"])
 def test_five_steps_with_cuda_graphs_and_sleep_mode(large_assets, tmp_path, precision):
     words = command(
         large_assets,
@@ -43,7 +43,7 @@ def test_five_steps_with_cuda_graphs_and_sleep_mode(large_assets, tmp_path, prec
     assert sorted(metrics) == list(range(STEPS + 1))
     for step in range(1, STEPS + 1):
         assert metrics[step]["flashrl/receipt_step"] == step
-        assert metrics[step]["flashrl/quantized_layers"] == (4 * 24 if precision == "int8" else 0)
+        assert metrics[step]["flashrl/quantized_layers"] == (0 if precision == "bf16" else 4 * 24)
         assert 0 <= metrics[step]["rollout_corr/k3_kl"] < 1e-2
         assert metrics[step]["training/rollout_actor_probs_pearson_corr"] > 0.99
         assert all(math.isfinite(v) for v in metrics[step].values())
