@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -170,7 +171,7 @@ def begin_session(output: Path, facts: dict[str, Any], cfg: DictConfig, *, resum
         only = {key: earlier[key] for key in ("seconds", "peak_memory_bytes", "exit_code") if key in earlier}
         sessions = earlier.get("sessions", [only] if only else [])
     record = facts | {"sessions": [*sessions, {"seconds": {}, "exit_code": None}]}
-    (output / CONFIG_FILE).write_text(OmegaConf.to_yaml(cfg, resolve=True))
+    _write(output / CONFIG_FILE, OmegaConf.to_yaml(cfg, resolve=True))
     write_record(output, record)
     return record
 
@@ -185,4 +186,11 @@ def write_record(output: Path, record: dict[str, Any]) -> None:
     peaks = [session["peak_memory_bytes"] for session in record["sessions"] if "peak_memory_bytes" in session]
     if peaks:
         record["peak_memory_bytes"] = max(peaks)
-    (output / report.RUN_FILE).write_text(json.dumps(record, indent=2) + "\n")
+    _write(output / report.RUN_FILE, json.dumps(record, indent=2) + "\n")
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file whole: a run that is killed meanwhile leaves the old one."""
+    temporary = path.with_name(f".{path.name}.new")
+    temporary.write_text(text)
+    os.replace(temporary, path)

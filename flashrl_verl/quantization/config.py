@@ -22,6 +22,7 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.platforms import current_platform
 
 from flashrl_verl.config import FlashRLConfig, Precision
@@ -86,15 +87,19 @@ class FlashRLQuantizationConfig(QuantizationConfig):
         return cls(settings.precision, settings.ignore, settings.keep_first_layers, settings.keep_last_layers)
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        # Every layer is asked about, quantized or not, so that an entry of `ignore` for one that never is counts as of use.
         if isinstance(layer, LinearBase):
-            known = self.format is not None and type(layer) in QUANTIZED_LAYERS
-            if known and not self._kept(prefix, fused_parts(prefix, self.packed_modules_mapping)):
+            kept = self._kept(prefix, fused_parts(prefix, self.packed_modules_mapping))
+            if self.format is not None and type(layer) in QUANTIZED_LAYERS and not kept:
                 return RowQuantizedLinearMethod(self.format)
             return UnpackedLinearMethod() if current_platform.is_cpu() else UnquantizedLinearMethod()
         if isinstance(layer, RoutedExperts):
-            if self.format is not None and not self._kept(prefix, expert_parts(prefix, layer.moe_config.num_experts)):
+            kept = self._kept(prefix, expert_parts(prefix, layer.moe_config.num_experts))
+            if self.format is not None and not kept:
                 return RowQuantizedMoEMethod(self.format, layer.moe_config, prefix)
             return UnpackedMoEMethod(layer.moe_config) if current_platform.is_cpu() else None
+        if isinstance(layer, VocabParallelEmbedding):
+            self._kept(prefix, [])
         if isinstance(layer, MLAAttention) and self.format is not None:
             # It derives tensors from kv_b_proj after loading, at new addresses, which CUDA graphs would not see.
             raise ConfigError(

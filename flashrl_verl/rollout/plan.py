@@ -58,7 +58,7 @@ ShardCallback = Callable[[str, Shard, torch.Tensor], None]
 
 
 class LoadPlan:
-    """Shards by the name of the tensor they come from."""
+    """Shards and copies by the name of the tensor they come from."""
 
     def __init__(self):
         self._shards: dict[str, list[Shard]] = {}
@@ -162,14 +162,16 @@ def find_copy(parameter: torch.nn.Parameter, tensor: torch.Tensor, load: Callabl
     rows = torch.arange(tensor.shape[0], device=tensor.device)
     found = torch.zeros(parameter.shape[0], dtype=torch.int64, device=parameter.device)
     weight = 1
-    while weight <= tensor.shape[0]:
-        parameter.data.fill_(float("nan"))
-        digit = rows // weight % _DIGIT
-        load(digit.to(tensor.dtype).view(-1, *[1] * (tensor.dim() - 1)).expand_as(tensor).contiguous())
-        read = parameter.data.flatten(1)[:, 0] if parameter.dim() > 1 else parameter.data
-        found += torch.where(read.isnan(), torch.full_like(found, -1), read.nan_to_num().long() * weight)
-        weight *= _DIGIT
-    parameter.data.copy_(kept)
+    try:
+        while weight <= tensor.shape[0]:
+            parameter.data.fill_(float("nan"))
+            digit = rows // weight % _DIGIT
+            load(digit.to(tensor.dtype).view(-1, *[1] * (tensor.dim() - 1)).expand_as(tensor).contiguous())
+            read = parameter.data.flatten(1)[:, 0] if parameter.dim() > 1 else parameter.data
+            found += torch.where(read.isnan(), torch.full_like(found, -1), read.nan_to_num().long() * weight)
+            weight *= _DIGIT
+    finally:
+        parameter.data.copy_(kept)
     load(tensor)
     filled = (found >= 0).nonzero().flatten().tolist()
     if not filled or filled != list(range(filled[0], filled[-1] + 1)):
@@ -217,7 +219,7 @@ class _Launch:
             return
         tensor, shard, weight = self._tensor, self._shard, self._shard.weight
         k = tensor.shape[1]
-        if self._rows == tensor.shape[0]:
+        if self._rows == tensor.shape[0] and shard.source_row == 0:
             source = tensor
         else:
             source = tensor.as_strided((self._rows, k), (k, 1), tensor.storage_offset() + shard.source_row * k)

@@ -83,15 +83,18 @@ class WeightRefit:
         Args:
             weights: (Hugging Face name, tensor) pairs; the tensors are not kept past this call.
         """
-        with self._clock:
-            for name, tensor in weights:
-                self.manifest.add(name, tensor)
-            if self.baseline is None:
-                self._load_carefully(weights)
-            else:
-                self._load_as_planned(weights)
-            self.manifest.check_finite([(n, t) for n, t in weights if not self._plan.quantizes(n)])  # the row kernel does those
-        self._recorder.release()
+        try:
+            with self._clock:
+                for name, tensor in weights:
+                    self.manifest.add(name, tensor)
+                if self.baseline is None:
+                    self._load_carefully(weights)
+                else:
+                    self._load_as_planned(weights)
+                # The row kernel looks at what the plan quantizes.
+                self.manifest.check_finite([(n, t) for n, t in weights if not self._plan.quantizes(n)])
+        finally:
+            self._recorder.release()
 
     def finish(self, process_weights: Callable[[], None]) -> dict:
         """End the update: let vLLM post-process, verify, and return the report.
@@ -211,7 +214,7 @@ class WeightRefit:
             self._plan.copies[name] = copy
 
     def _load_as_planned(self, weights: NamedTensors) -> None:
-        """Load a bucket by the record of the first update; tensors of other names or shapes are ``_check_account``'s."""
+        """Load a bucket by the record of the first update; tensors of other names or shapes are ``_check_names``'s."""
         known = [(n, t) for n, t in weights if self.baseline.get(n) == tuple(t.shape)]
         plan = self._plan
         plan.run([(n, t) for n, t in known if plan.quantizes(n)], self._flag, self._on_shard)
@@ -283,7 +286,11 @@ class WeightRefit:
         if not self._flag.item():
             return []
         planned = [name for name in self.manifest.shapes if self._plan.quantizes(name)]
-        return [name for name in planned if not all(s.scales().isfinite().all() for s in self._plan.shards(name))]
+        named = [name for name in planned if not all(s.scales().isfinite().all() for s in self._plan.shards(name))]
+        if named:
+            return named
+        # The model transformed a tensor before it loaded it: the storage knows which layer.
+        return [f"what became {n}" for n, w in self._quantized.items() if not w.scales.data.isfinite().all()] or ["an update"]
 
     def _check_holes(self) -> None:
         names, flags = [], []

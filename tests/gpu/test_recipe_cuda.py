@@ -44,6 +44,8 @@ def test_five_steps_with_cuda_graphs_and_sleep_mode(large_assets, tmp_path, prec
     for step in range(1, STEPS + 1):
         assert metrics[step]["flashrl/receipt_step"] == step
         assert metrics[step]["flashrl/quantized_layers"] == (0 if precision == "bf16" else 4 * 24)
-        assert 0 <= metrics[step]["rollout_corr/k3_kl"] < 1e-2
-        assert metrics[step]["training/rollout_actor_probs_pearson_corr"] > 0.99
+        # A model of random weights; E4M3's three mantissa bits are ten times further from BF16 than INT8 is.
+        kl, correlation = (2e-2, 0.95) if precision == "fp8" else (1e-2, 0.99)
+        assert 0 <= metrics[step]["rollout_corr/k3_kl"] < kl
+        assert metrics[step]["training/rollout_actor_probs_pearson_corr"] > correlation
         assert all(math.isfinite(v) for v in metrics[step].values())

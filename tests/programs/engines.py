@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 CUDA = torch.cuda.is_available()
+os.environ["VERL_PLATFORM"] = "nvidia" if CUDA else "cpu"
 
 
 @contextlib.contextmanager
@@ -26,7 +27,7 @@ def engine(path: Path, settings: dict[str, Any] | None = None, *, compiled: bool
         compiled: torch.compile and, on CUDA, CUDA graphs; otherwise eager, which starts sooner.
         **arguments: further engine arguments.
     """
-    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", VERL_PLATFORM="nvidia" if CUDA else "cpu")
+    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1")
     import vllm
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 

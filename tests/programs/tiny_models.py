@@ -16,7 +16,6 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
 )
-from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
 VOCAB = 160
 LAYERS = 2
@@ -74,6 +73,9 @@ def make(name: str, seed: int = 0) -> PreTrainedModel:
 def wire(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """What the trainer sends: BF16 copies of its FP32 masters under checkpoint names; a router stays FP32, as in the
     adapter."""
+    import engines  # noqa: F401 - chooses verl's platform, which verl reads once
+    from verl.workers.engine.fsdp.utils import unfuse_moe_params
+
     from flashrl_verl.rollout.adapter import cast_for_rollout
 
     named = ((name, tensor.detach().clone()) for name, tensor in model.state_dict().items())

@@ -108,6 +108,27 @@ def test_shards_adjacent_in_bucket_and_storage_are_one_launch_and_others_are_not
     assert flag.item() == 1
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_shards_that_add_up_to_a_tensor_but_start_inside_it_are_not_taken_for_it(rank, launches):
+    """Tensor parallelism 2 with one KV head: rank 1's half of q, then k and v, are as many rows as q has, and adjacent."""
+    q, k, v, columns = 8, 2, 2, 6
+    bucket = torch.randn((q + k + v) * columns).bfloat16()
+    tensors = [
+        (name, part.view(-1, columns))
+        for name, part in zip("qkv", bucket.split([q * columns, k * columns, v * columns]), strict=True)
+    ]
+    weight, plan = experts(1, q // 2 + k + v, columns), LoadPlan()
+    first = 0
+    for name, tensor in tensors:
+        source = tensor.narrow(0, rank * q // 2, q // 2) if name == "q" else tensor
+        assert plan.record(name, tensor, weight, source, first, 0)
+        first += len(source)
+    plan.run(tensors, torch.zeros(1, dtype=torch.int32), lambda *_: None)
+    own = torch.cat([tensors[0][1][rank * q // 2 : (rank + 1) * q // 2], tensors[1][1], tensors[2][1]])
+    assert torch.equal(weight.rows, numerics.quantize_rows(own, FORMAT)[0])
+    assert launches == ([8] if rank == 1 else [4, 4])
+
+
 def test_tensors_of_another_storage_are_never_joined(launches):
     """Two allocations may lie behind each other by accident."""
     weight = experts(1, 8, 10)

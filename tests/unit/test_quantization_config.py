@@ -74,6 +74,23 @@ def test_a_config_of_another_kind_is_refused(config):
         get_quantization_config("flashrl").from_config({"quant_method": "flashrl", **config})
 
 
+@pytest.mark.parametrize("precision", [*QUANTIZING, Precision.BF16])
+@pytest.mark.parametrize(
+    "kind, name",
+    [
+        (linear.RowParallelLinear, "model.layers.3.mlp.down_proj"),
+        (linear.ReplicatedLinear, "model.layers.3.mlp.gate"),
+        (ParallelLMHead, "lm_head"),
+        (VocabParallelEmbedding, "model.embed_tokens"),
+    ],
+)
+def test_an_entry_of_ignore_is_of_use_for_every_kind_of_layer_and_precision(kind, name, precision):
+    """compressed-tensors' own lists name lm_head and routers; a BF16 baseline keeps the INT8 run's list."""
+    config = FlashRLQuantizationConfig(precision, ignore=(name, "model.layers.99.mlp.gate"))
+    config.get_quant_method(layer(kind), name)
+    assert config.selection.unused() == ["model.layers.99.mlp.gate"]
+
+
 def test_an_ignored_layer_keeps_its_dtype():
     kept = method(linear.RowParallelLinear, Precision.INT8, "model.layers.3.mlp.down_proj", ignore=("re:.*down_proj",))
     assert isinstance(kept, linear.UnquantizedLinearMethod)
