@@ -34,7 +34,7 @@ class Display:
         total: steps to run to.
         log: the training's output.
         metrics: its metrics file.
-        log_from: byte of the log at which this session starts; what is before it belongs to earlier ones.
+        log_from: byte of the log at which this attempt starts; what is before it belongs to earlier ones.
     """
 
     def __init__(self, console: Console, total: int, log: Path, metrics: Path, *, log_from: int = 0):

@@ -156,21 +156,21 @@ def run_quickstart(config: QuickstartConfig, console: Console) -> int:
     total = composed.trainer.total_training_steps
     if not config.resume and (aside := run_directory.move_aside(config.output, _checkpoints(composed))):
         console.print(f"results of an earlier run moved to {aside}", highlight=False, soft_wrap=True)
-    run = run_directory.begin_session(config.output, _facts(config, overrides, composed), composed, resume=config.resume)
-    session = run["sessions"][-1]
+    run = run_directory.begin_attempt(config.output, _facts(config, overrides, composed), composed, resume=config.resume)
+    attempt = run["attempts"][-1]
     log = config.output / run_directory.LOG_FILE
     log_from = log.stat().st_size if log.is_file() else 0
     with stoppable():
         try:
             assets = _assets(config, console)
-            session["seconds"]["assets"] = time.monotonic() - started
+            attempt["seconds"]["assets"] = time.monotonic() - started
             run["assets"] = assets.made
             code = _train(config.output, overrides, total, run, log_from, console)
         except Stopped as stopped:
             console.print("[yellow]Stopped.[/]")
-            code = session["exit_code"] = stopped.exit_code
+            code = attempt["exit_code"] = stopped.exit_code
         finally:
-            session["seconds"]["total"] = time.monotonic() - started
+            attempt["seconds"]["total"] = time.monotonic() - started
             run_directory.write_record(config.output, run)
     code = _conclude(config.output, code, total, log_from, console)
     if code:
@@ -219,7 +219,7 @@ def _assets(config: QuickstartConfig, console: Console) -> Assets:
 
 
 def _train(output: Path, overrides: list[str], total: int, run: dict[str, Any], log_from: int, console: Console) -> int:
-    log, metrics, session = output / run_directory.LOG_FILE, output / report.METRICS_FILE, run["sessions"][-1]
+    log, metrics, attempt = output / run_directory.LOG_FILE, output / report.METRICS_FILE, run["attempts"][-1]
     env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}  # a Ray of its own
     env |= {
         "VERL_FILE_LOGGER_PATH": str(metrics),
@@ -246,9 +246,9 @@ def _train(output: Path, overrides: list[str], total: int, run: dict[str, Any], 
     finally:
         tree.end()
         trained_from = display.first_line or time.monotonic()
-        session["seconds"] |= {"start-up": trained_from - started, "training": time.monotonic() - trained_from}
-        session["peak_memory_bytes"], run["memory_kind"] = tree.peak_bytes, tree.memory_kind
-    session["exit_code"] = code
+        attempt["seconds"] |= {"start-up": trained_from - started, "training": time.monotonic() - trained_from}
+        attempt["peak_memory_bytes"], run["memory_kind"] = tree.peak_bytes, tree.memory_kind
+    attempt["exit_code"] = code
     return code
 
 

@@ -164,10 +164,10 @@ class Report:
         _, steps = self.metrics.series("timing_s/step")
         finite = sorted(value for value in steps if math.isfinite(value))
         yield "step time, median", _seconds(finite[len(finite) // 2] if finite else None)
-        sessions = self.run.get("sessions", [])
-        lost = sum(not session.get("seconds") for session in sessions)
-        counted = f"{len(sessions) - lost} of {len(sessions)}, the rest was not recorded" if lost else f"{len(sessions)}"
-        of = f" (sum over the sessions: {counted})" if len(sessions) > 1 else ""
+        attempts = self.run.get("attempts", [])
+        lost = sum(not attempt.get("seconds") for attempt in attempts)
+        counted = f"{len(attempts) - lost} of {len(attempts)}, the rest was not recorded" if lost else f"{len(attempts)}"
+        of = f" (sum over the attempts: {counted})" if len(attempts) > 1 else ""
         for phase, seconds in self.run.get("seconds", {}).items():
             yield f"wall time, {phase}", _seconds(seconds) + of
         if "peak_memory_bytes" in self.run:

@@ -34,7 +34,7 @@ MAY_CHANGE = (
     # Copies of keys that are compared under their own names.
     *("actor_rollout_ref.rollout.custom.flashrl", "actor_rollout_ref.actor.policy_loss.rollout_correction"),
 )
-"""Keys, with everything below them, that may differ between the sessions of one run."""
+"""Keys, with everything below them, that may differ between the attempts of one run."""
 
 
 def check_output(output: Path) -> None:
@@ -84,8 +84,8 @@ def check_resumable(output: Path, checkpoints: Path, cfg: DictConfig, seed: int)
     Args:
         output: the run's directory.
         checkpoints: trainer.default_local_dir.
-        cfg: the composed configuration of the session to come.
-        seed: of the session to come.
+        cfg: the composed configuration of the attempt to come.
+        seed: of the attempt to come.
 
     Raises:
         FlashRLError: there is no checkpoint.
@@ -106,7 +106,7 @@ def check_resumable(output: Path, checkpoints: Path, cfg: DictConfig, seed: int)
 
 
 def differences(output: Path, cfg: DictConfig, seed: int) -> list[str]:
-    """What makes the session to come another run than the recorded one: `key=new (was old)`, by key."""
+    """What makes the attempt to come another run than the recorded one: `key=new (was old)`, by key."""
     from omegaconf import OmegaConf
 
     from flashrl_verl.dryrun import leaves
@@ -150,40 +150,40 @@ def read_record(output: Path) -> dict[str, Any]:
     return record if isinstance(record, dict) else {}
 
 
-def begin_session(output: Path, facts: dict[str, Any], cfg: DictConfig, *, resume: bool) -> dict[str, Any]:
+def begin_attempt(output: Path, facts: dict[str, Any], cfg: DictConfig, *, resume: bool) -> dict[str, Any]:
     """Write down what is about to run: a run that is killed can still be resumed and reported.
 
     Args:
         output: the run's directory.
         facts: what does not change while it runs.
         cfg: the composed configuration.
-        resume: whether the sessions recorded there are this run's.
+        resume: whether the attempts recorded there are this run's.
 
     Returns:
-        The record; `sessions[-1]` is the new session, to be filled in.
+        The record; `attempts[-1]` is the new attempt, to be filled in.
     """
     from omegaconf import OmegaConf
 
     output.mkdir(parents=True, exist_ok=True)  # checkpoints may be elsewhere
-    sessions = []
+    attempts = []
     if resume:
         earlier = read_record(output)
         only = {key: earlier[key] for key in ("seconds", "peak_memory_bytes", "exit_code") if key in earlier}
-        sessions = earlier.get("sessions", [only] if only else [])
-    record = facts | {"sessions": [*sessions, {"seconds": {}, "exit_code": None}]}
+        attempts = earlier.get("attempts", [only] if only else [])
+    record = facts | {"attempts": [*attempts, {"seconds": {}, "exit_code": None}]}
     _write(output / CONFIG_FILE, OmegaConf.to_yaml(cfg, resolve=True))
     write_record(output, record)
     return record
 
 
 def write_record(output: Path, record: dict[str, Any]) -> None:
-    """Write `run.json`: seconds are the sum over the sessions, memory the largest of them."""
+    """Write `run.json`: seconds are the sum over the attempts, memory the largest of them."""
     seconds: dict[str, float] = {}
-    for session in record["sessions"]:
-        for phase, value in session.get("seconds", {}).items():
+    for attempt in record["attempts"]:
+        for phase, value in attempt.get("seconds", {}).items():
             seconds[phase] = seconds.get(phase, 0.0) + value
-    record |= {"seconds": seconds, "exit_code": record["sessions"][-1]["exit_code"]}
-    peaks = [session["peak_memory_bytes"] for session in record["sessions"] if "peak_memory_bytes" in session]
+    record |= {"seconds": seconds, "exit_code": record["attempts"][-1]["exit_code"]}
+    peaks = [attempt["peak_memory_bytes"] for attempt in record["attempts"] if "peak_memory_bytes" in attempt]
     if peaks:
         record["peak_memory_bytes"] = max(peaks)
     _write(output / report.RUN_FILE, json.dumps(record, indent=2) + "\n")

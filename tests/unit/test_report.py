@@ -128,10 +128,10 @@ def test_the_correction_is_said_as_far_as_it_is_known(settings, applied, words):
 
 def test_wall_time_of_a_resumed_run_is_the_sum_and_says_of_what(run):
     facts = json.loads((run / "run.json").read_text())
-    facts["sessions"] = [{"seconds": {"total": 60.0}}, {"seconds": {}}, {"seconds": {"total": 1.26}}]
+    facts["attempts"] = [{"seconds": {"total": 60.0}}, {"seconds": {}}, {"seconds": {"total": 1.26}}]
     (run / "run.json").write_text(json.dumps(facts))
     rows = dict(report.load(run).rows())
-    assert rows["wall time, total"] == "61.3 s (sum over the sessions: 2 of 3, the rest was not recorded)"
+    assert rows["wall time, total"] == "61.3 s (sum over the attempts: 2 of 3, the rest was not recorded)"
 
 
 def test_what_was_not_logged_is_said(tmp_path):

@@ -65,7 +65,7 @@ def test_without_results_nothing_is_moved(tmp_path):
 # ---- resuming ----
 
 
-def _session(output, *overrides, seed=0, resume=False):
+def _attempt(output, *overrides, seed=0, resume=False):
     words = ("hardware=cpu", *overrides)
     return check(QuickstartConfig(output=output, seed=seed, resume=resume, overrides=words))[1]
 
@@ -75,19 +75,19 @@ def trained(tmp_path):
     """A run that was recorded and saved a checkpoint."""
     output = tmp_path / "run"
     _, cfg = check(QuickstartConfig(output=output, overrides=("hardware=cpu",)))
-    run_directory.begin_session(output, {"precision": "int8", "seed": 0}, cfg, resume=False)
+    run_directory.begin_attempt(output, {"precision": "int8", "seed": 0}, cfg, resume=False)
     _results(output, "old")
     return output
 
 
 def test_resuming_needs_a_checkpoint(tmp_path):
     with pytest.raises(FlashRLError, match="trainer.save_freq"):
-        _session(tmp_path, resume=True)
+        _attempt(tmp_path, resume=True)
 
 
 def test_more_steps_other_loggers_and_more_memory_are_the_same_run(trained):
     words = ["trainer.total_training_steps=50", "trainer.logger=[console]", "trainer.save_freq=5", "trainer.test_freq=5"]
-    _session(trained, *words, "actor_rollout_ref.rollout.max_num_seqs=64", resume=True)
+    _attempt(trained, *words, "actor_rollout_ref.rollout.max_num_seqs=64", resume=True)
     assert (trained / "metrics.jsonl").read_text() == "old"
 
 
@@ -103,43 +103,43 @@ def test_more_steps_other_loggers_and_more_memory_are_the_same_run(trained):
 )
 def test_another_run_is_refused_and_what_differs_is_named(trained, words, seed, said):
     with pytest.raises(ConfigError) as caught:
-        _session(trained, *words, seed=seed, resume=True)
+        _attempt(trained, *words, seed=seed, resume=True)
     message = str(caught.value)
     assert f"would be another one: {', '.join(said)}. Remedy:" in message and "\n" not in message
 
 
 def test_a_run_that_was_moved_is_still_the_same(trained, tmp_path):
     moved = trained.rename(tmp_path / "elsewhere")
-    _session(moved, resume=True)
+    _attempt(moved, resume=True)
 
 
 def test_without_the_configuration_the_record_is_compared(trained):
     (trained / run_directory.CONFIG_FILE).unlink()
-    _session(trained, resume=True)
+    _attempt(trained, resume=True)
     with pytest.raises(ConfigError, match=r"flashrl.precision=bf16 \(was int8\)"):
-        _session(trained, "flashrl.precision=bf16", resume=True)
+        _attempt(trained, "flashrl.precision=bf16", resume=True)
 
 
 # ---- the record ----
 
 
-def test_seconds_are_summed_over_sessions_and_memory_is_the_largest(trained):
-    cfg = _session(trained, resume=True)
+def test_seconds_are_summed_over_attempts_and_memory_is_the_largest(trained):
+    cfg = _attempt(trained, resume=True)
     for resume, seconds, peak in ((False, 10.0, 5), (True, 4.0, 7), (True, 1.5, 6)):
-        record = run_directory.begin_session(trained, {"seed": 0}, cfg, resume=resume)
-        record["sessions"][-1] |= {"seconds": {"training": seconds}, "peak_memory_bytes": peak, "exit_code": 130}
+        record = run_directory.begin_attempt(trained, {"seed": 0}, cfg, resume=resume)
+        record["attempts"][-1] |= {"seconds": {"training": seconds}, "peak_memory_bytes": peak, "exit_code": 130}
         run_directory.write_record(trained, record)
     read = json.loads((trained / "run.json").read_text())
     assert read["seconds"] == {"training": 15.5} and read["peak_memory_bytes"] == 7
-    assert [session["seconds"]["training"] for session in read["sessions"]] == [10.0, 4.0, 1.5]
+    assert [attempt["seconds"]["training"] for attempt in read["attempts"]] == [10.0, 4.0, 1.5]
 
 
-def test_a_record_from_before_sessions_counts_as_one(trained):
+def test_a_record_from_before_attempts_counts_as_one(trained):
     (trained / "run.json").write_text(json.dumps({"seed": 0, "seconds": {"total": 3.0}, "exit_code": 0}))
-    record = run_directory.begin_session(trained, {"seed": 0}, _session(trained, resume=True), resume=True)
-    assert record["seconds"] == {"total": 3.0} and len(record["sessions"]) == 2
+    record = run_directory.begin_attempt(trained, {"seed": 0}, _attempt(trained, resume=True), resume=True)
+    assert record["seconds"] == {"total": 3.0} and len(record["attempts"]) == 2
 
 
 def test_a_killed_session_is_on_record(trained):
     record = run_directory.read_record(trained)
-    assert record["sessions"] == [{"seconds": {}, "exit_code": None}] and record["seed"] == 0
+    assert record["attempts"] == [{"seconds": {}, "exit_code": None}] and record["seed"] == 0
