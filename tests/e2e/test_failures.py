@@ -113,7 +113,7 @@ def test_a_killed_run_resumes_with_equal_weights_and_its_history(assets, tmp_pat
     assert metrics[1] == before[1] and metrics[2]["actor/loss"] == before[2]["actor/loss"]
     # The resumed run's first refit sends the checkpoint's weights: same step, same checksums as before the kill.
     assert_says(
-        rf"rollout precision int8: 8 quantized linears .*receipt of step {latest} verified "
+        rf"rollout precision int8: 8 quantized layers .*receipt of step {latest} verified "
         rf"\(sum {before[latest]['flashrl/receipt_sum']}\)",
         run.output,
     )
