@@ -213,8 +213,16 @@ def _with_peak(work: Callable[[], None], device: torch.device) -> int | None:
     return torch.cuda.max_memory_allocated() - before
 
 
-def _parameter_bytes(built: torch.nn.Module) -> int:
-    return sum(p.numel() * p.element_size() for p in built.parameters())
+def _result(arm: Arm, built, weights, refit_seconds: list[float], load_seconds: list[float], extra: int | None) -> Result:
+    return Result(
+        arm=arm.name,
+        source=str(weights[0][1].dtype).removeprefix("torch."),
+        read_bytes=sum(tensor.nbytes for _, tensor in weights),
+        written_bytes=sum(parameter.nbytes for parameter in built.parameters()),
+        refit_seconds=refit_seconds,
+        load_seconds=load_seconds,
+        extra_bytes=extra,
+    )
 
 
 def _measure_flashrl(arm: Arm, built, model_config, weights, repeats: int, device: torch.device) -> Result:
@@ -239,15 +247,7 @@ def _measure_flashrl(arm: Arm, built, model_config, weights, repeats: int, devic
     update()
     extra = _with_peak(update, device)
     refit_seconds = [_timed(update, device) for _ in range(repeats)]
-    return Result(
-        arm=arm.name,
-        source=str(weights[0][1].dtype).removeprefix("torch."),
-        read_bytes=sum(t.numel() * t.element_size() for _, t in weights),
-        written_bytes=_parameter_bytes(built),
-        refit_seconds=refit_seconds,
-        load_seconds=load_seconds[-repeats:],
-        extra_bytes=extra,
-    )
+    return _result(arm, built, weights, refit_seconds, load_seconds[-repeats:], extra)
 
 
 def _measure_vllm(arm: Arm, built, model_config, weights, repeats: int, device: torch.device) -> Result:
@@ -267,12 +267,4 @@ def _measure_vllm(arm: Arm, built, model_config, weights, repeats: int, device: 
     update()
     extra = _with_peak(update, device)
     seconds = [_timed(update, device) for _ in range(repeats)]
-    return Result(
-        arm=arm.name,
-        source=str(weights[0][1].dtype).removeprefix("torch."),
-        read_bytes=sum(t.numel() * t.element_size() for _, t in weights),
-        written_bytes=_parameter_bytes(built),
-        refit_seconds=seconds,
-        load_seconds=seconds,
-        extra_bytes=extra,
-    )
+    return _result(arm, built, weights, seconds, seconds, extra)

@@ -52,10 +52,6 @@ class WeightRefit:
             for key in module._parameters
         ]
 
-    def forget(self) -> None:
-        """Make the next update careful again: storage poisoned, everything recorded anew. Addresses still may not move."""
-        self.baseline = None
-
     def begin(self, step: int, stride: int) -> None:
         """Start an update: clear the account, and poison the storage if the update is to be careful."""
         self.manifest = Manifest(step=step, stride=stride)
@@ -217,6 +213,11 @@ class WeightRefit:
         """Load a bucket by the record of the first update; tensors of other names or shapes are ``_check_names``'s."""
         known = [(n, t) for n, t in weights if self.baseline.get(n) == tuple(t.shape)]
         plan = self._plan
+        # Bucket tensors are contiguous; the plan counts rows from their addresses, and would read others wrongly.
+        scattered = [n for n, t in known if not t.is_contiguous()]
+        if scattered:
+            self._problems.append("tensors that are not contiguous: " + _list(scattered))
+            return
         plan.run([(n, t) for n, t in known if plan.quantizes(n)], self._flag, self._on_shard)
         copied = [(n, t) for n, t in known if n in plan.copies]
         plan.run_copies(copied)

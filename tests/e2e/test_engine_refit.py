@@ -181,6 +181,14 @@ def test_no_tensor_of_a_bucket_is_kept_past_the_call_that_loads_it(trainer, refi
         refit.account.finish(refit.post_process)
 
 
+def test_a_tensor_that_is_not_contiguous_is_refused_rather_than_read_wrongly(trainer, refit):
+    refit(wire(trainer), step=0)
+    weights = wire(trainer)
+    weights[UP_PROJ] = weights[UP_PROJ].t().contiguous().t()
+    with pytest.raises(RefitError, match=f"not contiguous: {UP_PROJ}"):
+        refit(weights, step=1)
+
+
 def test_after_the_first_update_no_loader_of_the_model_is_asked_again(trainer, refit):
     refit(wire(trainer), step=0)
     refit.model.load_weights = None
