@@ -69,19 +69,49 @@ def _store(q_ptr, q_col, x, offsets, first, k_local, scale, inverse, EXACT: tl.c
 
 
 @triton.jit
+def _row(w_ptr, q_ptr, s_ptr, table_ptr, granule, w_row, q_row, s_row, TABLE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Where this program's row of weights, codes and its scale are."""
+    row = tl.program_id(0)
+    if TABLE:
+        entry = table_ptr + (row // granule) * 3
+        w_at, q_at, s_at = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
+        if ALIGNED:  # what a pointer argument says by itself, and vector loads and stores need
+            w_at, q_at = tl.multiple_of(w_at, 16), tl.multiple_of(q_at, 16)
+        w_ptr += w_at
+        q_ptr += q_at
+        s_ptr += s_at
+        row = row % granule
+    row = row.to(tl.int64)
+    return w_ptr + row * w_row, q_ptr + row * q_row, s_ptr + row * s_row
+
+
+@triton.jit
+def _scale(bits, s_ptr, flag_ptr, dtype: tl.constexpr, WIDE: tl.constexpr, CODE_MAX: tl.constexpr, FLAG: tl.constexpr):
+    """A row's scale from the bits of its absmax, stored; the flag is raised when the row is not finite."""
+    absmax = _absmax(bits, dtype, WIDE)
+    scale = tl.div_rn(absmax, CODE_MAX)
+    scale = tl.where(scale == 0.0, 1.0, scale)
+    tl.store(s_ptr, scale)
+    if FLAG:
+        tl.store(flag_ptr, 1, mask=(absmax != absmax) | (absmax == float("inf")))
+    return scale
+
+
+@triton.jit
 def quantize_rows_kernel(
-    w_ptr, q_ptr, s_ptr, flag_ptr, k, first, k_local, w_row, w_col, q_row, q_col, s_row,
-    CODE_MAX: tl.constexpr, INTEGER: tl.constexpr, FLAG: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr,
+    w_ptr, q_ptr, s_ptr, flag_ptr, table_ptr, granule, k, first, k_local, w_row, w_col, q_row, q_col, s_row,
+    CODE_MAX: tl.constexpr, INTEGER: tl.constexpr, FLAG: tl.constexpr, TABLE: tl.constexpr, ALIGNED: tl.constexpr,
+    HEAD: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
-    """Row ``program_id(0)`` of ``w_ptr`` [N, k] to codes of columns ``first : first + k_local`` and one scale.
+    """One row of ``w_ptr`` [N, k] to codes of columns ``first : first + k_local`` and one scale.
 
     ``HEAD <= k <= HEAD + TAIL``: both pieces stay in registers. ``FLAG`` stores 1 to ``flag_ptr`` when the row is not finite.
+    With ``TABLE`` the rows lie in runs of ``granule``, in many places: ``table_ptr`` [runs, 3] int64 has the elements from
+    ``w_ptr``, ``q_ptr`` and ``s_ptr`` to the start of each; ``ALIGNED`` promises multiples of 16.
     """
     dtype: tl.constexpr = w_ptr.dtype.element_ty
     WIDE: tl.constexpr = dtype == tl.float32
-    row = tl.program_id(0).to(tl.int64)
-    w_ptr += row * w_row
-    q_ptr += row * q_row
+    w_ptr, q_ptr, s_ptr = _row(w_ptr, q_ptr, s_ptr, table_ptr, granule, w_row, q_row, s_row, TABLE, ALIGNED)
     head = tl.arange(0, HEAD)
     x = tl.load(w_ptr + head * w_col)
     bits = tl.max(_magnitudes(x, WIDE), 0)
@@ -89,12 +119,7 @@ def quantize_rows_kernel(
         tail = HEAD + tl.arange(0, TAIL)
         y = tl.load(w_ptr + tail * w_col, mask=tail < k, other=0.0)
         bits = tl.maximum(bits, tl.max(_magnitudes(y, WIDE), 0))
-    absmax = _absmax(bits, dtype, WIDE)
-    scale = tl.div_rn(absmax, CODE_MAX)
-    scale = tl.where(scale == 0.0, 1.0, scale)
-    tl.store(s_ptr + row * s_row, scale)
-    if FLAG:
-        tl.store(flag_ptr, 1, mask=(absmax != absmax) | (absmax == float("inf")))
+    scale = _scale(bits, s_ptr, flag_ptr, dtype, WIDE, CODE_MAX, FLAG)
     inverse = tl.div_rn(1.0, scale)
     if (scale >= _LEAST) & (scale <= _MOST):
         _store(q_ptr, q_col, x, head, first, k_local, scale, inverse, False, INTEGER)
@@ -108,27 +133,21 @@ def quantize_rows_kernel(
 
 @triton.jit
 def quantize_long_rows_kernel(
-    w_ptr, q_ptr, s_ptr, flag_ptr, k, first, k_local, w_row, w_col, q_row, q_col, s_row,
-    CODE_MAX: tl.constexpr, INTEGER: tl.constexpr, FLAG: tl.constexpr, BLOCK: tl.constexpr,
+    w_ptr, q_ptr, s_ptr, flag_ptr, table_ptr, granule, k, first, k_local, w_row, w_col, q_row, q_col, s_row,
+    CODE_MAX: tl.constexpr, INTEGER: tl.constexpr, FLAG: tl.constexpr, TABLE: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """As ``quantize_rows_kernel``, for rows that registers do not hold: read twice, block by block."""
     dtype: tl.constexpr = w_ptr.dtype.element_ty
     WIDE: tl.constexpr = dtype == tl.float32
-    row = tl.program_id(0).to(tl.int64)
+    w_ptr, q_ptr, s_ptr = _row(w_ptr, q_ptr, s_ptr, table_ptr, granule, w_row, q_row, s_row, TABLE, ALIGNED)
     offsets = tl.arange(0, BLOCK)
-    w_ptr += row * w_row
-    q_ptr += row * q_row
     x = tl.load(w_ptr + offsets * w_col, mask=offsets < k, other=0.0)
     magnitudes = _magnitudes(x, WIDE)
     for start in range(BLOCK, k, BLOCK):
         x = tl.load(w_ptr + (start + offsets) * w_col, mask=start + offsets < k, other=0.0)
         magnitudes = tl.maximum(magnitudes, _magnitudes(x, WIDE))
-    absmax = _absmax(tl.max(magnitudes, 0), dtype, WIDE)
-    scale = tl.div_rn(absmax, CODE_MAX)
-    scale = tl.where(scale == 0.0, 1.0, scale)
-    tl.store(s_ptr + row * s_row, scale)
-    if FLAG:
-        tl.store(flag_ptr, 1, mask=(absmax != absmax) | (absmax == float("inf")))
+    scale = _scale(tl.max(magnitudes, 0), s_ptr, flag_ptr, dtype, WIDE, CODE_MAX, FLAG)
     inverse = tl.div_rn(1.0, scale)
     ordinary = (scale >= _LEAST) & (scale <= _MOST)
     for start in range(first, first + k_local, BLOCK):

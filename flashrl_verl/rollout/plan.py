@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The load plan: which rows of which tensor of an update become which rows of which parameter.
 
-The first, careful update runs through vLLM's own loaders and records what they did. Every later update carries it out directly:
-no name is matched against mappings again, no model is walked (a call of ``load_weights`` costs milliseconds, whatever it
-loads), and shards that lie behind each other both in the bucket and in the storage (an expert's gate and up projections, all
-experts of a layer) become one kernel launch.
+The first, careful update runs through vLLM's own loaders and records what they did (``first_load.py``). Every later update
+carries it out directly (``bucket_program.py``): no name is matched against mappings again, and no model is walked (a call of
+``load_weights`` costs milliseconds, whatever it loads).
 """
 
 import dataclasses
@@ -12,7 +11,6 @@ from collections.abc import Callable
 
 import torch
 
-from flashrl_verl.quantization.kernels import quantize_rows_into
 from flashrl_verl.quantization.parameter import QuantizedStorage
 
 NamedTensors = list[tuple[str, torch.Tensor]]
@@ -30,9 +28,13 @@ class Shard:
     first_column: int
     """Of the source; the storage holds as many columns from there as it is wide."""
 
-    def scales(self) -> torch.Tensor:
-        """[rows, 1] float32, as stored."""
-        return self.weight.row_range(self.first_row, self.rows)[1]
+    def source(self, tensor: torch.Tensor) -> torch.Tensor:
+        """[rows, K] of the tensor."""
+        return tensor.narrow(0, self.source_row, self.rows)
+
+    def stored(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes [rows, K_local] and scales [rows, 1] float32."""
+        return self.weight.row_range(self.first_row, self.rows)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,15 +48,18 @@ class Copy:
     padding: int = 0
     """Rows after them that the loader sets to zero: vLLM pads vocabularies."""
 
-    def destination(self) -> torch.Tensor:
-        return self.parameter.data.narrow(0, self.first_row, self.rows)
-
     def source(self, tensor: torch.Tensor) -> torch.Tensor:
+        """[rows, ...] of the tensor."""
         return tensor.narrow(0, self.source_row, self.rows)
 
+    def destination(self) -> torch.Tensor:
+        """[rows, ...] of the parameter."""
+        return self.parameter.data.narrow(0, self.first_row, self.rows)
 
-ShardCallback = Callable[[str, Shard, torch.Tensor], None]
-"""(name, shard, source rows [n, K]), after the shard was quantized or is certain to be."""
+    def pad(self) -> None:
+        """Set the padding, if there is any, to zero: sleep level 2 throws it away with the rest."""
+        if self.padding:
+            self.parameter.data.narrow(0, self.first_row + self.rows, self.padding).zero_()
 
 
 class LoadPlan:
@@ -98,42 +103,6 @@ class LoadPlan:
         for name in names:
             self._shards.pop(name, None)
 
-    def run(self, weights: NamedTensors, flag: torch.Tensor, on_shard: ShardCallback) -> None:
-        """Quantize the shards of ``weights``, all of which the plan ``quantizes``, in as few launches as their places allow.
-
-        Args:
-            weights: (name, contiguous [N, K] tensor) pairs of recorded shapes.
-            flag: [1] int32, set to 1 when a tensor holds NaN or Inf.
-            on_shard: called for every shard.
-        """
-        pending = _Launch()
-        for name, tensor in weights:
-            for shard in self._shards[name]:
-                if not pending.extend(tensor, shard):
-                    pending.launch(flag)
-                    pending = _Launch()
-                    pending.extend(tensor, shard)
-                on_shard(name, shard, tensor)
-        pending.launch(flag)
-
-    def run_copies(self, weights: NamedTensors) -> None:
-        """Copy ``weights``, all of which are in ``copies``, into their parameters: one kernel for many small ones."""
-        destinations, sources = [], []
-        for name, tensor in weights:
-            copy = self.copies[name]
-            if tensor.nbytes > _FUSED_COPY_BYTES:
-                copy.destination().copy_(copy.source(tensor), non_blocking=True)
-            else:
-                destinations.append(copy.destination())
-                sources.append(copy.source(tensor))
-            if copy.padding:  # sleep level 2 throws it away too
-                copy.parameter.data.narrow(0, copy.first_row + copy.rows, copy.padding).zero_()
-        if destinations:
-            torch._foreach_copy_(destinations, sources, non_blocking=True)
-
-
-_FUSED_COPY_BYTES = 1 << 20
-"""Tensors up to this size are copied by one kernel together; it is half as fast as a plain copy for large ones."""
 
 _PROBE_BYTES = 512 << 20
 """Largest tensor that ``find_copy`` takes: it makes several of its size."""
@@ -183,47 +152,3 @@ def find_copy(parameter: torch.nn.Parameter, tensor: torch.Tensor, load: Callabl
     if any(sources[count:]) or parameter.data.narrow(0, filled[0] + count, padding).any():
         return None
     return Copy(parameter, filled[0], count, sources[0], padding)
-
-
-class _Launch:
-    """Shards that one kernel can take: adjacent in memory on both sides."""
-
-    def __init__(self):
-        self._tensor: torch.Tensor | None = None
-        self._rows = 0
-
-    def extend(self, tensor: torch.Tensor, shard: Shard) -> bool:
-        start = tensor.data_ptr() + shard.source_row * tensor.shape[1] * tensor.element_size()
-        if self._tensor is None:
-            self._tensor, self._shard, self._storage = tensor, shard, None
-            self._end, self._row_bytes = start, tensor.shape[1] * tensor.element_size()
-        else:
-            first = self._shard
-            if (
-                start != self._end
-                or shard.weight is not first.weight
-                or shard.first_row != first.first_row + self._rows
-                or shard.first_column != first.first_column
-                or tensor.dtype != self._tensor.dtype
-                or tensor.shape[1] != self._tensor.shape[1]
-                # Adjacent by accident, as neighbours of an allocator: one view cannot span two storages.
-                or tensor.untyped_storage().data_ptr() != self._tensor.untyped_storage().data_ptr()
-            ):
-                return False
-        self._rows += shard.rows
-        self._end += shard.rows * self._row_bytes
-        return True
-
-    def launch(self, flag: torch.Tensor) -> None:
-        if self._tensor is None:
-            return
-        tensor, shard, weight = self._tensor, self._shard, self._shard.weight
-        k = tensor.shape[1]
-        if self._rows == tensor.shape[0] and shard.source_row == 0:
-            source = tensor
-        else:
-            source = tensor.as_strided((self._rows, k), (k, 1), tensor.storage_offset() + shard.source_row * k)
-        source = source.to(weight.data.device, non_blocking=True)
-        codes, scales = weight.row_range(shard.first_row, self._rows)
-        quantize_rows_into(source, codes, scales, weight.format, shard.first_column, flag)
-        weight.loaded_elements += codes.numel()

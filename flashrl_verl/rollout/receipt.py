@@ -7,6 +7,7 @@ them after every update.
 """
 
 import dataclasses
+import functools
 import hashlib
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -65,7 +66,12 @@ def all_finite(tensor: torch.Tensor) -> torch.Tensor:
 def is_sampled(name: str, step: int, stride: int) -> bool:
     """Whether ``name``'s checksum is taken at ``step``: one tensor in ``stride``, another set every step, stable across
     processes (Python's own ``hash`` is salted per process)."""
-    return (zlib.crc32(name.encode()) + step) % stride == 0
+    return (_number(name) + step) % stride == 0
+
+
+@functools.cache
+def _number(name: str) -> int:
+    return zlib.crc32(name.encode())  # a model's names, once
 
 
 def stride_for(tensors: int, sample: int) -> int:
@@ -86,6 +92,20 @@ class _FiniteCheck:
     names: list[str]
     finite: torch.Tensor
     parts: Sequence[torch.Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Passed:
+    """Names, shapes and dtypes of tensors, without the tensors."""
+
+    shapes: dict[str, tuple[int, ...]]
+    dtypes: dict[str, torch.dtype]
+    num_bytes: int
+
+    @classmethod
+    def of(cls, weights: Sequence[tuple[str, torch.Tensor]]) -> "Passed":
+        shapes, dtypes = {n: tuple(t.shape) for n, t in weights}, {n: t.dtype for n, t in weights}
+        return cls(shapes, dtypes, sum(t.nbytes for _, t in weights))
 
 
 @dataclasses.dataclass
@@ -110,7 +130,17 @@ class Manifest:
         self.shapes[name], self.dtypes[name] = tuple(tensor.shape), tensor.dtype
         self.num_bytes += tensor.nbytes
         if self.samples(name):
-            self._sums[name] = checksum(tensor)
+            self.add_sum(name, tensor)
+
+    def add_passed(self, passed: Passed) -> None:
+        """Record many tensors at once, without the checksums of those it ``samples``: ``add_sum`` them."""
+        self.shapes.update(passed.shapes)
+        self.dtypes.update(passed.dtypes)
+        self.num_bytes += passed.num_bytes
+
+    def add_sum(self, name: str, tensor: torch.Tensor) -> None:
+        """Take the checksum of a tensor that passed; nothing is copied to the host yet."""
+        self._sums[name] = checksum(tensor)
 
     def check_finite(self, weights: list[tuple[str, torch.Tensor]]) -> None:
         """Look for NaN and Inf in tensors, which are read once more; ``non_finite`` tells."""

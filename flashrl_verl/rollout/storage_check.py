@@ -43,12 +43,15 @@ class _Copy:
 
 
 class StorageCheck:
-    """Collects expectations while an update is loaded; ``wrong_codes`` and ``stale_copies`` compare."""
+    """Collects expectations while an update is loaded; ``wrong_codes`` and ``stale_copies`` say which were not met."""
 
     def __init__(self, step: int):
         self._step = step
         self._spots: list[_Spot] = []
         self._copies: list[_Copy] = []
+        self._row_names: list[str] = []
+        self._rows_differ: list[torch.Tensor] = []
+        self._sums: list[torch.Tensor] = []
 
     def expect_codes(
         self, name: str, weight: QuantizedStorage, source: torch.Tensor, first_row: int, first_column: int
@@ -72,14 +75,12 @@ class StorageCheck:
         if parameter.shape == tensor.shape or padded_vocabulary:
             self._copies.append(_Copy(name, parameter, tensor.shape[0], checksum(tensor)))
 
-    def wrong_codes(self) -> list[str]:
-        """Names of the tensors whose sampled rows are stored as something else (synchronizes)."""
+    def compare(self) -> None:
+        """Enqueue the comparisons, all of them, behind the loading: nothing waits."""
         groups: dict[tuple, list[_Spot]] = {}
         for spot in self._spots:
             key = (spot.weight.format.name, spot.source.dtype, spot.source.shape[1], spot.column, spot.weight.data.shape[-1])
             groups.setdefault(key, []).append(spot)
-        names: list[str] = []
-        differs = []
         for (_, _, _, column, width), spots in groups.items():
             fmt = spots[0].weight.format
             rows = torch.cat([s.source for s in spots])
@@ -87,14 +88,19 @@ class StorageCheck:
             codes, _ = numerics.quantize_rows(rows.narrow(1, column, width), fmt, scales)
             stored = torch.cat([s.weight.rows.narrow(0, s.row, len(s.source)) for s in spots])
             stored_scales = torch.cat([s.weight.row_scales.narrow(0, s.row, len(s.source)) for s in spots])
-            names += [s.name for s in spots for _ in range(len(s.source))]
-            differs.append((numerics.as_bytes(codes) != numerics.as_bytes(stored)).any(1) | (scales != stored_scales).any(1))
-        flags = torch.cat(differs).tolist() if differs else []
-        return list(dict.fromkeys(name for name, bad in zip(names, flags, strict=True) if bad))
+            self._row_names += [s.name for s in spots for _ in range(len(s.source))]
+            differs = (numerics.as_bytes(codes) != numerics.as_bytes(stored)).any(1) | (scales != stored_scales).any(1)
+            self._rows_differ.append(differs)
+        self._sums = [checksum(copy.parameter.data[: copy.rows]) for copy in self._copies]
+
+    def wrong_codes(self) -> list[str]:
+        """Names of the tensors whose sampled rows are stored as something else, after ``compare`` (synchronizes)."""
+        flags = torch.cat(self._rows_differ).tolist() if self._rows_differ else []
+        return list(dict.fromkeys(name for name, bad in zip(self._row_names, flags, strict=True) if bad))
 
     def stale_copies(self) -> list[str]:
-        """Names of the tensors that an unquantized parameter is no copy of (synchronizes)."""
-        differs = [checksum(copy.parameter.data[: copy.rows]) != copy.sum for copy in self._copies]
+        """Names of the tensors that an unquantized parameter is no copy of, after ``compare`` (synchronizes)."""
+        differs = [now != copy.sum for now, copy in zip(self._sums, self._copies, strict=True)]
         return [copy.name for copy, bad in zip(self._copies, to_host(differs), strict=True) if bad]
 
 
@@ -114,11 +120,11 @@ class CodeChangeMeter:
             self._rows.append((weight, rows))
         self._last: torch.Tensor | None = None
 
-    def measure(self) -> float | None:
-        """Return the share since the last call, 0 to 1; None at the first (synchronizes)."""
+    def measure(self) -> torch.Tensor | None:
+        """Return the share since the last call: [] float32, 0 to 1, no synchronization; None at the first."""
         if not self._rows:
             return None
         # Bytes: index_select knows no FP8 dtypes.
         now = torch.cat([numerics.as_bytes(weight.rows).index_select(0, rows).flatten() for weight, rows in self._rows])
         last, self._last = self._last, now
-        return None if last is None else float((now != last).float().mean())
+        return None if last is None else (now != last).float().mean()

@@ -158,11 +158,17 @@ def test_all_problems_of_one_update_are_listed_together(trainer, refit):
 
 def test_a_stale_unquantized_parameter_is_noticed(trainer, refit, monkeypatch):
     """A copy that was not made: the receipt's checksums alone, of what arrived, would not see it."""
-    from flashrl_verl.rollout.plan import LoadPlan
+    from flashrl_verl.rollout.bucket_program import BucketProgram
 
     refit(wire(trainer), step=0)
-    copy = LoadPlan.run_copies
-    monkeypatch.setattr(LoadPlan, "run_copies", lambda plan, items: copy(plan, [(n, t) for n, t in items if n != NORM]))
+    run, norm = BucketProgram.run, refit.model.model.norm.weight.data
+
+    def without_norm(program, weights, flag):
+        before = norm.clone()
+        run(program, weights, flag)
+        norm.copy_(before)
+
+    monkeypatch.setattr(BucketProgram, "run", without_norm)
     weights = wire(trainer)
     weights[NORM] = weights[NORM] + 1
     with pytest.raises(RefitError, match=f"not copies of the tensors that arrived: {NORM}"):
@@ -210,17 +216,21 @@ def test_a_parameter_that_moves_is_noticed(trainer, refit):
 
 def test_storage_that_does_not_match_what_arrived_is_noticed(trainer, refit, monkeypatch):
     from flashrl_verl.quantization.numerics import as_bytes
-    from flashrl_verl.rollout import plan
+    from flashrl_verl.rollout.bucket_program import BucketProgram
 
     refit(wire(trainer), step=0)
-    quantize = plan.quantize_rows_into
+    run = BucketProgram.run
+    weight = dict(refit.model.named_parameters())["model.layers.0.mlp.down_proj.weight"]
 
-    def one_bit_wrong(weight, codes, *rest):
-        quantize(weight, codes, *rest)
-        as_bytes(codes)[:, 0] ^= 1
+    def one_bit_wrong(program, weights, flag):
+        run(program, weights, flag)
+        if "model.layers.0.mlp.down_proj.weight" in program.passed.shapes:
+            as_bytes(weight.data)[:, 0] ^= 1
 
-    monkeypatch.setattr(plan, "quantize_rows_into", one_bit_wrong)
-    with pytest.raises(RefitError, match="stored codes are not those of the tensors that arrived"):
+    monkeypatch.setattr(BucketProgram, "run", one_bit_wrong)
+    with pytest.raises(
+        RefitError, match=r"stored codes are not those of the tensors that arrived: model\.layers\.0\.mlp\.down_proj\.weight$"
+    ):
         refit(wire(trainer), step=1)
 
 

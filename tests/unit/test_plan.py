@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the load plan finds out about a loader, and how few launches it needs."""
+"""What the load plan finds out about a loader, and that a bucket's program carries it out."""
+
+import weakref
 
 import pytest
 import torch
@@ -7,7 +9,7 @@ import torch
 from flashrl_verl.quantization import numerics
 from flashrl_verl.quantization.formats.int8 import FORMAT
 from flashrl_verl.quantization.parameter import QuantizedExperts
-from flashrl_verl.rollout import plan as plans
+from flashrl_verl.rollout.bucket_program import BucketProgram, BucketPrograms
 from flashrl_verl.rollout.plan import LoadPlan, find_copy
 
 
@@ -45,7 +47,9 @@ def test_zeros_behind_the_rows_are_padding_and_are_written_again_by_every_update
     plan = LoadPlan()
     plan.copies["embed"] = copy
     target.data.fill_(float("nan"))
-    plan.run_copies([("embed", tensor)])
+    flag = torch.zeros(1, dtype=torch.int32)
+    BucketProgram(plan, [("embed", tensor)]).run([("embed", tensor)], flag)
+    assert not flag.item()
     assert torch.equal(target.data[:500], tensor) and not target.data[500:].any()
 
 
@@ -71,22 +75,15 @@ def experts(count: int, rows: int, columns: int) -> QuantizedExperts:
     )
 
 
-@pytest.fixture
-def launches(monkeypatch) -> list[int]:
-    """Rows of every launch."""
-    rows: list[int] = []
-    quantize = plans.quantize_rows_into
-
-    def counted(weight, *rest):
-        rows.append(len(weight))
-        quantize(weight, *rest)
-
-    monkeypatch.setattr(plans, "quantize_rows_into", counted)
-    return rows
+def carry_out(plan: LoadPlan, tensors: list[tuple[str, torch.Tensor]]) -> int:
+    """Run the bucket's program once; returns its flag."""
+    flag = torch.zeros(1, dtype=torch.int32)
+    BucketProgram(plan, tensors).run(tensors, flag)
+    return int(flag)
 
 
-def test_shards_adjacent_in_bucket_and_storage_are_one_launch_and_others_are_not(launches):
-    """Gate and up of four experts lie behind each other as verl sends them; a gap in the bucket ends a launch."""
+def test_shards_of_a_bucket_become_the_rows_the_plan_says():
+    """Gate and up of four experts, with a gap in the bucket."""
     count, half, columns = 4, 6, 10
     weight = experts(count, 2 * half, columns)
     bucket = torch.randn(2 * count * half * columns + columns).bfloat16()
@@ -96,20 +93,16 @@ def test_shards_adjacent_in_bucket_and_storage_are_one_launch_and_others_are_not
         tensor = bucket[i * half * columns + gap : (i + 1) * half * columns + gap].view(half, columns)
         assert plan.record(f"t{i}", tensor, weight, tensor, i * half, 0)
         tensors.append((f"t{i}", tensor))
-    flag, seen = torch.zeros(1, dtype=torch.int32), []
-    plan.run(tensors, flag, lambda name, shard, tensor: seen.append((name, shard.first_row)))
-    assert launches == [5 * half, 3 * half]
-    assert seen == [(f"t{i}", i * half) for i in range(2 * count)]
+    assert carry_out(plan, tensors) == 0
     codes, scales = numerics.quantize_rows(torch.cat([tensor for _, tensor in tensors]), FORMAT)
     assert torch.equal(weight.rows, codes) and torch.equal(weight.row_scales, scales)
-    assert weight.loaded_elements == weight.numel() and not flag.item()
+    assert weight.loaded_elements == weight.numel()
     tensors[6][1][0, 0] = float("nan")
-    plan.run(tensors, flag, lambda *_: None)
-    assert flag.item() == 1
+    assert carry_out(plan, tensors) == 1
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_shards_that_add_up_to_a_tensor_but_start_inside_it_are_not_taken_for_it(rank, launches):
+def test_shards_that_add_up_to_a_tensor_but_start_inside_it_are_not_taken_for_it(rank):
     """Tensor parallelism 2 with one KV head: rank 1's half of q, then k and v, are as many rows as q has, and adjacent."""
     q, k, v, columns = 8, 2, 2, 6
     bucket = torch.randn((q + k + v) * columns).bfloat16()
@@ -123,22 +116,34 @@ def test_shards_that_add_up_to_a_tensor_but_start_inside_it_are_not_taken_for_it
         source = tensor.narrow(0, rank * q // 2, q // 2) if name == "q" else tensor
         assert plan.record(name, tensor, weight, source, first, 0)
         first += len(source)
-    plan.run(tensors, torch.zeros(1, dtype=torch.int32), lambda *_: None)
+    carry_out(plan, tensors)
     own = torch.cat([tensors[0][1][rank * q // 2 : (rank + 1) * q // 2], tensors[1][1], tensors[2][1]])
     assert torch.equal(weight.rows, numerics.quantize_rows(own, FORMAT)[0])
-    assert launches == ([8] if rank == 1 else [4, 4])
 
 
-def test_tensors_of_another_storage_are_never_joined(launches):
-    """Two allocations may lie behind each other by accident."""
-    weight = experts(1, 8, 10)
-    tensors = [("a", torch.randn(4, 10).bfloat16()), ("b", torch.randn(4, 10).bfloat16())]
-    plan = LoadPlan()
+def test_a_program_is_made_once_for_a_bucket_and_again_when_its_layout_changes():
+    weight, plan = experts(1, 8, 10), LoadPlan()
+    tensors = [(name, torch.randn(4, 10).bfloat16()) for name in "ab"]
     for i, (name, tensor) in enumerate(tensors):
         plan.record(name, tensor, weight, tensor, 4 * i, 0)
-    plan.run(tensors, torch.zeros(1, dtype=torch.int32), lambda *_: None)
-    assert launches == [4, 4]
-    assert torch.equal(weight.rows, numerics.quantize_rows(torch.cat([t for _, t in tensors]), FORMAT)[0])
+    programs = BucketPrograms(plan)
+    first = programs.get(tensors)
+    assert first.passed.shapes == {"a": (4, 10), "b": (4, 10)} and first.passed.num_bytes == 160 and first.unplanned == []
+    programs.end_update()
+    assert programs.get([(name, torch.randn(4, 10).bfloat16()) for name, _ in tensors]) is first
+    assert programs.get([(name, tensor.float()) for name, tensor in tensors]) is not first
+    programs.end_update()
+    programs.get(tensors[:1])
+    programs.end_update()
+    assert programs.get(tensors) is not first, "a program that an update did not use is forgotten"
+
+
+def test_no_tensor_of_a_bucket_is_kept_by_its_program():
+    weight, plan, tensor = experts(1, 8, 10), LoadPlan(), torch.randn(8, 10).bfloat16()
+    plan.record("a", tensor, weight, tensor, 0, 0)
+    program, gone = BucketProgram(plan, [("a", tensor)]), weakref.ref(tensor)
+    del tensor
+    assert gone() is None and program.passed.shapes
 
 
 def test_a_source_that_is_no_range_of_rows_is_not_planned():
