@@ -59,12 +59,20 @@ class FlashRLConfig:
     max_num_gen_batches: int = 10
     """Prompts that dynamic sampling may spend on a step, in units of data.train_batch_size; 0 is no bound."""
 
+    self_check: bool = True
+    """Whether a run starts by proving on its own engines that an update rewrites all they use (``self_check.py``): one more
+    weight update and a few tokens."""
+
     padded_vocab_mass_limit: float = 1e-3
     """Probability mass on token ids past the tokenizer's last above which a run is refused; from 0 to 1."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "precision", _precision(self.precision))
         object.__setattr__(self, "ignore", _ignore(self.ignore))
+        if not isinstance(self.self_check, bool):
+            raise ConfigError(
+                f"flashrl.self_check={self.self_check!r} is not accepted. Set flashrl.self_check to true or false."
+            )
         for name, accepted in _ACCEPTED.items():
             value = getattr(self, name)
             if not accepted.test(value):

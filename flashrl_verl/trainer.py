@@ -6,6 +6,7 @@ are overridden here. Importing this module registers the trainer as ``trainer.v1
 """
 
 import logging
+import time
 
 import ray
 from omegaconf import DictConfig, open_dict
@@ -18,6 +19,7 @@ from flashrl_verl.errors import ConfigError, DynamicSamplingError, FlashRLError
 from flashrl_verl.local_paths import check_paths
 from flashrl_verl.metrics_file import MetricsFile, metrics_path
 from flashrl_verl.rollout.receipt import verify_receipts
+from flashrl_verl.self_check import LEVEL_1_BYTES, require_same
 from flashrl_verl.validation import validate_config
 
 # Under "verl", whose handler verl keeps apart from the root logger: imported libraries silence that one.
@@ -78,9 +80,11 @@ class FlashRLTrainer(PPOTrainerSync):
     def on_init_end(self) -> None:
         super().on_init_end()
         metrics = self._verify_refit()
-        layers = self._ask_servers("flashrl_layers")
-        self._layer_metrics = _summarize_layers([worker for replica in layers for worker in replica])
+        workers = [worker for replica in self._ask_servers("flashrl_layers") for worker in replica]
+        self._layer_metrics = _summarize_layers(workers)
         log.info(_describe(self.flashrl.precision.value, self._layer_metrics, metrics))
+        if self.flashrl.self_check:
+            self._self_check(max(worker["weight_bytes"] for worker in workers))
 
     @property
     def logger(self):
@@ -147,10 +151,10 @@ class FlashRLTrainer(PPOTrainerSync):
 
     # ---- ours ----
 
-    def _ask_servers(self, method: str) -> list:
+    def _ask_servers(self, method: str, *args) -> list:
         """Call ``method`` on the first server of every replica."""
         replicas = self.llm_server_manager.get_replicas()
-        return ray.get([getattr(replica.server_handle, method).remote() for replica in replicas])
+        return ray.get([getattr(replica.server_handle, method).remote(*args) for replica in replicas])
 
     def _verify_refit(self) -> dict[str, float]:
         """Compare what every trainer rank sent with what the engine worker beside it holds; returns ``flashrl/*`` metrics.
@@ -165,6 +169,30 @@ class FlashRLTrainer(PPOTrainerSync):
             verify_receipts(rank["sent"], held[replica][position], self.global_steps, where)
         reports = [report for rank in ranks for report in rank["reports"]]
         return refit_metrics(reports)
+
+    def _self_check(self, weight_bytes: int) -> None:
+        """See ``self_check.py``: sleep, poison, the same weights again, and nothing may have changed."""
+        started = time.perf_counter()
+        rollout = self.config.actor_rollout_ref.rollout
+        sleeps = rollout.free_cache_engine and rollout.enable_sleep_mode
+        before = self._ask_servers("flashrl_state")
+        if sleeps and weight_bytes <= LEVEL_1_BYTES:
+            self._ask_servers("flashrl_sleep_and_wake", 1)
+            require_same(before, self._ask_servers("flashrl_state"), "sleep level 1")
+        self.actor_rollout_wg.flashrl_poison_next()
+        if sleeps:
+            self.checkpoint_manager.sleep_replicas()
+        self.checkpoint_manager.update_weights(self.global_steps)
+        self._verify_refit()
+        event = "sleep, poisoned weights" if sleeps else "poisoned weights"
+        require_same(before, self._ask_servers("flashrl_state"), event)
+        log.info(
+            "[flashrl] self-check passed in %.1f s: after %s and the same weights again, storage, addresses and %d greedy "
+            "tokens are the same",
+            time.perf_counter() - started,
+            event,
+            len(before[0].token_ids),
+        )
 
     def _check_padded_vocabulary(self) -> None:
         mass = max(self._ask_servers("flashrl_padded_vocab_mass"))

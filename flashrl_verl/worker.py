@@ -23,6 +23,11 @@ class FlashRLWorker(FlashRLActorWorker):
         }
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def flashrl_poison_next(self) -> None:
+        """Have the engine overwrite its weights before it takes the next update."""
+        self.rollout.poison_next = True
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def flashrl_non_finite(self) -> list[str]:
         """Names of this rank's parameters whose local shard holds NaN or Inf; empty when all are finite."""
         names, flags = [], []

@@ -52,6 +52,8 @@ class FlashRLServerAdapter(ServerAdapter):
         job_id = ray.get_runtime_context().get_job_id()
         self.zmq_handle = self.zmq_handle.replace(job_id, socket_scope(), 1)
         self.sent_receipt: dict = {}
+        self.poison_next = False
+        """Whether the engine is to overwrite its weights before it takes the next update (``self_check.py``)."""
         self.reports: list[dict] = []
         """The engine workers' reports on the last update; only the rank that owns the server has them."""
 
@@ -83,7 +85,8 @@ class FlashRLServerAdapter(ServerAdapter):
         step = -1 if global_steps is None else int(global_steps)
         stride = stride_for(self.sent_receipt.get("tensors", 0), self.flashrl.receipt_tensors)
         manifest = Manifest(step=step, stride=stride)
-        request = {"step": step, "stride": stride, "timeout_s": self.flashrl.update_timeout_s}
+        request = {"step": step, "stride": stride, "timeout_s": self.flashrl.update_timeout_s, "poison": self.poison_next}
+        self.poison_next = False
         future = await self._execute_method(
             "update_weights_from_ipc", non_block=True, kwargs={**kwargs, "use_shm": self.use_shm, "flashrl": request}
         )

@@ -2,17 +2,20 @@
 """verl's vLLM server, started with the flashrl quantization and checked to be what it says it is."""
 
 import os
+import uuid
 from collections.abc import Callable
 from typing import Any
 
 import ray
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
+from flashrl_verl import self_check
 from flashrl_verl.config import FlashRLConfig, Precision
 from flashrl_verl.errors import ConfigError, FlashRLError
 from flashrl_verl.plugin_vllm import register
 from flashrl_verl.quantization.formats import row_format
 from flashrl_verl.rollout.transfer import socket_scope
+from flashrl_verl.self_check import EngineState
 
 NAME = "flashrl"
 """Value of ``actor_rollout_ref.rollout.name``, and the prefix of the servers' Ray actor names on both sides."""
@@ -107,6 +110,24 @@ class FlashRLHttpServer(vLLMHttpServer):
     async def flashrl_receipts(self) -> list[dict]:
         """Each worker's receipt of the last update."""
         return await self.collective_rpc("flashrl_receipt")
+
+    async def flashrl_state(self) -> EngineState:
+        """What the engine holds, and its greedy answer to a fixed prompt, computed anew."""
+        await self.clear_kv_cache()
+        tokenizer = self.model_config.tokenizer
+        output = await self.generate(
+            self_check.prompt(min(len(tokenizer), self.model_config.hf_config.get_text_config().vocab_size)),
+            {"temperature": 0.0, "max_tokens": self_check.NEW_TOKENS, "ignore_eos": True, "logprobs": True},
+            request_id=uuid.uuid4().hex,
+        )
+        workers = await self.collective_rpc("flashrl_digest")
+        await self.clear_kv_cache()
+        return EngineState(workers=workers, token_ids=output.token_ids, log_probs=output.log_probs)
+
+    async def flashrl_sleep_and_wake(self, level: int) -> None:
+        """vLLM's sleep mode at ``level``, and back at once."""
+        await self.engine.sleep(level=level)
+        await self.engine.wake_up()
 
     async def flashrl_padded_vocab_mass(self) -> float:
         """The largest over the workers."""

@@ -10,6 +10,7 @@ from vllm.model_executor.layers.linear import LinearBase
 from flashrl_verl.quantization.parameter import QuantizedStorage
 from flashrl_verl.rollout.padded_vocab import PaddedVocabularyMeter
 from flashrl_verl.rollout.post_process import PostProcess
+from flashrl_verl.rollout.receipt import checksum, to_host
 from flashrl_verl.rollout.refit import WeightRefit
 from flashrl_verl.rollout.transfer import DrainingReceiver
 
@@ -76,6 +77,14 @@ class FlashRLWorkerExtension(vLLMColocateWorkerExtension):
         """The receipt of the last whole update; empty when there was none or the last one failed."""
         return dict(self._flashrl_refit.last_receipt) if self._flashrl_refit is not None else {}
 
+    def flashrl_digest(self) -> dict[str, tuple[int, int]]:
+        """Checksum and address of every parameter and buffer."""
+        model = self.model_runner.model
+        tensors = {n: t for n, t in [*model.named_parameters(), *model.named_buffers()] if t.numel()}
+        # Bytes: a checksum takes 16-bit words, and buffers have any dtype.
+        sums = to_host([checksum(t.data.contiguous().view(-1).view(torch.uint8)) for t in tensors.values()])
+        return {name: (s, t.data_ptr()) for (name, t), s in zip(tensors.items(), sums, strict=True)}
+
     def flashrl_padded_vocab_mass(self) -> float:
         """Largest mean probability mass past the tokenizer, over the forward passes sampled since the last update."""
         return self._flashrl_meter.mass() if self._flashrl_meter is not None else 0.0
@@ -98,7 +107,7 @@ class FlashRLWorkerExtension(vLLMColocateWorkerExtension):
             peft_config: must be None (adapters are refused when the configuration is composed).
             base_sync_done: verl's flag for adapters, unused.
             use_shm: buckets come through shared memory instead of CUDA IPC.
-            flashrl: step, checksum stride and time-out of this update.
+            flashrl: step, checksum stride and time-out of this update, and whether to poison the weights first.
 
         Returns:
             ``WeightRefit.finish``'s report with ``error`` None, or only ``error`` set.
@@ -121,6 +130,9 @@ class FlashRLWorkerExtension(vLLMColocateWorkerExtension):
             self._flashrl_post_process = PostProcess(model, model_config, self.device)
         refit = self._flashrl_refit
         refit.begin(flashrl["step"], flashrl["stride"])
+        if flashrl.get("poison"):
+            refit.poison()
+            self._flashrl_post_process()  # whatever is derived from the weights is poisoned with them
         receiver = DrainingReceiver(
             zmq_handle=self._get_zmq_handle(), device=self.device, use_shm=use_shm, timeout_s=flashrl["timeout_s"]
         )

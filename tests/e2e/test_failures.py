@@ -50,6 +50,15 @@ def test_a_failing_receiver_ends_the_run_within_the_time_limit(recipe, tmp_path,
     assert time.time() - (tmp_path / "fired").stat().st_mtime < 60, "seconds from the fault to the end of the process"
 
 
+def test_an_engine_that_keeps_something_of_its_old_weights_is_stopped_before_the_first_step(recipe, tmp_path):
+    """The storage is right, what was derived from it is not: only output can tell."""
+    run = recipe(NO_FILTER, fault="stale_kernel:3")
+    assert run.returncode != 0
+    assert (tmp_path / "fired").exists()
+    assert_says(r"self-check failed: after poisoned weights and the same weights again.*(greedy tokens|log-probs)", run.output)
+    assert not (tmp_path / "metrics.jsonl").exists() or steps_trained(run) == []
+
+
 def test_gpus_that_the_cluster_lacks_are_an_error_not_a_wait(recipe):
     run = recipe("hardware=cuda", "trainer.nnodes=16", timeout=120)
     assert run.returncode != 0

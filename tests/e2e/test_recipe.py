@@ -31,6 +31,7 @@ def test_int8_rollouts_train_with_tis_on_the_actor(recipe):
     assert 0.5 < last["flashrl/quantized_bytes"] / last["flashrl/quantized_bytes_as_bf16"] < 0.53
     assert "rollout_corr/rollout_is_mean" in last and "actor/rollout_corr/rollout_is_mean" not in last
     assert "rollout precision int8: 8 quantized layers" in run.output
+    assert "self-check passed" in run.output
 
 
 @pytest.mark.slow

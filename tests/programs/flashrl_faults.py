@@ -75,6 +75,21 @@ def kill_engine(refit) -> None:
     refit.WeightRefit.load = killing
 
 
+def stale_kernel(gemm) -> None:
+    """The CPU's packed weights stop following the codes: right storage, wrong products."""
+    changed = gemm.OneDnnGemm.weights_changed
+
+    def forgetful(self, layer):
+        # The dummy weights vLLM starts from, the first update, the self-check's poison; STEP is how many of them are taken.
+        layer.flashrl_calls = getattr(layer, "flashrl_calls", 0) + 1
+        if layer.flashrl_calls <= STEP:
+            changed(self, layer)
+        else:
+            fired()
+
+    gemm.OneDnnGemm.weights_changed = forgetful
+
+
 def nan_update(worker) -> None:
     """The optimizer step leaves a NaN in one weight of the actor."""
     update_actor = worker.FlashRLWorker.update_actor
@@ -98,6 +113,7 @@ MODULES = {
     "stale_tensor": ("flashrl_verl.rollout.refit", stale_tensor),
     "raise_in_receiver": ("flashrl_verl.rollout.refit", raise_in_receiver),
     "kill_engine": ("flashrl_verl.rollout.refit", kill_engine),
+    "stale_kernel": ("flashrl_verl.quantization.gemm", stale_kernel),
     "nan_update": ("flashrl_verl.worker", nan_update),
 }
 after_import(*MODULES[KIND])
