@@ -30,6 +30,9 @@ BUCKET_BYTES = 2 << 30
 _COPY_BYTES = 4 << 30
 """Bytes of the buffer whose copy measures bandwidth; far larger than any cache. A sixty-fourth of it on a CPU."""
 
+_ALIGNMENT = 32
+"""Bytes that tensors in a bucket start at multiples of."""
+
 _RECEIPT_TENSORS = FlashRLConfig().receipt_tensors
 
 
@@ -200,6 +203,28 @@ def _buckets(weights: list[tuple[str, torch.Tensor]]) -> Iterator[list[tuple[str
         yield bucket
 
 
+def _sender(weights, device: torch.device) -> Callable:
+    """What turns a bucket into what the engine gets: as it is, or cast into memory that is there already, as in a run, where
+    the trainer's bucket is."""
+    from flashrl_verl.rollout.adapter import wire_dtype
+
+    if all(wire_dtype(name, tensor, torch.bfloat16) == tensor.dtype for name, tensor in weights):
+        return list
+    room = max(sum(tensor.nbytes + _ALIGNMENT for _, tensor in bucket) for bucket in _buckets(weights))
+    memory = torch.empty(room, dtype=torch.uint8, device=device)
+
+    def cast(bucket: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+        packed, at = [], 0
+        for name, tensor in bucket:
+            dtype = wire_dtype(name, tensor, torch.bfloat16)
+            place = memory[at : at + tensor.numel() * dtype.itemsize].view(dtype).view(tensor.shape)
+            packed.append((name, place.copy_(tensor)))
+            at += -(-place.nbytes // _ALIGNMENT) * _ALIGNMENT
+        return packed
+
+    return cast
+
+
 def _with_peak(work: Callable[[], None], device: torch.device) -> int | None:
     if device.type != "cuda":
         work()
@@ -226,10 +251,10 @@ def _result(arm: Arm, built, weights, refit_seconds: list[float], load_seconds: 
 
 
 def _measure_flashrl(arm: Arm, built, model_config, weights, repeats: int, device: torch.device) -> Result:
-    from flashrl_verl.rollout.adapter import cast_for_rollout
     from flashrl_verl.rollout.post_process import PostProcess
     from flashrl_verl.rollout.refit import WeightRefit
 
+    send = _sender(weights, device)
     refit, post_process = WeightRefit(built), PostProcess(built, model_config, device)
     stride = stride_for(len(weights), _RECEIPT_TENSORS)
     step = 0
@@ -239,7 +264,7 @@ def _measure_flashrl(arm: Arm, built, model_config, weights, repeats: int, devic
         nonlocal step
         refit.begin(step, stride)
         for bucket in _buckets(weights):
-            refit.load(list(cast_for_rollout(bucket, torch.bfloat16)))
+            refit.load(send(bucket))
         load_seconds.append(refit.finish(post_process)["seconds"]["load"])
         step += 1
 

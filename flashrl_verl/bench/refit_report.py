@@ -33,8 +33,8 @@ def table(report: Report) -> Table:
             result.source,
             _milliseconds(result.refit_seconds),
             _milliseconds(result.load_seconds),
-            f"{result.read_bytes / 1e9:.2f} + {result.written_bytes / 1e9:.2f}",
-            f"{result.gigabytes_per_second:.0f}",
+            f"{result.read_bytes / 1e9:.4g} + {result.written_bytes / 1e9:.4g}",
+            f"{result.gigabytes_per_second:.4g}",
             f"{result.gigabytes_per_second / copy:.0%}",
             "-" if result.extra_bytes is None else f"{result.extra_bytes / _MIB:.0f}",
         )

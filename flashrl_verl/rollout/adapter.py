@@ -37,10 +37,17 @@ def cast_for_rollout(
         clock: times the casts.
     """
     for name, tensor in weights:
-        if tensor.is_floating_point() and tensor.dtype != dtype and not _ROUTER.search(name):
+        if wire_dtype(name, tensor, dtype) != tensor.dtype:
             with clock if clock is not None else contextlib.nullcontext():
                 tensor = tensor.to(dtype, non_blocking=True)
         yield name, tensor
+
+
+def wire_dtype(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which ``cast_for_rollout`` sends a tensor."""
+    if not tensor.is_floating_point() or tensor.dtype == dtype or _ROUTER.search(name):
+        return tensor.dtype
+    return dtype
 
 
 class FlashRLServerAdapter(ServerAdapter):
