@@ -14,7 +14,6 @@ import json
 import math
 import os
 import platform
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -23,20 +22,15 @@ from typing import Any
 
 import torch
 
-from flashrl_verl.bench.mismatch_engine import Answer, Job
+from flashrl_verl.bench.mismatch_engine import Answer, Job, ask, require_precision
 from flashrl_verl.bench.mismatch_metrics import log_prob_metrics
 from flashrl_verl.bench.mismatch_noise import NoiseMeter, TypeNoise, measure
 from flashrl_verl.bench.mismatch_prompts import Prompts, load_prompts
 from flashrl_verl.bench.mismatch_trainer import Trainer
 from flashrl_verl.compat import check_versions, vllm_device
 from flashrl_verl.config import Precision
-from flashrl_verl.errors import ConfigError, FlashRLError
-from flashrl_verl.log_excerpt import last_error
-from flashrl_verl.process_tree import ProcessTree, stoppable
+from flashrl_verl.errors import ConfigError
 from flashrl_verl.quantization.formats import row_format
-
-ROOT = Path(__file__).resolve().parents[2]
-"""Where this package lies: a process started there with ``python -m`` imports the same one."""
 
 TOY = "toy"
 """Value of ``--model`` for the quickstart's model, made and warmed up on the spot."""
@@ -78,6 +72,8 @@ class PrecisionResult:
     """vLLM's layers with 8-bit weights, as the live engine has them."""
     unquantized_layers: int
     """Linear layers it keeps in BF16."""
+    updated_tensors: int
+    """That each of its weight updates brought."""
     own: dict[str, float]
     """``log_prob_metrics`` on the engine's own samples: log-probs as sampled."""
     common: dict[str, float]
@@ -159,19 +155,28 @@ def run(config: MismatchConfig, progress: Progress = lambda text: None) -> Repor
         date=datetime.date.today().isoformat(),
         seed=config.seed,
         seconds=round(time.monotonic() - started, 1),
-        results=[
-            PrecisionResult(
-                precision=precision.value,
-                kernels=answers[precision].kernels,
-                quantized_layers=answers[precision].layers["quantized_layers"],
-                unquantized_layers=len(answers[precision].layers["unquantized_layers"]),
-                own=log_prob_metrics(theirs[precision], answers[precision].log_probs),
-                common=log_prob_metrics(theirs[Precision.BF16], answers[precision].common_log_probs),
-                noise=meter.by_type(precision.value),
-                seconds=answers[precision].seconds,
-            )
-            for precision in precisions
-        ],
+        results=[_result(p, answers[p], theirs[p], theirs[Precision.BF16], meter) for p in precisions],
+    )
+
+
+def _result(
+    precision: Precision,
+    answer: Answer,
+    own: list[list[float]],
+    common: list[list[float]],
+    meter: NoiseMeter,
+) -> PrecisionResult:
+    """Compare an engine with the trainer's log-probs of its ``own`` responses and of the ``common`` ones."""
+    return PrecisionResult(
+        precision=precision.value,
+        kernels=answer.kernels,
+        quantized_layers=answer.layers["quantized_layers"],
+        unquantized_layers=len(answer.layers["unquantized_layers"]),
+        updated_tensors=answer.updated,
+        own=log_prob_metrics(own, answer.log_probs),
+        common=log_prob_metrics(common, answer.common_log_probs),
+        noise=meter.by_type(precision.value),
+        seconds=answer.seconds,
     )
 
 
@@ -248,46 +253,9 @@ def _answers(
             seed=config.seed,
             common=answers[Precision.BF16].responses if answers else None,
         )
-        answers[precision] = _ask(job, config.output)
-        _require_precision(precision, answers[precision].layers)
+        answers[precision] = ask(job, config.output)
+        require_precision(precision, answers[precision].layers)
     return answers
-
-
-def _ask(job: Job, folder: Path) -> Answer:
-    """Run one engine in a process of its own: sleep mode's allocator and vLLM's groups allow one a process, and its memory
-    is free again when it ends."""
-    folder = folder.resolve()
-    job_file, answer_file, log = (folder / f"engine-{job.precision}.{end}" for end in ("job.json", "answer.json", "log"))
-    job_file.write_text(json.dumps(asdict(job)))
-    answer_file.unlink(missing_ok=True)
-    log.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "flashrl_verl.bench.mismatch_engine", str(job_file), str(answer_file)]
-    env = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
-    tree = ProcessTree(command, log, env, ROOT)
-    with stoppable():
-        try:
-            while (code := tree.poll()) is None:
-                time.sleep(0.5)
-        finally:
-            tree.end()
-    if code or not answer_file.is_file():
-        said = "\n  ".join(last_error(log.read_text(errors="replace")))
-        raise FlashRLError(f"the {job.precision} engine failed (exit code {code}):\n  {said}\nwhole log: {log}")
-    answer = Answer(**json.loads(answer_file.read_text()))
-    for path in (job_file, answer_file):
-        path.unlink()
-    return answer
-
-
-def _require_precision(precision: Precision, layers: dict[str, Any]) -> None:
-    """The live engine's model, not its arguments, decides whether a row may carry the precision's name."""
-    fmt = row_format(precision)
-    expected = set() if fmt is None else {str(fmt.dtype).removeprefix("torch.")}
-    if layers["precision"] != precision.value or set(layers["quantized"]) != expected:
-        raise FlashRLError(
-            f"--precision {precision.value}: the engine's quantization is {layers['precision']!r} and its quantized weights "
-            f"are {layers['quantized'] or 'none'}"
-        )
 
 
 def _left_alone(answers: dict[Precision, Answer]) -> set[str]:

@@ -17,7 +17,6 @@ import torch
 from flashrl_verl.bench.mismatch_trainer import Trainer
 from flashrl_verl.quantization.numerics import RowFormat, quantize_rows, sqnr_db
 
-_ROUTER = re.compile(r"(^|\.)(gate|router)$")
 _DECODER = re.compile(r"(^|\.)layers\.\d+\.")
 ORDER = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj", "experts")
 """How types of layers are listed; others follow."""
@@ -142,7 +141,6 @@ def measure(trainer: Trainer, meter: NoiseMeter, sequences: list[list[int]], lef
         if _DECODER.search(name)
         and (isinstance(module, torch.nn.Linear) or is_packed_experts(module))
         and name not in left_alone
-        and not _ROUTER.search(name)
     }
 
     def hook(name: str, module: torch.nn.Module, arguments: tuple) -> None:

@@ -63,6 +63,7 @@ def test_the_engines_hold_what_their_name_says_and_every_type_of_layer_is_measur
     bf16, eight = results(report)["bf16"], results(report)[precision]
     assert (bf16.quantized_layers, bf16.kernels["linear"]) == (0, "unquantized")
     assert eight.quantized_layers == 8 and eight.kernels["linear"] == ("cutlass" if CUDA else "onednn")
+    assert bf16.updated_tensors == eight.updated_tensors == 27
     kinds = {kind.kind: kind for kind in eight.noise}
     assert list(kinds) == ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     assert all(kind.matrices == 2 and 20 < kind.output.lowest < kind.weight.median + 6 for kind in kinds.values())

@@ -119,27 +119,23 @@ def test_bf16_has_no_weight_noise_and_the_least_output_noise():
 def test_inside_a_model_the_ratios_are_of_the_real_tokens_and_not_rounded_by_autocast(tmp_path):
     """The model runs under autocast to BF16, which would round the float32 product of the emulation; padding would count."""
     trainer = trainer_of("qwen2.5", tmp_path)
-    sequences = [[5, 6, 7, 8, 9, 10, 11], [12, 13, 14]]
-    inputs: list[torch.Tensor] = []
     name = "model.layers.1.mlp.down_proj"
     module = trainer.module.get_submodule(name)
-    handle = module.register_forward_pre_hook(lambda _, args: inputs.append(args[0].reshape(-1, args[0].shape[-1])))
-    for ids in sequences:  # alone, so there is no padding
-        trainer.log_probs([ids[:1]], [ids[1:]])
-    handle.remove()
-    x = torch.cat(inputs).bfloat16()
-    weight = module.weight.detach()
-    assert x.shape[0] == 10
+    inputs: list[torch.Tensor] = []
+    handle = module.register_forward_pre_hook(lambda _, args: inputs.append(args[0].clone()))
     meter = NoiseMeter(FORMATS)
-    measure(trainer, meter, sequences, left_alone=())
+    measure(trainer, meter, [[5, 6, 7, 8, 9, 10, 11], [12, 13, 14]], left_alone=())
+    handle.remove()
+    x = torch.cat([inputs[0][0], inputs[0][1, :3]]).bfloat16()  # without the four tokens of padding
+    weight = module.weight.detach()
+    exact = x.double() @ weight.double().t()
     for precision in ("int8", "fp8"):
-        (down,) = [kind for kind in meter.by_type(precision) if kind.kind == "down_proj"]
         measured = meter._found[name][precision]
-        stored, product = w8a8(x, weight, precision)
+        _, product = w8a8(x, weight, precision)
         rounded = torch.from_numpy(product).bfloat16().double().numpy()
-        exact = (x.double() @ weight.double().t()).numpy()
-        assert measured.weight == pytest.approx(decibels(weight.double().numpy(), stored), abs=1e-6)
-        assert measured.output == pytest.approx(decibels(exact, rounded), abs=0.1)
+        assert measured.weight == weight_sqnr(weight, FORMATS[precision])
+        assert measured.output == pytest.approx(decibels(exact.numpy(), rounded), abs=0.02)
+        (down,) = [kind for kind in meter.by_type(precision) if kind.kind == "down_proj"]
         assert down.matrices == 2 and down.output.lowest <= down.output.median
 
 
@@ -151,7 +147,7 @@ def test_every_quantized_type_of_a_dense_model_is_measured_and_nothing_else(tmp_
     assert kinds == {name: 1 if name == "up_proj" else 2 for name in names} and list(kinds) == list(names)
 
 
-def test_experts_are_measured_one_by_one_and_routers_left_out(tmp_path):
+def test_experts_are_measured_one_by_one(tmp_path):
     trainer = trainer_of("qwen3-moe", tmp_path)
     config, meter = trainer.module.config, NoiseMeter(FORMATS)
     measure(trainer, meter, [[5, 6]], left_alone=())
@@ -198,6 +194,16 @@ def test_toy_prompts_are_written_as_verl_writes_them_and_end_of_turn_stops(asset
     problems = split_problems(TaskConfig(), seed=7).train[:5]
     assert prompts.tokens == [Encoder(tokenizer).prompt_ids(problem) for problem in problems]
     assert prompts.stop_token_ids == [tokenizer.eos_token_id] and prompts.vocab_size == len(tokenizer)
+
+
+def test_a_response_ends_at_the_tokenizers_end_of_turn_and_at_those_of_the_generation_config(tmp_path):
+    folder = make_assets(tmp_path / "assets") / "model"
+    generation = folder / "generation_config.json"
+    eos = load_prompts(folder, None, 1, seed=0).stop_token_ids
+    generation.write_text(json.dumps({**json.loads(generation.read_text()), "eos_token_id": [7, 9]}))
+    assert load_prompts(folder, None, 1, seed=0).stop_token_ids == sorted([*eos, 7, 9])
+    generation.unlink()
+    assert load_prompts(folder, None, 1, seed=0).stop_token_ids == eos and len(eos) == 1
 
 
 def test_prompts_of_a_data_file_are_repeated_when_there_are_too_few(assets):
@@ -262,6 +268,7 @@ def test_the_report_is_plain_json_with_null_for_an_exact_weight_and_draws_its_tw
             kernels={"linear": kernel, "experts": kernel},
             quantized_layers=2,
             unquantized_layers=0,
+            updated_tensors=27,
             own=metrics,
             common=metrics,
             noise=meter.by_type(precision),
