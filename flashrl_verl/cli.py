@@ -15,6 +15,8 @@ from flashrl_verl.errors import ConfigError, FlashRLError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from flashrl_verl.config import Precision
+
 app = typer.Typer(
     help="FlashRL for verl: 8-bit rollouts on vLLM for RL post-training.",
     no_args_is_help=True,
@@ -61,7 +63,7 @@ def report(
         console.print("report: " + ", ".join(map(str, written)), highlight=False, soft_wrap=True)
 
 
-bench = typer.Typer(help="Benchmarks: models from shapes alone, nothing is downloaded.", no_args_is_help=True)
+bench = typer.Typer(help="Benchmarks; nothing is downloaded.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 
 
@@ -102,6 +104,80 @@ def bench_refit(
     written = refit_report.write(report, output)
     console.print(refit_report.table(report))
     console.print("written: " + ", ".join(map(str, written)), highlight=False, soft_wrap=True)
+
+
+@bench.command("mismatch")
+def bench_mismatch(
+    model: Annotated[
+        str, typer.Option(help="A Hugging Face folder in high precision, or toy: the quickstart's model, made under --output.")
+    ] = "toy",
+    precision: Annotated[
+        str, typer.Option(help="Precisions, separated by commas; bf16 is measured in any case.")
+    ] = "bf16,int8,fp8",
+    prompts: Annotated[int, typer.Option(min=2, help="Prompts, one sampled response each.")] = 1024,
+    tokens: Annotated[int, typer.Option(min=1, help="Longest response, in tokens.")] = 64,
+    data: Annotated[
+        Path | None, typer.Option(help="Prompts: a parquet file in verl's format. Without it, the toy task's additions.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the prompts, the sampling and the toy model.")] = 0,
+    output: Annotated[Path, typer.Option(help="Folder for mismatch.json, mismatch.png and the engines' logs.")] = Path(
+        "outputs/bench_mismatch"
+    ),
+) -> None:
+    """Compare the rollout's log-probs with the trainer's, by precision, and say where the difference arises.
+
+    Each engine gets the weights as a run sends them. The trainer's side is transformers with BF16 weights under autocast to
+    BF16, as verl's FSDP engine computes. Engines run eagerly, without CUDA graphs.
+    """
+    from transformers.utils import logging
+
+    from flashrl_verl.bench import mismatch, mismatch_report
+    from flashrl_verl.process_tree import Stopped
+
+    logging.disable_progress_bar()  # it would break the status line
+
+    config = mismatch.MismatchConfig(
+        model=model,
+        precisions=_precisions(precision),
+        prompts=prompts,
+        tokens=tokens,
+        data=data,
+        seed=seed,
+        output=output.expanduser().resolve(),
+    )
+    console = _console()
+    with console.status("starting") as status:
+
+        def progress(text: str) -> None:
+            status.update(text)
+            if not console.is_terminal:
+                console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+        try:
+            report = mismatch.run(config, progress)
+        except Stopped as stopped:
+            raise typer.Exit(stopped.exit_code) from None
+    written = mismatch_report.write(report, config.output)
+    for table in mismatch_report.tables(report):
+        console.print(table)
+    for note in mismatch_report.notes(report):
+        console.print(note, markup=False, highlight=False, style="dim")
+    console.print("written: " + ", ".join(map(str, written)), highlight=False, soft_wrap=True)
+
+
+def _precisions(words: str) -> tuple[Precision, ...]:
+    from flashrl_verl.config import Precision
+
+    chosen = []
+    for word in filter(None, map(str.strip, words.split(","))):
+        try:
+            chosen.append(Precision(word))
+        except ValueError:
+            names = ", ".join(p.value for p in Precision)
+            raise ConfigError(f"--precision {words}: {word!r} is not one of {names}") from None
+    if not chosen:
+        raise ConfigError(f"--precision {words!r} names no precision")
+    return tuple(chosen)
 
 
 @app.command()

@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``flashrl bench mismatch``: how far the rollout's policy is from the trainer's, by precision, without training.
+
+One vLLM engine after another, BF16 first, gets the model's weights as a run sends them and samples at temperature 1
+(``mismatch_engine.py``); then the trainer's side (``mismatch_trainer.py``) gives its log-probs of the very same tokens. Two
+sets of tokens are compared: each engine's own samples, which is what a run logs, and the BF16 engine's samples scored by all of
+them, so that precisions differ in nothing but precision (of an 8-bit engine's log-probs the k3 mean is then a distance, not an
+unbiased estimate of a KL divergence). Last, what quantization does to each type of layer
+(``mismatch_noise.py``). One GPU or CPU; engines run eagerly, without CUDA graphs.
+"""
+
+import datetime
+import json
+import math
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flashrl_verl.bench.mismatch_engine import Answer, Job, ask, require_precision
+from flashrl_verl.bench.mismatch_metrics import log_prob_metrics
+from flashrl_verl.bench.mismatch_noise import NoiseMeter, TypeNoise, measure
+from flashrl_verl.bench.mismatch_prompts import Prompts, load_prompts
+from flashrl_verl.bench.mismatch_trainer import Trainer
+from flashrl_verl.compat import check_versions, vllm_device
+from flashrl_verl.config import Precision
+from flashrl_verl.errors import ConfigError
+from flashrl_verl.quantization.formats import row_format
+
+TOY = "toy"
+"""Value of ``--model`` for the quickstart's model, made and warmed up on the spot."""
+
+_ACTIVATION_TOKENS = 2048
+"""Tokens whose activations go through every layer in float64."""
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MismatchConfig:
+    """What the command line of ``flashrl bench mismatch`` says."""
+
+    model: str = TOY
+    """``toy``, or a folder with a Hugging Face checkpoint in high precision and its tokenizer."""
+    precisions: tuple[Precision, ...] = (Precision.BF16, Precision.INT8, Precision.FP8)
+    """To compare; BF16 is measured in any case, because it samples the common tokens and is what others are judged by."""
+    prompts: int = 1024
+    """Prompts, one response each; at least 2."""
+    tokens: int = 64
+    """Longest response, in tokens; at least 1."""
+    data: Path | None = None
+    """Parquet file in verl's format; None asks the toy task's additions."""
+    seed: int = 0
+    """Of the prompts, the sampling and the toy model."""
+    output: Path = Path("outputs/bench_mismatch")
+    """Folder of the results, the engines' logs and the toy model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionResult:
+    """Measurements of one precision."""
+
+    precision: str
+    kernels: dict[str, str]
+    """Of linear layers and experts."""
+    quantized_layers: int
+    """vLLM's layers with 8-bit weights, as the live engine has them."""
+    unquantized_layers: int
+    """Linear layers it keeps in BF16."""
+    updated_tensors: int
+    """That each of its weight updates brought."""
+    own: dict[str, float]
+    """``log_prob_metrics`` on the engine's own samples: log-probs as sampled."""
+    common: dict[str, float]
+    """The same on the BF16 engine's samples, teacher-forced."""
+    noise: list[TypeNoise]
+    seconds: dict[str, float]
+    """Of the engine: start, load, sample, score."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What ``run`` measured, and where."""
+
+    model: str
+    prompts: str
+    """Where the prompts are from."""
+    device: str
+    trainer: str
+    """How the trainer's side computes."""
+    engine: str
+    """How the engines run."""
+    activation_tokens: int
+    """Tokens behind the outputs' ratios."""
+    versions: dict[str, str | None]
+    date: str
+    seed: int
+    seconds: float
+    results: list[PrecisionResult]
+
+    def to_json(self) -> str:
+        """JSON; numbers that are not finite (the ratio of an exact weight) become null."""
+        return json.dumps(_finite(asdict(self)), indent=1, allow_nan=False)
+
+
+def run(config: MismatchConfig, progress: Progress = lambda text: None) -> Report:
+    """Measure every precision.
+
+    Args:
+        config: what to measure.
+        progress: called with a line before each step.
+
+    Raises:
+        ConfigError: an option cannot be carried out; the message names it.
+        FlashRLError: an engine failed; the message has its error and its log.
+    """
+    from omegaconf import OmegaConf
+
+    from flashrl_verl.platforms import activate
+
+    started = time.monotonic()
+    device = torch.device(vllm_device())
+    activate(OmegaConf.create({"trainer": {"device": device.type}}))
+    precisions = _ordered(config.precisions)
+    config.output.mkdir(parents=True, exist_ok=True)
+    model = _model(config, progress)
+    prompts = load_prompts(model, config.data, config.prompts, config.seed)
+    _check_length(model, prompts, config.tokens)
+    answers = _answers(config, model, prompts, precisions, progress)
+    progress("trainer: loading the model")
+    trainer = Trainer(model, device)
+    common = answers[Precision.BF16].responses
+    progress("trainer: log-probs of the common tokens")
+    theirs = {Precision.BF16: trainer.log_probs(prompts.tokens, common)}
+    for precision in precisions[1:]:
+        progress(f"trainer: log-probs of the {precision.value} engine's tokens")
+        theirs[precision] = trainer.log_probs(prompts.tokens, answers[precision].responses)
+    progress("signal-to-noise ratios of every layer")
+    meter = NoiseMeter({precision.value: row_format(precision) for precision in precisions})
+    sequences = _some([[*p, *r] for p, r in zip(prompts.tokens, common, strict=True)], _ACTIVATION_TOKENS)
+    measure(trainer, meter, sequences, _left_alone(answers))
+    return Report(
+        model=str(config.model),
+        prompts=prompts.source,
+        device=_device_name(device),
+        trainer=f"transformers, BF16 weights under autocast to BF16, SDPA, log-probs in {trainer.log_prob_dtype}",
+        engine="vLLM, eager (no CUDA graphs)",
+        activation_tokens=sum(map(len, sequences)),
+        versions={f.component.module: f.installed for f in check_versions()} | {"python": platform.python_version()},
+        date=datetime.date.today().isoformat(),
+        seed=config.seed,
+        seconds=round(time.monotonic() - started, 1),
+        results=[_result(p, answers[p], theirs[p], theirs[Precision.BF16], meter) for p in precisions],
+    )
+
+
+def _result(
+    precision: Precision,
+    answer: Answer,
+    own: list[list[float]],
+    common: list[list[float]],
+    meter: NoiseMeter,
+) -> PrecisionResult:
+    """Compare an engine with the trainer's log-probs of its ``own`` responses and of the ``common`` ones."""
+    return PrecisionResult(
+        precision=precision.value,
+        kernels=answer.kernels,
+        quantized_layers=answer.layers["quantized_layers"],
+        unquantized_layers=len(answer.layers["unquantized_layers"]),
+        updated_tensors=answer.updated,
+        own=log_prob_metrics(own, answer.log_probs),
+        common=log_prob_metrics(common, answer.common_log_probs),
+        noise=meter.by_type(precision.value),
+        seconds=answer.seconds,
+    )
+
+
+def _ordered(precisions: Sequence[Precision]) -> list[Precision]:
+    """BF16 first, each once.
+
+    Raises:
+        ConfigError: no kernel for one of them on this device.
+    """
+    from flashrl_verl.quantization.gemm import device_kernels
+
+    chosen = list(dict.fromkeys([Precision.BF16, *precisions]))
+    for precision in chosen:
+        fmt = row_format(precision)
+        try:
+            if fmt is not None:
+                device_kernels(fmt)
+        except ConfigError as error:
+            raise ConfigError(f"--precision {precision.value}: {error}") from error
+    return chosen
+
+
+def _model(config: MismatchConfig, progress: Progress) -> Path:
+    """The checkpoint's folder; makes the toy model.
+
+    Raises:
+        ConfigError: there is none, or not in high precision.
+    """
+    if config.model == TOY:
+        from flashrl_verl.toy.assets import AssetsConfig, make_assets
+
+        progress("toy model: supervised warm-up")
+        assets = make_assets(
+            config.output / "assets",
+            AssetsConfig(seed=config.seed),
+            on_probe=lambda step, a: progress(f"toy model: supervised warm-up, update {step}, accuracy {a.sampled:.2f}"),
+        )
+        return assets.model.resolve()
+    folder = Path(config.model).expanduser().resolve()
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"--model {config.model} is neither {TOY!r} nor a folder with a config.json")
+    if "quantization_config" in json.loads((folder / "config.json").read_text()):
+        raise ConfigError(f"--model {config.model} is a quantized checkpoint; the trainer needs the high-precision one")
+    if not [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]:
+        raise ConfigError(f"--model {config.model} holds no weights (*.safetensors)")
+    return folder
+
+
+def _check_length(model: Path, prompts: Prompts, tokens: int) -> None:
+    from transformers import AutoConfig
+
+    longest = max(map(len, prompts.tokens))
+    limit = getattr(AutoConfig.from_pretrained(model).get_text_config(), "max_position_embeddings", None)
+    if limit is not None and longest + tokens >= limit:  # one token more is asked for when responses are scored
+        raise ConfigError(
+            f"--tokens {tokens}: with the longest prompt's {longest} tokens that reaches the model's limit of {limit}; set "
+            f"--tokens below {limit - longest}"
+        )
+
+
+def _answers(
+    config: MismatchConfig, model: Path, prompts: Prompts, precisions: list[Precision], progress: Progress
+) -> dict[Precision, Answer]:
+    answers: dict[Precision, Answer] = {}
+    for precision in precisions:
+        progress(f"{precision.value} engine: start, weight updates, {len(prompts.tokens)} responses")
+        job = Job(
+            model=str(model),
+            precision=precision.value,
+            prompts=prompts.tokens,
+            tokens=config.tokens,
+            stop_token_ids=prompts.stop_token_ids,
+            vocab_size=prompts.vocab_size,
+            seed=config.seed,
+            common=answers[Precision.BF16].responses if answers else None,
+        )
+        answers[precision] = ask(job, config.output)
+        require_precision(precision, answers[precision].layers)
+    return answers
+
+
+def _left_alone(answers: dict[Precision, Answer]) -> set[str]:
+    """Names of the layers that no 8-bit engine quantized."""
+    kept = [set(answer.layers["unquantized_layers"]) for p, answer in answers.items() if p is not Precision.BF16]
+    return set.intersection(*kept) if kept else set()
+
+
+def _some(sequences: list[list[int]], tokens: int) -> list[list[int]]:
+    """As many of the first sequences as have at most ``tokens`` tokens together, one at least."""
+    chosen, total = [], 0
+    for sequence in sequences:
+        total += len(sequence)
+        if chosen and total > tokens:
+            break
+        chosen.append(sequence)
+    return chosen
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name()
+    return f"CPU ({platform.machine()}, {os.cpu_count()} cores)"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

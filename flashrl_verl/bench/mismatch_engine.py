@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One precision of ``flashrl bench mismatch``: a vLLM engine in a process of its own, which ends with it.
+
+    python -m flashrl_verl.bench.mismatch_engine JOB.json ANSWER.json
+
+The engine starts with random weights and gets the model's by weight updates, as in a run: cast to BF16, loaded by
+``WeightRefit``, once carefully and once by the plan. Then it samples, and scores the common sequences.
+"""
+
+import itertools
+import json
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flashrl_verl.config import FlashRLConfig, Precision
+from flashrl_verl.errors import FlashRLError
+from flashrl_verl.log_excerpt import last_error
+from flashrl_verl.process_tree import ProcessTree, stoppable
+from flashrl_verl.quantization.formats import row_format
+
+ROOT = Path(__file__).resolve().parents[2]
+"""Where this package lies: a process started there with ``python -m`` imports the same one."""
+
+_BUCKET_TENSORS = 16
+"""Tensors handed over at once; verl counts bytes instead. At most 16 x 1.6 GB (a 32B model's embedding) on the GPU."""
+
+_GPU_MEMORY_SHARE = 0.9
+"""Of the GPU's free memory, for vLLM: whatever else runs there keeps its own."""
+
+_MAX_BATCHED_TOKENS = 4096
+_MAX_SEQUENCES = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What an engine is to do."""
+
+    model: str
+    """Folder of the checkpoint."""
+    precision: str
+    prompts: list[list[int]]
+    tokens: int
+    """Longest response."""
+    stop_token_ids: list[int]
+    vocab_size: int
+    """Length of the tokenizer."""
+    seed: int
+    common: list[list[int]] | None
+    """A response to each prompt, to be scored; None for the engine's own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What it did. Log-probs are those of temperature 1, one list a response."""
+
+    responses: list[list[int]]
+    log_probs: list[list[float]]
+    """Of ``responses``, as they were sampled: one token at a time."""
+    common_log_probs: list[list[float]]
+    """Of the common responses, given as prompts: all tokens of a response at once."""
+    layers: dict[str, Any]
+    """``FlashRLWorkerExtension.flashrl_layers``: what the live engine's model is."""
+    kernels: dict[str, str]
+    """Of linear layers and of experts."""
+    updated: int
+    """Tensors that the last weight update brought."""
+    seconds: dict[str, float]
+    """``start``, ``load`` (both updates), ``sample``, ``score``."""
+
+
+def ask(job: Job, folder: Path) -> Answer:
+    """Run one engine in a process of its own: sleep mode's allocator and vLLM's groups allow one a process, and its memory
+    is free again when it ends.
+
+    Args:
+        job: what it is to do.
+        folder: for its log.
+
+    Raises:
+        FlashRLError: it failed; the message has its error and the log's path.
+    """
+    folder = folder.resolve()
+    job_file, answer_file, log = (folder / f"engine-{job.precision}.{end}" for end in ("job.json", "answer.json", "log"))
+    job_file.write_text(json.dumps(asdict(job)))
+    answer_file.unlink(missing_ok=True)
+    log.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "flashrl_verl.bench.mismatch_engine", str(job_file), str(answer_file)]
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
+    tree = ProcessTree(command, log, env, ROOT)
+    with stoppable():
+        try:
+            while (code := tree.poll()) is None:
+                time.sleep(0.5)
+        finally:
+            tree.end()
+    if code or not answer_file.is_file():
+        said = "\n  ".join(last_error(log.read_text(errors="replace")))
+        raise FlashRLError(f"the {job.precision} engine failed (exit code {code}):\n  {said}\nwhole log: {log}")
+    answer = Answer(**json.loads(answer_file.read_text()))
+    for path in (job_file, answer_file):
+        path.unlink()
+    return answer
+
+
+def require_precision(precision: Precision, layers: dict[str, Any]) -> None:
+    """The live engine's model, not its arguments, decides whether a row may carry the precision's name.
+
+    Args:
+        precision: the name.
+        layers: of its ``Answer``.
+
+    Raises:
+        FlashRLError: the engine holds something else.
+    """
+    fmt = row_format(precision)
+    expected = set() if fmt is None else {str(fmt.dtype).removeprefix("torch.")}
+    if layers["precision"] != precision.value or set(layers["quantized"]) != expected:
+        raise FlashRLError(
+            f"--precision {precision.value}: the engine's quantization is {layers['precision']!r} and its quantized weights "
+            f"are {layers['quantized'] or 'none'}"
+        )
+
+
+def work(job: Job) -> Answer:
+    """Start the engine, update its weights, sample and score."""
+    started = time.monotonic()
+    llm = _start(job)
+    (layers,) = llm.collective_rpc("flashrl_layers")
+    llm.collective_rpc("monkey_patch_model", kwargs={"vocab_size": job.vocab_size})  # as verl's server does
+    ready = time.monotonic()
+    (updated,) = llm.collective_rpc(_update, args=(job.model,))
+    llm.reset_prefix_cache()
+    loaded = time.monotonic()
+    responses, log_probs = _sample(llm, job)
+    sampled = time.monotonic()
+    common_log_probs = _score(llm, job.prompts, responses if job.common is None else job.common)
+    seconds = {
+        "start": ready - started,
+        "load": loaded - ready,
+        "sample": sampled - loaded,
+        "score": time.monotonic() - sampled,
+    }
+    return Answer(
+        responses=responses,
+        log_probs=log_probs,
+        common_log_probs=common_log_probs,
+        layers=layers,
+        kernels=_kernels(job.precision),
+        updated=updated,
+        seconds={name: round(value, 2) for name, value in seconds.items()},
+    )
+
+
+def _start(job: Job) -> Any:
+    # In this process: the weight update reaches the model without crossing another border.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    import vllm
+
+    from flashrl_verl.plugin_vllm import register
+    from flashrl_verl.quantization.config import NAME, quantization_config_dict
+
+    register()
+    settings = quantization_config_dict(FlashRLConfig(precision=Precision(job.precision)))
+    arguments = {}
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        arguments["gpu_memory_utilization"] = _GPU_MEMORY_SHARE * free / total
+    return vllm.LLM(
+        job.model,
+        skip_tokenizer_init=True,
+        load_format="dummy",
+        quantization=NAME,
+        hf_overrides={"quantization_config": settings},
+        worker_extension_cls="flashrl_verl.rollout.worker.FlashRLWorkerExtension",
+        dtype="bfloat16",
+        enforce_eager=True,
+        logprobs_mode="processed_logprobs",
+        max_model_len=max(map(len, job.prompts)) + job.tokens + 1,  # scoring asks for one token more
+        max_num_batched_tokens=_MAX_BATCHED_TOKENS,
+        max_num_seqs=_MAX_SEQUENCES,
+        seed=job.seed,
+        **arguments,
+    )
+
+
+def _update(worker: Any, model: str) -> int:
+    """Two weight updates of a vLLM worker's model from a checkpoint; returns how many tensors one brings."""
+    from flashrl_verl.rollout.adapter import cast_for_rollout
+    from flashrl_verl.rollout.post_process import PostProcess
+    from flashrl_verl.rollout.receipt import stride_for
+    from flashrl_verl.rollout.refit import WeightRefit
+
+    runner = worker.model_runner
+    built, device = runner.model, next(runner.model.parameters()).device
+    refit, post_process = WeightRefit(built), PostProcess(built, runner.vllm_config.model_config, device)
+    sent = _sent_weights(model)
+    stride = stride_for(len(sent), FlashRLConfig().receipt_tensors)
+    for step in range(2):
+        refit.begin(step, stride)
+        weights = cast_for_rollout(sent, torch.bfloat16)
+        while bucket := [(name, t.to(device)) for name, t in itertools.islice(weights, _BUCKET_TENSORS)]:
+            refit.load(bucket)
+        report = refit.finish(post_process)
+    return report["updated"]
+
+
+def _sent_weights(model: str) -> list[tuple[str, torch.Tensor]]:
+    """The tensors that verl's FSDP engine sends, under the names it gives them (``get_per_tensor_param``)."""
+    from transformers import AutoModelForCausalLM
+    from verl.utils.model import convert_weight_keys
+    from verl.workers.engine.fsdp.utils import unfuse_moe_params
+
+    with torch.device("cpu"):  # vLLM's worker has made the GPU the default
+        trained = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
+    named = convert_weight_keys(trained.state_dict(), trained)
+    return list(unfuse_moe_params(named.items(), trained.config.model_type))
+
+
+def _sample(llm: Any, job: Job) -> tuple[list[list[int]], list[list[float]]]:
+    from vllm import SamplingParams
+
+    params = SamplingParams(
+        temperature=1.0, max_tokens=job.tokens, logprobs=0, stop_token_ids=job.stop_token_ids, detokenize=False
+    )
+    results = llm.generate([{"prompt_token_ids": ids} for ids in job.prompts], params, use_tqdm=False)
+    outputs = [result.outputs[0] for result in results]
+    return [list(o.token_ids) for o in outputs], [
+        [step[token].logprob for token, step in zip(o.token_ids, o.logprobs, strict=True)] for o in outputs
+    ]
+
+
+def _score(llm: Any, prompts: list[list[int]], responses: list[list[int]]) -> list[list[float]]:
+    from vllm import SamplingParams
+
+    # vLLM's prompt log-probs are of the raw logits, which at temperature 1 without top-k or top-p are the processed ones.
+    params = SamplingParams(temperature=1.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+    whole = [[*prompt, *response] for prompt, response in zip(prompts, responses, strict=True)]
+    results = llm.generate([{"prompt_token_ids": ids} for ids in whole], params, use_tqdm=False)
+    return [
+        [result.prompt_logprobs[i][ids[i]].logprob for i in range(len(prompt), len(ids))]
+        for result, prompt, ids in zip(results, prompts, whole, strict=True)
+    ]
+
+
+def _kernels(precision: str) -> dict[str, str]:
+    from flashrl_verl.quantization.gemm import device_kernels
+
+    fmt = row_format(Precision(precision))
+    if fmt is None:
+        return {"linear": "unquantized", "experts": "unquantized"}
+    choice = device_kernels(fmt)
+    return {"linear": choice.linear.value, "experts": choice.experts.value}
+
+
+def main() -> None:
+    """Read the job, do it, write the answer."""
+    from omegaconf import OmegaConf
+
+    from flashrl_verl.compat import vllm_device
+    from flashrl_verl.platforms import activate
+
+    job_file, answer_file = map(Path, sys.argv[1:])
+    activate(OmegaConf.create({"trainer": {"device": vllm_device()}}))
+    answer = work(Job(**json.loads(job_file.read_text())))
+    answer_file.write_text(json.dumps(asdict(answer)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`flashrl bench mismatch` with real engines: BF16 is nearer to the trainer than 8 bits are, and 8 bits are near.
+
+On a machine with a GPU the engines are CUDA's and FP8 is among them; elsewhere FP8 is left out for time (it is emulated there).
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+from engines import CUDA
+from recipe_runs import make_assets
+
+from flashrl_verl.bench import mismatch, mismatch_report
+from flashrl_verl.bench.mismatch_metrics import CORRELATION, K3_KL
+from flashrl_verl.config import Precision
+
+pytestmark = [pytest.mark.cpu_e2e, pytest.mark.slow, pytest.mark.timeout(900)]
+
+PRECISIONS = (Precision.INT8, *((Precision.FP8,) if CUDA else ()))
+PROMPTS, TOKENS = 64, 16
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("mismatch")
+
+
+@pytest.fixture(scope="module")
+def report(output) -> mismatch.Report:
+    # Weights large enough that probabilities differ from each other: where all are 1/262, every precision is the same.
+    model = make_assets(output / "assets", initializer_range=0.15) / "model"
+    config = mismatch.MismatchConfig(
+        model=str(model), precisions=PRECISIONS, prompts=PROMPTS, tokens=TOKENS, output=output / "out"
+    )
+    return mismatch.run(config)
+
+
+def results(report: mismatch.Report) -> dict[str, mismatch.PrecisionResult]:
+    return {result.precision: result for result in report.results}
+
+
+def test_bf16_is_measured_first_although_nobody_asked_for_it(report):
+    assert [result.precision for result in report.results] == ["bf16", *(p.value for p in PRECISIONS)]
+
+
+@pytest.mark.parametrize("precision", ["int8", pytest.param("fp8", marks=pytest.mark.gpu)])
+def test_on_the_same_tokens_bf16_is_nearer_to_the_trainer_than_8_bits_and_both_are_near(report, precision):
+    bf16, eight = results(report)["bf16"].common, results(report)[precision].common
+    assert bf16["tokens"] == eight["tokens"] > 5 * PROMPTS
+    assert bf16[K3_KL] < eight[K3_KL] < 1e-2
+    assert bf16[CORRELATION] > eight[CORRELATION] > 0.99
+
+
+@pytest.mark.parametrize("precision", ["bf16", "int8", pytest.param("fp8", marks=pytest.mark.gpu)])
+def test_sampled_and_teacher_forced_log_probs_agree_about_the_mismatch(report, precision):
+    result = results(report)[precision]
+    assert result.common[K3_KL] / 4 < result.own[K3_KL] < 4 * result.common[K3_KL]
+
+
+@pytest.mark.parametrize("precision", ["int8", pytest.param("fp8", marks=pytest.mark.gpu)])
+def test_the_engines_hold_what_their_name_says_and_every_type_of_layer_is_measured(report, precision):
+    bf16, eight = results(report)["bf16"], results(report)[precision]
+    assert (bf16.quantized_layers, bf16.kernels["linear"]) == (0, "unquantized")
+    assert eight.quantized_layers == 8 and eight.kernels["linear"] == ("cutlass" if CUDA else "onednn")
+    assert bf16.updated_tensors == eight.updated_tensors == 27
+    kinds = {kind.kind: kind for kind in eight.noise}
+    assert list(kinds) == ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    assert all(kind.matrices == 2 and 20 < kind.output.lowest < kind.weight.median + 6 for kind in kinds.values())
+
+
+def test_the_report_is_written_and_the_jobs_are_not_left_behind(report, output):
+    written = mismatch_report.write(report, output / "out")
+    assert [path.name for path in written] == ["mismatch.json", "mismatch.png"]
+    assert len(json.loads(written[0].read_text())["results"]) == len(report.results)
+    logs = {f"engine-{result.precision}.log" for result in report.results}
+    assert {path.name for path in (output / "out").iterdir()} == {*logs, "mismatch.json", "mismatch.png"}
