@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensor parallelism 2: every rank's storage is its part of the codes of the whole weight, and the engine samples as one rank does.
+
+On a CPU two processes with a core each; with GPUs it needs two.
+"""
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+from engines import CUDA, parallel_engine, teacher_forced, update
+from references import Rank, assert_storage
+from safetensors.torch import load_file
+from tiny_models import LAYERS, VOCAB, make, wire
+
+pytestmark = [
+    pytest.mark.cpu_e2e,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(CUDA and torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+
+slow = pytest.mark.slow
+RANKS = 2
+
+
+def sequences() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(3, VOCAB, (length,), generator=generator).tolist() for length in (90, 33, 12)]
+
+
+def storage(llm, folder: Path) -> list[dict[str, torch.Tensor]]:
+    """Every rank's parameters."""
+    folder.mkdir()
+    llm.collective_rpc("save_storage", args=(str(folder),))
+    return [load_file(path) for path in sorted(folder.iterdir())]
+
+
+def assert_ranks_hold_their_parts(stored: list[dict], weights, precision: str, config) -> None:
+    moe = "moe" in config.model_type
+    for rank, parameters in enumerate(stored):
+        counts = assert_storage(parameters, weights, precision, Rank(config, rank, len(stored)))
+        assert counts["quantized"] == (2 if moe else 4) * LAYERS and counts["experts"] == (2 * LAYERS if moe else 0)
+
+
+def run(path: Path, ranks: int, precision: str, updates: list[dict[str, torch.Tensor]]) -> tuple[list, list]:
+    """Start an engine of ``ranks``, send it every update, end it; returns each update's storage by rank, and log-probs after the
+    last."""
+    with parallel_engine(path, {"precision": precision}, ranks) as llm:
+        assert len(llm.collective_rpc("flashrl_layers")) == ranks
+        stored = []
+        for step, weights in enumerate(updates):
+            reports = update(llm, ranks, weights, step)
+            receipts = llm.collective_rpc("flashrl_receipt")
+            assert [r["receipt"] for r in reports] == receipts and len(receipts) == ranks
+            assert all(r == receipts[0] and r["step"] == step and r["tensors"] == len(weights) for r in receipts)
+            assert all(r["updated"] == len(weights) and r["left_alone"] == [] for r in reports)
+            stored.append(storage(llm, path / f"tp{ranks}-{step}"))
+        log_probs = teacher_forced(llm, sequences())
+    gc.collect()
+    return stored, log_probs
+
+
+def difference(ours: list[list[float]], theirs: list[list[float]]) -> torch.Tensor:
+    """|log p - log q| of every token."""
+    return torch.cat([(torch.tensor(a) - torch.tensor(b)).abs() for a, b in zip(ours, theirs, strict=True)])
+
+
+@pytest.mark.parametrize(
+    "name, precision",
+    [
+        pytest.param(name, precision, marks=() if (name, precision) == ("qwen2.5", "int8") else slow)
+        for name in ("qwen2.5", "qwen3", "phi3", "qwen3-moe")
+        for precision in ("int8", "fp8")
+    ],
+)
+def test_two_ranks_hold_the_parts_of_one_ranks_codes_and_give_its_log_probs(tmp_path, name, precision):
+    models = [make(name), make(name, seed=1)]
+    config = models[0].config
+    config.save_pretrained(tmp_path)
+    updates = [wire(model) for model in models]  # the first is careful, the second as planned
+    one, log_probs = run(tmp_path, 1, precision, updates)
+    two, parallel_log_probs = run(tmp_path, RANKS, precision, updates)
+    for weights, whole, parts in zip(updates, one, two, strict=True):
+        assert_ranks_hold_their_parts(whole, weights, precision, config)
+        assert_ranks_hold_their_parts(parts, weights, precision, config)
+        assert_parts_of(parts, whole[0], config)
+    gap = difference(parallel_log_probs, log_probs)
+    print(f"GAP {name} {precision}: mean {gap.mean():.2e} largest {gap.max():.2e}")
+
+
+def assert_parts_of(parts: list[dict], whole: dict, config) -> None:
+    """Bit for bit, and the scales of row-parallel weights are all of the whole's, on every rank."""
+    for rank, stored in enumerate(parts):
+        place = Rank(config, rank, RANKS)
+        assert stored.keys() == whole.keys()
+        for name, values in stored.items():
+            expected = whole[name]
+            if expected.dtype.itemsize == 1:
+                expected, values = expected.view(torch.uint8), values.view(torch.uint8)
+            if name.endswith("_scale"):
+                cut = place.rows(name.removesuffix("_scale"), expected.numpy())
+            else:
+                expected = expected.float() if expected.dtype == torch.bfloat16 else expected
+                cut = place.columns(name, place.rows(name, expected.numpy()))
+            assert torch.equal(torch.from_numpy(cut), values.to(expected.dtype)), (rank, name)
+
+
+@slow
+@pytest.mark.parametrize("precision", ["int8", "fp8"])
+def test_one_kv_head_is_the_same_on_both_ranks(tmp_path, precision):
+    models = [make("qwen2.5", seed, num_key_value_heads=1) for seed in (0, 1)]
+    config = models[0].config
+    config.save_pretrained(tmp_path)
+    updates = [wire(model) for model in models]
+    stored, _ = run(tmp_path, RANKS, precision, updates)
+    for weights, ranks in zip(updates, stored, strict=True):
+        assert_ranks_hold_their_parts(ranks, weights, precision, config)
+        kv = [rank["model.layers.0.self_attn.qkv_proj.weight"][-64:].view(torch.uint8) for rank in ranks]
+        assert torch.equal(*kv)
