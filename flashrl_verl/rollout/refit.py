@@ -187,10 +187,10 @@ class WeightRefit:
             self._problems.append(f"{name} {tuple(tensor.shape)} does not fit: {_first_line(error)}")
             return
         self.written[name] = loaded
-        self._expect_copy(name, tensor)
         if loaded:
             if len(loaded) == 1 and name not in self._buffers:
                 self._plan_copy(name, tensor, next(iter(loaded)))
+                self._expect_copy(name, tensor)
             return
         if name.endswith("rotary_emb.inv_freq") or (name.startswith("lm_head.") and self._tied()):
             self.left_alone.append(name)
@@ -202,11 +202,12 @@ class WeightRefit:
         parameter = self._parameters.get(target)
         if parameter is None or isinstance(parameter, QuantizedStorage) or not tensor.dim() or not tensor.is_floating_point():
             return
-        if parameter.shape == tensor.shape:
-            copy = Copy(parameter, 0, tensor.shape[0], 0)
-        else:
+        copy = Copy(parameter, 0, tensor.shape[0], 0) if parameter.shape == tensor.shape else None
+        # Equal shapes alone prove nothing: with tensor parallelism 2, gate's and up's rows of a rank together are as many as
+        # gate has, and a bias that is still zero would look like a copy too.
+        if copy is None or not _holds(copy, tensor) or bool((tensor == tensor.flatten()[0]).all()):
             copy = find_copy(parameter, tensor, lambda probe: self.model.load_weights([(name, probe)]))
-        if copy is not None and torch.equal(copy.source(tensor).to(parameter.dtype), copy.destination()):
+        if copy is not None and _holds(copy, tensor):
             self._plan.copies[name] = copy
 
     def _load_as_planned(self, weights: NamedTensors) -> None:
@@ -243,14 +244,10 @@ class WeightRefit:
         skipped = [n for n, _ in weights if not self.written[n] <= loaded]
         if skipped:
             self._problems.append("the model did not load " + _list(skipped))
-        for name, tensor in others:
-            self._expect_copy(name, tensor)
 
     def _expect_copy(self, name: str, tensor: torch.Tensor) -> None:
-        targets = self.written[name]
-        if self.manifest.samples(name) and len(targets) == 1:
-            target = next(iter(targets))
-            self._storage.expect_copy(name, tensor, target, self._parameters.get(target))
+        if name in self._plan.copies and self.manifest.samples(name):
+            self._storage.expect_copy(name, tensor, self._plan.copies[name])
 
     def _check_names(self) -> None:
         """Every tensor of the baseline, no other, each exactly once."""
@@ -325,6 +322,11 @@ class WeightRefit:
         config = self.model.config
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
         return bool(getattr(text, "tie_word_embeddings", False))
+
+
+def _holds(copy: Copy, tensor: torch.Tensor) -> bool:
+    """Whether the parameter's rows are those of ``tensor`` (synchronizes)."""
+    return torch.equal(copy.source(tensor).to(copy.parameter.dtype), copy.destination())
 
 
 def _list(names: list[str]) -> str:

@@ -30,8 +30,8 @@ SIZES = dict(hidden_size=768, intermediate_size=2048, num_attention_heads=12, nu
 """13 million quantized weights: one update kept by mistake, 13 MB of codes or 26 MB of BF16, stands out of a process's size."""
 
 GROWTH = 1 << 20
-"""Bytes a CPU process may grow from then to the last update. Seen: under 50 kB either way. A fifteenth of it, 70 kB an update, is
-half a percent of the codes."""
+"""Bytes a CPU process may grow from then to the last update. Seen: under 50 kB either way. A fifteenth of it, 70 kB an
+update, is half a percent of the codes."""
 
 
 def memory() -> int:

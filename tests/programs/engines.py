@@ -75,7 +75,7 @@ def runner(llm: Any) -> Any:
 
 @contextlib.contextmanager
 def parallel_engine(path: Path, settings: dict[str, Any], ranks: int, **arguments: Any) -> Iterator[Any]:
-    """``engine`` with tensor parallelism: its workers are ``InspectedWorker``s, with more than one rank in processes of their own.
+    """``engine`` with tensor parallelism and ``InspectedWorker``s, in processes of their own when there are several.
 
     Args:
         path: as in ``engine``.
@@ -85,7 +85,9 @@ def parallel_engine(path: Path, settings: dict[str, Any], ranks: int, **argument
     """
     cpus = sorted(os.sched_getaffinity(0))
     # Without it vLLM's CPU backend wants a NUMA node for each rank.
-    variables = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(str(cpus[rank % len(cpus)]) for rank in range(ranks))} if ranks > 1 else {}
+    variables = (
+        {"VLLM_CPU_OMP_THREADS_BIND": "|".join(str(cpus[rank % len(cpus)]) for rank in range(ranks))} if ranks > 1 else {}
+    )
     variables["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)

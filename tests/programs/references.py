@@ -3,6 +3,7 @@
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,7 @@ def assert_storage(
             source = sources_of_bias(name, weights) if source is None else source
             source = source.to(values.dtype).float()
             if place is not None:
-                source = torch.from_numpy(place.rows(name, source.numpy()))
+                source = torch.from_numpy(place.columns(name, place.rows(name, source.numpy())))
             assert torch.equal(values[: source.shape[0]].float(), source), name
             assert not values[source.shape[0] :].any(), f"{name}: padding"
             counts["copies"] += 1
@@ -143,6 +144,36 @@ def experts(name: str, count: int, weights: dict[str, torch.Tensor], precision: 
     projections = ("gate_proj", "up_proj") if "w13" in name else ("down_proj",)
     pairs = [quantize(torch.cat([weights[f"{base}.{e}.{p}.weight"] for p in projections]), precision) for e in range(count)]
     return np.stack([c for c, _ in pairs]), np.stack([s for _, s in pairs])
+
+
+def computes_w8a8(model: torch.nn.Module, precision: str, ranks: int) -> torch.nn.Module:
+    """Make a dense Hugging Face model in BF16 compute its projections in W8A8, as an engine of ``ranks`` ranks does.
+
+    Every rank quantizes the activations it has: before o_proj and down_proj these are its part of each token's, with a scale of
+    their own, and the ranks' products are added in BF16. The weights' codes are the same whatever the number of ranks.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and name != "lm_head":
+            parts = ranks if name.endswith(("o_proj", "down_proj")) else 1
+            module.forward = _w8a8_linear(module, precision, parts)
+    return model
+
+
+def _w8a8_linear(module: torch.nn.Linear, precision: str, parts: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    def dequantized(rows: torch.Tensor) -> torch.Tensor:
+        codes, scales = quantize(rows, precision)
+        return torch.from_numpy(codes * scales)
+
+    weights = dequantized(module.weight.detach()).chunk(parts, 1)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        pieces = x.reshape(-1, x.shape[-1]).chunk(parts, 1)
+        products = [dequantized(piece) @ weight.t() for piece, weight in zip(pieces, weights, strict=True)]
+        if module.bias is not None:
+            products[0] = products[0] + module.bias.detach().double()
+        return sum(product.to(x.dtype) for product in products).reshape(*x.shape[:-1], -1)
+
+    return forward
 
 
 def save_compressed_tensors(path: Path, config, weights: dict[str, torch.Tensor], names: list[str], precision: str) -> None:
