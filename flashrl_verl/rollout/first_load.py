@@ -91,11 +91,12 @@ class FirstLoad:
         parameter = self._parameters.get(target)
         if parameter is None or isinstance(parameter, QuantizedStorage) or not tensor.dim() or not tensor.is_floating_point():
             return
-        if parameter.shape == tensor.shape:
-            copy = Copy(parameter, 0, tensor.shape[0], 0)
-        else:
+        copy = Copy(parameter, 0, tensor.shape[0], 0) if parameter.shape == tensor.shape else None
+        # Equal shapes alone prove nothing: with tensor parallelism 2, gate's and up's rows of a rank together are as many as
+        # gate has, and a bias that is still zero would look like a copy too.
+        if copy is None or not _holds(copy, tensor) or bool((tensor == tensor.flatten()[0]).all()):
             copy = find_copy(parameter, tensor, lambda probe: self._model.load_weights([(name, probe)]))
-        if copy is not None and torch.equal(copy.source(tensor).to(parameter.dtype), copy.destination()):
+        if copy is not None and _holds(copy, tensor):
             self._plan.copies[name] = copy
 
     def _tied(self) -> bool:
@@ -111,6 +112,11 @@ def poison(parameters: dict[str, torch.nn.Parameter]) -> None:
             parameter.poison()
         elif parameter.is_floating_point() and parameter.dtype.itemsize > 1:
             parameter.data.fill_(float("nan"))
+
+
+def _holds(copy: Copy, tensor: torch.Tensor) -> bool:
+    """Whether the parameter's rows are those of ``tensor`` (synchronizes)."""
+    return torch.equal(copy.source(tensor).to(copy.parameter.dtype), copy.destination())
 
 
 def first_line(error: BaseException) -> str:

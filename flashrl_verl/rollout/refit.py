@@ -158,8 +158,7 @@ class WeightRefit:
             self.manifest.add(name, tensor)
         self._first.load(weights)
         for name, tensor in weights:
-            if name not in self._recorder.written:
-                self._expect_copy(name, tensor, self._first.written.get(name, set()))
+            self._expect_copy(name, tensor)
         self.manifest.check_finite([(n, t) for n, t in weights if not self._plan.quantizes(n)])
 
     def _load_as_planned(self, weights: NamedTensors) -> None:
@@ -190,8 +189,7 @@ class WeightRefit:
         if self._plan.quantizes(name):
             for shard in self._plan.shards(name):
                 self._storage.expect_codes(name, shard.weight, shard.source(tensor), shard.first_row, shard.first_column)
-        elif name not in self._recorder.written:
-            self._expect_copy(name, tensor, self._written[name])
+        self._expect_copy(name, tensor)
 
     def _load_by_vllm(self, weights: NamedTensors) -> None:
         """Load tensors through the model's own loaders, or buffers in place, and check that each was taken."""
@@ -211,10 +209,9 @@ class WeightRefit:
         self._report("the model did not load", [n for n, _ in weights if not self._written[n] <= loaded])
         self.manifest.check_finite(weights)
 
-    def _expect_copy(self, name: str, tensor: torch.Tensor, targets: set[str]) -> None:
-        if self.manifest.samples(name) and len(targets) == 1:
-            target = next(iter(targets))
-            self._storage.expect_copy(name, tensor, target, self._parameters.get(target))
+    def _expect_copy(self, name: str, tensor: torch.Tensor) -> None:
+        if name in self._plan.copies and self.manifest.samples(name):
+            self._storage.expect_copy(name, tensor, self._plan.copies[name])
 
     def _report(self, text: str, names: list[str]) -> None:
         if names:

@@ -9,10 +9,10 @@ import dataclasses
 import zlib
 
 import torch
-from vllm.distributed import get_tensor_model_parallel_world_size
 
 from flashrl_verl.quantization import numerics
 from flashrl_verl.quantization.parameter import QuantizedStorage
+from flashrl_verl.rollout.plan import Copy
 from flashrl_verl.rollout.receipt import checksum, to_host
 
 _SPOT_ROWS = 2
@@ -35,10 +35,9 @@ class _Spot:
 
 
 @dataclasses.dataclass
-class _Copy:
+class _Expected:
     name: str
-    parameter: torch.nn.Parameter
-    rows: int
+    copy: Copy
     sum: torch.Tensor
 
 
@@ -48,7 +47,7 @@ class StorageCheck:
     def __init__(self, step: int):
         self._step = step
         self._spots: list[_Spot] = []
-        self._copies: list[_Copy] = []
+        self._copies: list[_Expected] = []
         self._row_names: list[str] = []
         self._rows_differ: list[torch.Tensor] = []
         self._sums: list[torch.Tensor] = []
@@ -62,18 +61,9 @@ class StorageCheck:
         first = zlib.crc32(f"{name} {self._step}".encode()) % (source.shape[0] - n + 1)
         self._spots.append(_Spot(name, weight, first_row + first, first_column, source.narrow(0, first, n).clone()))
 
-    def expect_copy(self, name: str, tensor: torch.Tensor, target: str, parameter: torch.nn.Parameter | None) -> None:
-        """Remember an unquantized parameter that must end up as a copy of ``tensor``; fused and sharded ones do not."""
-        if parameter is None or isinstance(parameter, QuantizedStorage) or parameter.dtype != tensor.dtype or not tensor.dim():
-            return
-        padded_vocabulary = (
-            parameter.shape[1:] == tensor.shape[1:]
-            and parameter.shape[0] >= tensor.shape[0]
-            and target.endswith(("embed_tokens.weight", "lm_head.weight"))
-            and get_tensor_model_parallel_world_size() == 1
-        )
-        if parameter.shape == tensor.shape or padded_vocabulary:
-            self._copies.append(_Copy(name, parameter, tensor.shape[0], checksum(tensor)))
+    def expect_copy(self, name: str, tensor: torch.Tensor, copy: Copy) -> None:
+        """Remember rows of an unquantized parameter that must end up as a copy of rows of ``tensor``."""
+        self._copies.append(_Expected(name, copy, checksum(copy.source(tensor).to(copy.parameter.dtype))))
 
     def compare(self) -> None:
         """Enqueue the comparisons, all of them, behind the loading: nothing waits."""
@@ -91,7 +81,7 @@ class StorageCheck:
             self._row_names += [s.name for s in spots for _ in range(len(s.source))]
             differs = (numerics.as_bytes(codes) != numerics.as_bytes(stored)).any(1) | (scales != stored_scales).any(1)
             self._rows_differ.append(differs)
-        self._sums = [checksum(copy.parameter.data[: copy.rows]) for copy in self._copies]
+        self._sums = [checksum(expected.copy.destination()) for expected in self._copies]
 
     def wrong_codes(self) -> list[str]:
         """Names of the tensors whose sampled rows are stored as something else, after ``compare`` (synchronizes)."""
@@ -100,8 +90,8 @@ class StorageCheck:
 
     def stale_copies(self) -> list[str]:
         """Names of the tensors that an unquantized parameter is no copy of, after ``compare`` (synchronizes)."""
-        differs = [now != copy.sum for now, copy in zip(self._sums, self._copies, strict=True)]
-        return [copy.name for copy, bad in zip(self._copies, to_host(differs), strict=True) if bad]
+        differs = [now != expected.sum for now, expected in zip(self._sums, self._copies, strict=True)]
+        return [expected.name for expected, bad in zip(self._copies, to_host(differs), strict=True) if bad]
 
 
 class CodeChangeMeter:

@@ -15,6 +15,7 @@ import torch
 
 CUDA = torch.cuda.is_available()
 os.environ["VERL_PLATFORM"] = "nvidia" if CUDA else "cpu"
+os.environ["VERL_RAY_JOB_ID"] = f"test-{os.getpid()}"  # in the name of weight sockets: two test processes do not meet
 
 
 @contextlib.contextmanager
@@ -70,6 +71,79 @@ def engine(path: Path, settings: dict[str, Any] | None = None, *, compiled: bool
 
 def runner(llm: Any) -> Any:
     return llm.llm_engine.model_executor.driver_worker.worker.model_runner
+
+
+@contextlib.contextmanager
+def parallel_engine(path: Path, settings: dict[str, Any], ranks: int, **arguments: Any) -> Iterator[Any]:
+    """``engine`` with tensor parallelism and ``InspectedWorker``s, in processes of their own when there are several.
+
+    Args:
+        path: as in ``engine``.
+        settings: as in ``engine``.
+        ranks: tensor-parallel size.
+        **arguments: further engine arguments.
+    """
+    cpus = sorted(os.sched_getaffinity(0))
+    # Without it vLLM's CPU backend wants a NUMA node for each rank.
+    variables = (
+        {"VLLM_CPU_OMP_THREADS_BIND": "|".join(str(cpus[rank % len(cpus)]) for rank in range(ranks))} if ranks > 1 else {}
+    )
+    variables["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        with engine(
+            path,
+            settings,
+            tensor_parallel_size=ranks,
+            worker_extension_cls="inspected_worker.InspectedWorker",
+            disable_custom_all_reduce=True,
+            **arguments,
+        ) as llm:
+            yield llm
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+
+
+def update(llm: Any, ranks: int, weights: dict[str, torch.Tensor], step: int) -> list[dict]:
+    """Send one weight update to a ``parallel_engine`` as the trainer does, each rank's over a socket of its own.
+
+    Returns:
+        The workers' reports, by rank.
+    """
+    import asyncio
+    import threading
+
+    from flashrl_verl.rollout.transfer import WatchedSender
+
+    timeout_s = 120.0
+    errors: list[BaseException] = []
+
+    def send(rank: int) -> None:
+        sender = WatchedSender(
+            timeout_s=timeout_s,
+            receiver_ended=lambda: None,
+            zmq_handle=f"ipc:///tmp/rl-colocate-zmq-{os.environ['VERL_RAY_JOB_ID']}-replica-0-rank-{rank}.sock",
+            bucket_size_mb=1,
+            use_shm=True,
+        )
+        try:
+            asyncio.run(sender.async_send_weights(iter(weights.items())))
+        except BaseException as error:  # noqa: BLE001 - a thread's error is the caller's
+            errors.append(error)
+
+    threads = [threading.Thread(target=send, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    request = {"step": step, "stride": 1, "timeout_s": timeout_s}
+    reports = llm.collective_rpc("update_weights_from_ipc", kwargs={"use_shm": True, "flashrl": request})
+    for thread in threads:
+        thread.join()
+    llm.reset_prefix_cache()
+    failed = [report["error"] for report in reports if report["error"]]
+    assert not errors and not failed, (failed, errors)
+    return reports
 
 
 class Refit:

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an engine must hold, from the checkpoint's tensors alone, in numpy: shares no code with the package."""
 
+import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,8 +43,64 @@ def sources(name: str, weights: dict[str, torch.Tensor]) -> torch.Tensor:
     return torch.cat([weights[f"{prefix}.{part}.weight"] for part in FUSED[last]])
 
 
-def assert_storage(stored: dict[str, torch.Tensor], weights: dict[str, torch.Tensor], precision: str) -> dict[str, int]:
-    """Compare every parameter of an engine (TP 1) with the checkpoint, exactly; returns how many of each kind were compared."""
+@dataclasses.dataclass(frozen=True)
+class Rank:
+    """One rank of tensor parallelism, and what it holds of a whole vLLM parameter.
+
+    Args:
+        config: the model's Hugging Face configuration.
+        rank: its number.
+        ranks: tensor-parallel size.
+    """
+
+    config: Any
+    rank: int
+    ranks: int
+
+    def part(self, whole: np.ndarray, axis: int) -> np.ndarray:
+        assert whole.shape[axis] % self.ranks == 0
+        return np.split(whole, self.ranks, axis)[self.rank]
+
+    def rows(self, name: str, whole: np.ndarray) -> np.ndarray:
+        """Cut [.., N, ..] values of a fused, column-parallel or replicated parameter called ``name``."""
+        axis = 1 if "experts" in name else 0
+        layer = name.split(".")[-1 if axis else -2]
+        if layer == "qkv_proj":
+            heads, kv_heads = self.config.num_attention_heads, self.config.num_key_value_heads
+            width = whole.shape[0] // (heads + 2 * kv_heads)
+            q, k, v = np.split(whole, [heads * width, (heads + kv_heads) * width])
+            # With fewer KV heads than ranks, neighbouring ranks hold the same one.
+            copies = max(1, self.ranks // kv_heads)
+            k, v = (np.split(x, self.ranks // copies)[self.rank // copies] for x in (k, v))
+            return np.concatenate([self.part(q, 0), k, v])
+        if layer in ("gate_up_proj", "w13_weight"):
+            return np.concatenate([self.part(half, axis) for half in np.split(whole, 2, axis)], axis)
+        if layer in ("embed_tokens", "lm_head"):
+            padded = np.zeros((-(-len(whole) // 64) * 64, *whole.shape[1:]), whole.dtype)  # vLLM pads vocabularies to 64
+            padded[: len(whole)] = whole
+            return self.part(padded, 0)
+        return whole
+
+    def columns(self, name: str, whole: np.ndarray) -> np.ndarray:
+        """Cut [.., N, K] values along K, if the parameter called ``name`` is row-parallel."""
+        row_parallel = name.endswith(("o_proj.weight", "down_proj.weight", "w2_weight"))
+        return self.part(whole, whole.ndim - 1) if row_parallel else whole
+
+
+def assert_storage(
+    stored: dict[str, torch.Tensor], weights: dict[str, torch.Tensor], precision: str, place: Rank | None = None
+) -> dict[str, int]:
+    """Compare every parameter of one rank of an engine with the checkpoint, exactly.
+
+    Args:
+        stored: the rank's parameters by vLLM's name.
+        weights: the checkpoint's tensors.
+        precision: int8 or fp8.
+        place: the rank; None without tensor parallelism.
+
+    Returns:
+        How many parameters of each kind were compared.
+    """
     counts = {"quantized": 0, "experts": 0, "copies": 0}
     for name, parameter in stored.items():
         if name.endswith("_scale"):
@@ -50,7 +109,11 @@ def assert_storage(stored: dict[str, torch.Tensor], weights: dict[str, torch.Ten
         if f"{name}_scale" not in stored:
             source = weights["model.embed_tokens.weight"] if name not in weights and "lm_head" in name else None
             source = sources_of_bias(name, weights) if source is None else source
-            assert torch.equal(values[: source.shape[0]].float(), source.to(values.dtype).float()), name
+            source = source.to(values.dtype).float()
+            if place is not None:
+                source = torch.from_numpy(place.columns(name, place.rows(name, source.numpy())))
+            assert torch.equal(values[: source.shape[0]].float(), source), name
+            assert not values[source.shape[0] :].any(), f"{name}: padding"
             counts["copies"] += 1
             continue
         scales = stored[f"{name}_scale"].data.cpu().numpy()
@@ -60,6 +123,9 @@ def assert_storage(stored: dict[str, torch.Tensor], weights: dict[str, torch.Ten
         else:
             codes, expected_scales = experts(name, values.shape[0], weights, precision)
             counts["experts"] += 1
+        if place is not None:
+            # The scales belong to whole rows of the checkpoint: cutting columns leaves them alone.
+            codes, expected_scales = place.columns(name, place.rows(name, codes)), place.rows(name, expected_scales)
         np.testing.assert_array_equal(scales, expected_scales, err_msg=name)
         np.testing.assert_array_equal(values.double().numpy(), codes, err_msg=name)
     return counts
@@ -78,6 +144,36 @@ def experts(name: str, count: int, weights: dict[str, torch.Tensor], precision: 
     projections = ("gate_proj", "up_proj") if "w13" in name else ("down_proj",)
     pairs = [quantize(torch.cat([weights[f"{base}.{e}.{p}.weight"] for p in projections]), precision) for e in range(count)]
     return np.stack([c for c, _ in pairs]), np.stack([s for _, s in pairs])
+
+
+def computes_w8a8(model: torch.nn.Module, precision: str, ranks: int) -> torch.nn.Module:
+    """Make a dense Hugging Face model in BF16 compute its projections in W8A8, as an engine of ``ranks`` ranks does.
+
+    Every rank quantizes the activations it has: before o_proj and down_proj these are its part of each token's, with a scale of
+    their own, and the ranks' products are added in BF16. The weights' codes are the same whatever the number of ranks.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and name != "lm_head":
+            parts = ranks if name.endswith(("o_proj", "down_proj")) else 1
+            module.forward = _w8a8_linear(module, precision, parts)
+    return model
+
+
+def _w8a8_linear(module: torch.nn.Linear, precision: str, parts: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    def dequantized(rows: torch.Tensor) -> torch.Tensor:
+        codes, scales = quantize(rows, precision)
+        return torch.from_numpy(codes * scales)
+
+    weights = dequantized(module.weight.detach()).chunk(parts, 1)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        pieces = x.reshape(-1, x.shape[-1]).chunk(parts, 1)
+        products = [dequantized(piece) @ weight.t() for piece, weight in zip(pieces, weights, strict=True)]
+        if module.bias is not None:
+            products[0] = products[0] + module.bias.detach().double()
+        return sum(product.to(x.dtype) for product in products).reshape(*x.shape[:-1], -1)
+
+    return forward
 
 
 def save_compressed_tensors(path: Path, config, weights: dict[str, torch.Tensor], names: list[str], precision: str) -> None:

@@ -4,6 +4,8 @@
 Hidden 136 and intermediate 344 are divided by no kernel's tile; 2 KV heads under 4 heads make q, k and v differ in rows.
 """
 
+import copy
+
 import torch
 from transformers import (
     AutoModelForCausalLM,
@@ -58,10 +60,20 @@ CONFIGS: dict[str, PretrainedConfig] = {
 }
 
 
-def make(name: str, seed: int = 0) -> PreTrainedModel:
-    """A random FP32 model; every weight differs from zero and norms from one, so that no load can be forgotten unseen."""
+def make(name: str, seed: int = 0, **changes: int) -> PreTrainedModel:
+    """A random FP32 model; every weight differs from zero and norms from one, so that no load can be forgotten unseen.
+
+    Args:
+        name: one of ``CONFIGS``.
+        seed: of the weights.
+        **changes: to the configuration.
+    """
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(CONFIGS[name], attn_implementation="sdpa").float().eval()
+    config = copy.deepcopy(CONFIGS[name])
+    for key, value in changes.items():
+        assert hasattr(config, key), key
+        setattr(config, key, value)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").float().eval()
     model.config.architectures = [type(model).__name__]
     with torch.no_grad():
         for parameter in model.parameters():
