@@ -8,6 +8,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from flashrl_verl.errors import ConfigError
+from flashrl_verl.rules import positive_integer, refuse
 
 
 def check_gpus(nodes: int, gpus_per_node: int, cluster: Sequence[float]) -> None:
@@ -19,8 +20,11 @@ def check_gpus(nodes: int, gpus_per_node: int, cluster: Sequence[float]) -> None
         cluster: GPUs of every node that is alive, as Ray counts them (on the CPU platform they are logical ones).
 
     Raises:
-        ConfigError: there are too few; the message has both keys and what the cluster has.
+        ConfigError: there are too few, and the message has both keys and what the cluster has; or the run asks for none.
     """
+    for key, value in (("trainer.nnodes", nodes), ("trainer.n_gpus_per_node", gpus_per_node)):
+        if not positive_integer(value):
+            refuse(key, value, "a run needs at least one", f"{key}=1 or more")
     if sum(int(gpus) // gpus_per_node for gpus in cluster) >= nodes:
         return
     counts = " + ".join(f"{gpus:g}" for gpus in sorted(cluster, reverse=True)) or "0"

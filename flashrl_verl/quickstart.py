@@ -130,7 +130,7 @@ def check(config: QuickstartConfig) -> tuple[list[str], DictConfig]:
     check_paths(composed, root=ROOT, made_later=config.output / "assets")
     OmegaConf.resolve(composed)
     if config.resume:
-        run_directory.check_resumable(config.output, _checkpoints(composed), composed, config.seed)
+        run_directory.check_resumable(config.output, _checkpoints(composed), composed, config.seed, ROOT)
     return overrides, composed
 
 
@@ -154,7 +154,7 @@ def run_quickstart(config: QuickstartConfig, console: Console) -> int:
     started = time.monotonic()
     overrides, composed = check(config)
     total = composed.trainer.total_training_steps
-    if not config.resume and (aside := run_directory.move_aside(config.output, _checkpoints(composed))):
+    if not config.resume and (aside := run_directory.move_aside(config.output, _checkpoints(composed), ROOT)):
         console.print(f"results of an earlier run moved to {aside}", highlight=False, soft_wrap=True)
     run = run_directory.begin_attempt(config.output, _facts(config, overrides, composed), composed, resume=config.resume)
     attempt = run["attempts"][-1]

@@ -53,6 +53,11 @@ def one_of(*accepted: Any) -> Callable[[Any], bool]:
     return lambda value: any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in accepted)
 
 
+def positive_integer(value: Any) -> bool:
+    """Whether it counts something that there has to be one of; True is no number here either."""
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
 def get(cfg: DictConfig, key: str, default: Any = None) -> Any:
     """Select a dotted key; absent and null keys give the default, nodes come back as dict or list."""
     value = OmegaConf.select(cfg, key, default=default)

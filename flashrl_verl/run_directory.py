@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from flashrl_verl import report
 from flashrl_verl.errors import ConfigError, FlashRLError
@@ -18,14 +18,15 @@ if TYPE_CHECKING:
 LOG_FILE, CONFIG_FILE = "train.log", "config.yaml"
 LATEST = "latest_checkpointed_iteration.txt"
 """verl's record of the last whole checkpoint, in trainer.default_local_dir."""
+CHECKPOINTS = "trainer.default_local_dir"
 RESULTS = (report.METRICS_FILE, report.RUN_FILE, report.REPORT_FILE, report.CURVES_FILE, CONFIG_FILE, LOG_FILE)
 
 MAY_CHANGE = (
     # How long, how often, where to, and how fast: a resumed run is the same run under these.
     *(f"trainer.{name}" for name in ("total_training_steps", "total_epochs", "test_freq", "save_freq", "val_before_train")),
     *(f"trainer.{name}" for name in ("logger", "log_val_generations", "project_name", "experiment_name")),
-    *(f"trainer.{name}" for name in ("resume_mode", "resume_from_path", "default_local_dir", "max_actor_ckpt_to_keep")),
-    *(f"trainer.{name}" for name in ("rollout_data_dir", "validation_data_dir")),
+    # Not default_local_dir and resume_from_path: whose checkpoint is loaded makes the run.
+    *(f"trainer.{name}" for name in ("resume_mode", "max_actor_ckpt_to_keep", "rollout_data_dir", "validation_data_dir")),
     *("ray_kwargs", "global_profiler", "transfer_queue"),
     *(f"flashrl.{name}" for name in ("update_timeout_s", "receipt_tensors", "max_num_gen_batches")),
     "flashrl.padded_vocab_mass_limit",
@@ -50,20 +51,26 @@ def check_output(output: Path) -> None:
             return
 
 
-def move_aside(output: Path, checkpoints: Path) -> Path | None:
+def move_aside(output: Path, checkpoints: Path, root: Path | None = None) -> Path | None:
     """Make room for a new run: the results of an earlier one are moved, never deleted.
 
     Args:
         output: the run's directory; it is made.
         checkpoints: trainer.default_local_dir; only verl's own entries are moved out of it.
+        root: where relative paths in the record start; the working directory when it is None.
 
     Returns:
         `output/previous-N` with the earlier run's results, or None where there was none.
+
+    Raises:
+        ConfigError: the checkpoints are not known to be this directory's; nothing was made or moved.
     """
+    saved = sorted(checkpoints.glob("global_step_*")) + [p for p in [checkpoints / LATEST] if p.exists()]
+    if saved and not _is_ours(output, checkpoints, root):
+        _refuse_others(output, checkpoints, "a new run would move them aside")
     output.mkdir(parents=True, exist_ok=True)
     results = [output / name for name in RESULTS if (output / name).exists()]
     trained = {path.name for path in results} - {report.RUN_FILE, CONFIG_FILE}
-    saved = sorted(checkpoints.glob("global_step_*")) + [p for p in [checkpoints / LATEST] if p.exists()]
     if not trained and not saved:  # a record alone is of a run that never started training
         return None
     taken = [int(p.name.removeprefix("previous-")) for p in output.glob("previous-*") if p.name[9:].isdigit()]
@@ -78,7 +85,7 @@ def move_aside(output: Path, checkpoints: Path) -> Path | None:
     return aside
 
 
-def check_resumable(output: Path, checkpoints: Path, cfg: DictConfig, seed: int) -> None:
+def check_resumable(output: Path, checkpoints: Path, cfg: DictConfig, seed: int, root: Path | None = None) -> None:
     """Refuse to go on with another run than the one in the directory.
 
     Args:
@@ -86,11 +93,22 @@ def check_resumable(output: Path, checkpoints: Path, cfg: DictConfig, seed: int)
         checkpoints: trainer.default_local_dir.
         cfg: the composed configuration of the attempt to come.
         seed: of the attempt to come.
+        root: where relative paths in the record start; the working directory when it is None.
 
     Raises:
         FlashRLError: there is no checkpoint.
-        ConfigError: a key differs that makes it another run; the message names each, with both values.
+        ConfigError: verl would not look for it there; or a key differs that makes it another run, and the message names each,
+            with both values; or there is no configuration to compare, and the checkpoints may be another run's.
     """
+    from flashrl_verl.rules import refuse
+
+    if cfg.trainer.resume_mode != "auto":
+        refuse(
+            "trainer.resume_mode",
+            cfg.trainer.resume_mode,
+            f"--resume goes on from the last checkpoint in {CHECKPOINTS}, and verl looks for that one under auto only",
+            "leave trainer.resume_mode out; a run that starts from a checkpoint of another one is a new run, without --resume",
+        )
     if not (checkpoints / LATEST).is_file():
         raise FlashRLError(
             f"{checkpoints} holds no checkpoint to resume from. Run without --resume, and with "
@@ -103,6 +121,8 @@ def check_resumable(output: Path, checkpoints: Path, cfg: DictConfig, seed: int)
             f"--resume goes on with the run in {output}, and this would be another one: {', '.join(changed[:8])}{more}. "
             "Remedy: the options of that run; or a new run, without --resume or with another --output."
         )
+    if not _is_ours(output, checkpoints, root):  # only where there was no configuration to compare
+        _refuse_others(output, checkpoints, "--resume would go on with that run under this one's name")
 
 
 def differences(output: Path, cfg: DictConfig, seed: int) -> list[str]:
@@ -123,19 +143,82 @@ def differences(output: Path, cfg: DictConfig, seed: int) -> list[str]:
         return changed
     old = leaves(OmegaConf.load(output / CONFIG_FILE), resolve=False)
     new = leaves(OmegaConf.create(OmegaConf.to_yaml(cfg, resolve=True)), resolve=False)  # the same way through YAML
-    old = _as_if_at(old, new)
+    old = _moved(old, _recorded_output(record, old, output), str(output))
     for key in sorted({*old, *new}):
         if old.get(key) != new.get(key) and not any(key == name or key.startswith(f"{name}.") for name in MAY_CHANGE):
             changed.append(f"{key}={words(new.get(key))} (was {words(old.get(key))})")
     return changed
 
 
-def _as_if_at(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
-    """A run may be moved: its own paths are compared as if it had always been where it is."""
-    before, now = old.get("quickstart.assets"), new.get("quickstart.assets")
-    if not before or not now:
-        return old
-    return {key: value.replace(before, now) if isinstance(value, str) else value for key, value in old.items()}
+def _moved(value: Any, before: str, now: str) -> Any:
+    """A run may be moved: its own paths are compared as if they had always been where they are.
+
+    Args:
+        value: a path, or a list or mapping with paths in it; anything else comes back as it is.
+        before: the folder whose contents were moved.
+        now: where they are.
+    """
+    if isinstance(value, dict):
+        return {key: _moved(item, before, now) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_moved(item, before, now) for item in value]
+    inside = isinstance(value, str) and (value == before or value.startswith(f"{before}/"))
+    return now + value[len(before) :] if inside else value
+
+
+def _recorded_output(record: dict[str, Any], cfg: dict[str, Any], output: Path) -> str:
+    """Where the run's directory was when it was recorded.
+
+    Args:
+        record: its `run.json`.
+        cfg: the leaves of its `config.yaml`.
+        output: where it is now.
+    """
+    if "output" in record:
+        return record["output"]
+    # A record from before that. The quickstart's own names for what is in the directory tell where it was.
+    parent, name = os.path.split(str(cfg.get(CHECKPOINTS)))
+    default = name == "checkpoints" and cfg.get("quickstart.assets") == os.path.join(parent, "assets")
+    return parent if default else str(output)
+
+
+# ---- whose checkpoints ----
+
+
+def _is_ours(output: Path, checkpoints: Path, root: Path | None) -> bool:
+    """Whether the folder lies in the run's directory, or was named by a run that is or was recorded there."""
+    if checkpoints.resolve().is_relative_to(output.resolve()):
+        return True
+    return any(
+        ((root or Path.cwd()) / named).resolve() == checkpoints.resolve()
+        for folder in (output, *output.glob("previous-*"))
+        if (named := _named(folder, output))
+    )
+
+
+def _named(folder: Path, output: Path) -> str | None:
+    """The checkpoint folder of the run that is recorded in `folder`, as if its directory had always been `output`."""
+    from omegaconf import OmegaConf
+
+    from flashrl_verl.dryrun import leaves
+
+    if not (folder / CONFIG_FILE).is_file():
+        return None
+    cfg = leaves(OmegaConf.load(folder / CONFIG_FILE), resolve=False)
+    return _moved(cfg.get(CHECKPOINTS), _recorded_output(read_record(folder), cfg, output), str(output))
+
+
+def _refuse_others(output: Path, checkpoints: Path, consequence: str) -> NoReturn:
+    from flashrl_verl.rules import refuse
+
+    near = [folder for folder in (checkpoints, *checkpoints.parents) if (folder / report.RUN_FILE).is_file()]
+    refuse(
+        CHECKPOINTS,
+        str(checkpoints),
+        f"it holds checkpoints, lies outside --output {output}, and no run recorded there named it. They may be "
+        f"{f'those of the run in {near[0]}' if near else 'those of another run'}, and {consequence}",
+        f"another {CHECKPOINTS}; or the --output of the run that saved them; or move them yourself",
+    )
 
 
 # ---- the record ----
@@ -155,7 +238,7 @@ def begin_attempt(output: Path, facts: dict[str, Any], cfg: DictConfig, *, resum
 
     Args:
         output: the run's directory.
-        facts: what does not change while it runs.
+        facts: what does not change while it runs; where it is (`output`) is added.
         cfg: the composed configuration.
         resume: whether the attempts recorded there are this run's.
 
@@ -170,7 +253,7 @@ def begin_attempt(output: Path, facts: dict[str, Any], cfg: DictConfig, *, resum
         earlier = read_record(output)
         only = {key: earlier[key] for key in ("seconds", "peak_memory_bytes", "exit_code") if key in earlier}
         attempts = earlier.get("attempts", [only] if only else [])
-    record = facts | {"attempts": [*attempts, {"seconds": {}, "exit_code": None}]}
+    record = facts | {"output": str(output), "attempts": [*attempts, {"seconds": {}, "exit_code": None}]}
     _write(output / CONFIG_FILE, OmegaConf.to_yaml(cfg, resolve=True))
     write_record(output, record)
     return record

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from flashrl_verl.config import FlashRLConfig
 from flashrl_verl.errors import ConfigError
-from flashrl_verl.rules import ACTOR, CORRECTION, ROLLOUT, Rule, apply, get, one_of, refuse, words
+from flashrl_verl.rules import ACTOR, CORRECTION, ROLLOUT, Rule, apply, get, one_of, positive_integer, refuse, words
 from flashrl_verl.validation_sampling import check_correction, check_engine_arguments
 
 PLATFORM = "ray_kwargs.ray_init.runtime_env.env_vars.VERL_PLATFORM"
@@ -218,9 +218,25 @@ def _check_hardware(cfg: DictConfig) -> None:
             "VERL_PLATFORM=cpu in the environment of the command, with hardware=cpu; for GPUs, hardware=cuda without "
             f"{PLATFORM}",
         )
+    apply(cfg, _SIZE)
     if device == "cpu":
         apply(cfg, _ON_CPU)
 
+
+_SIZE = (
+    Rule(
+        "trainer.nnodes",
+        positive_integer,
+        "it is the number of nodes that train and sample",
+        "trainer.nnodes=1 or more",
+    ),
+    Rule(
+        "trainer.n_gpus_per_node",
+        positive_integer,
+        "it is the number of worker processes on each node, on the CPU too",
+        "trainer.n_gpus_per_node=1 or more",
+    ),
+)
 
 _ON_CPU = (
     Rule(

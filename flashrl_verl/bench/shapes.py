@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Qwen2Config, Qwen3MoeConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen2Config, Qwen3MoeConfig
 
 from flashrl_verl.errors import ConfigError
 
@@ -84,15 +84,20 @@ def save_config(config: PretrainedConfig, folder: Path) -> Path:
     return folder
 
 
-def tensor_shapes(config: PretrainedConfig) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield name and a meta tensor of everything verl sends for such a model: experts one by one, no tied ``lm_head``."""
+def sent_tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield name and tensor of everything verl sends of a model: experts one by one, no tied ``lm_head``."""
     from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
+    for name, tensor in unfuse_moe_params(model.state_dict().items(), model.config.model_type):
+        if name != "lm_head.weight" or not model.config.tie_word_embeddings:
+            yield name, tensor
+
+
+def tensor_shapes(config: PretrainedConfig) -> Iterator[tuple[str, torch.Tensor]]:
+    """``sent_tensors`` of a model of such a shape, on the meta device."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    for name, tensor in unfuse_moe_params(model.state_dict().items(), config.model_type):
-        if name != "lm_head.weight" or not config.tie_word_embeddings:
-            yield name, tensor
+    yield from sent_tensors(model)
 
 
 def random_weights(

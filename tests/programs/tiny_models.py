@@ -86,12 +86,9 @@ def wire(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """What the trainer sends: BF16 copies of its FP32 masters under checkpoint names; a router stays FP32, as in the
     adapter."""
     import engines  # noqa: F401 - chooses verl's platform, which verl reads once
-    from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
+    from flashrl_verl.bench.shapes import sent_tensors
     from flashrl_verl.rollout.adapter import cast_for_rollout
 
-    named = ((name, tensor.detach().clone()) for name, tensor in model.state_dict().items())
-    weights = dict(cast_for_rollout(unfuse_moe_params(named, model.config.model_type), torch.bfloat16))
-    if model.config.tie_word_embeddings:
-        weights.pop("lm_head.weight", None)
-    return weights
+    named = ((name, tensor.detach().clone()) for name, tensor in sent_tensors(model))
+    return dict(cast_for_rollout(named, torch.bfloat16))

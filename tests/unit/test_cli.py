@@ -136,6 +136,14 @@ def test_a_refused_override_leaves_the_earlier_run_where_it_is(tmp_path, word, s
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
+def test_another_runs_checkpoints_stay_where_they_are_and_nothing_is_made(tmp_path):
+    (tmp_path / "theirs" / "global_step_5").mkdir(parents=True)
+    word = f"trainer.default_local_dir={tmp_path}/theirs"
+    result = CliRunner().invoke(app, ["quickstart", "--output", f"{tmp_path}/out", "hardware=cpu", word])
+    assert isinstance(result.exception, ConfigError) and f"{word} is refused" in str(result.exception)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["global_step_5", "theirs"]
+
+
 @pytest.mark.parametrize("below", ["", "/folder"])
 def test_an_output_that_is_a_file_is_one_error(tmp_path, below):
     (tmp_path / "file").write_text("mine")

@@ -193,6 +193,12 @@ REFUSED = [
     ({"trainer.device": "cpu"}, "trainer.device=cpu", "hardware=cpu"),
     ({"trainer.device": "npu"}, "trainer.device=npu", "hardware=cuda or hardware=cpu"),
     ({f"{ENV}.VERL_PLATFORM": "cpu"}, f"{ENV}.VERL_PLATFORM=cpu", "VERL_PLATFORM=cpu in the environment of the command"),
+    # no workers at all
+    *(
+        ({key: value}, f"{key}={json.dumps(value)}", f"{key}=1 or more")
+        for key in ("trainer.nnodes", "trainer.n_gpus_per_node")
+        for value in (0, -1, 0.5, True, None)
+    ),
 ]
 
 
