@@ -28,7 +28,7 @@ MAY_CHANGE = (
     # Not default_local_dir and resume_from_path: whose checkpoint is loaded makes the run.
     *(f"trainer.{name}" for name in ("resume_mode", "max_actor_ckpt_to_keep", "rollout_data_dir", "validation_data_dir")),
     *("ray_kwargs", "global_profiler", "transfer_queue"),
-    *(f"flashrl.{name}" for name in ("update_timeout_s", "receipt_tensors", "max_num_gen_batches")),
+    *(f"flashrl.{name}" for name in ("update_timeout_s", "receipt_tensors", "max_num_gen_batches", "self_check")),
     "flashrl.padded_vocab_mass_limit",
     *(f"actor_rollout_ref.rollout.{name}" for name in ("gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens")),
     "actor_rollout_ref.rollout.trace",
