@@ -9,7 +9,8 @@ addresses and greedy output must be what they were.
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from flashrl_verl.errors import FlashRLError
 
@@ -44,6 +45,12 @@ class EngineState:
 def prompt(vocabulary: int) -> list[int]:
     """``PROMPT_TOKENS`` token ids spread over a vocabulary of that many."""
     return [(1 + 7919 * i) % vocabulary for i in range(PROMPT_TOKENS)]
+
+
+def sleeps_between_steps(rollout: Mapping[str, Any]) -> bool:
+    """Whether verl sends the engines to sleep. Args: rollout: the node actor_rollout_ref.rollout."""
+    # verl's YAML does not have enable_sleep_mode; its dataclass (verl/workers/config/rollout.py) says true.
+    return bool(rollout["free_cache_engine"]) and bool(rollout.get("enable_sleep_mode", True))
 
 
 def differences(before: EngineState, after: EngineState) -> list[str]:

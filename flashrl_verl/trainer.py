@@ -19,7 +19,7 @@ from flashrl_verl.errors import ConfigError, DynamicSamplingError, FlashRLError
 from flashrl_verl.local_paths import check_paths
 from flashrl_verl.metrics_file import MetricsFile, metrics_path
 from flashrl_verl.rollout.receipt import verify_receipts
-from flashrl_verl.self_check import LEVEL_1_BYTES, require_same
+from flashrl_verl.self_check import LEVEL_1_BYTES, require_same, sleeps_between_steps
 from flashrl_verl.validation import validate_config
 
 # Under "verl", whose handler verl keeps apart from the root logger: imported libraries silence that one.
@@ -173,8 +173,7 @@ class FlashRLTrainer(PPOTrainerSync):
     def _self_check(self, weight_bytes: int) -> None:
         """See ``self_check.py``: sleep, poison, the same weights again, and nothing may have changed."""
         started = time.perf_counter()
-        rollout = self.config.actor_rollout_ref.rollout
-        sleeps = rollout.free_cache_engine and rollout.enable_sleep_mode
+        sleeps = sleeps_between_steps(self.config.actor_rollout_ref.rollout)
         before = self._ask_servers("flashrl_state")
         if sleeps and weight_bytes <= LEVEL_1_BYTES:
             self._ask_servers("flashrl_sleep_and_wake", 1)

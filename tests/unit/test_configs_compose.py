@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 
 from flashrl_verl import dryrun
 from flashrl_verl.config import Precision
+from flashrl_verl.self_check import sleeps_between_steps
 from flashrl_verl.validation import validate_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -103,6 +104,20 @@ def test_option_of_a_group_can_be_chosen_on_the_command_line(entry, option):
         ],
     }
     assert chosen[group] == name
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+@pytest.mark.parametrize(
+    "overrides, expected",
+    [
+        (["hardware=cuda"], True),
+        (["hardware=cuda", "actor_rollout_ref.rollout.free_cache_engine=false"], False),
+        (["hardware=cpu"], False),
+    ],
+)
+def test_the_self_check_knows_whether_the_engines_sleep(experiment, overrides, expected):
+    cfg = _through_main_flashrl(experiment, *overrides)
+    assert sleeps_between_steps(cfg.actor_rollout_ref.rollout) is expected
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
