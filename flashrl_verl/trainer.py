@@ -15,7 +15,7 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from flashrl_verl.cluster import check_cluster
 from flashrl_verl.compat import Status, check_versions
-from flashrl_verl.errors import ConfigError, DynamicSamplingError, FlashRLError
+from flashrl_verl.errors import ConfigError, DynamicSamplingError, FlashRLError, RefitError
 from flashrl_verl.local_paths import check_paths
 from flashrl_verl.metrics_file import MetricsFile, metrics_path
 from flashrl_verl.rollout.receipt import verify_receipts
@@ -167,8 +167,16 @@ class FlashRLTrainer(PPOTrainerSync):
             replica, position = rank["replica"], rank["rank_in_replica"]
             where = f"rollout replica {replica}, rank {position}"
             verify_receipts(rank["sent"], held[replica][position], self.global_steps, where)
+        unsent = [
+            f"replica {replica}, rank {position}"
+            for replica, workers in enumerate(held)
+            for position in range(len(workers))
+            if not any((rank["replica"], rank["rank_in_replica"]) == (replica, position) for rank in ranks)
+        ]
+        if unsent:
+            raise RefitError(f"step {self.global_steps}: no trainer rank sends to the rollout's {'; '.join(unsent)}")
         reports = [report for rank in ranks for report in rank["reports"]]
-        return refit_metrics(reports)
+        return {**refit_metrics(reports), "flashrl/receipts_verified": len(ranks)}
 
     def _self_check(self, weight_bytes: int) -> None:
         """See ``self_check.py``: sleep, poison, the same weights again, and nothing may have changed."""

@@ -10,8 +10,10 @@ import ray
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
 from flashrl_verl import self_check
+from flashrl_verl.compat import vllm_device
 from flashrl_verl.config import FlashRLConfig, Precision
 from flashrl_verl.errors import ConfigError, FlashRLError
+from flashrl_verl.platforms.cores import bind_ranks
 from flashrl_verl.plugin_vllm import register
 from flashrl_verl.quantization.formats import row_format
 from flashrl_verl.rollout.transfer import socket_scope
@@ -47,6 +49,8 @@ class FlashRLHttpServer(vLLMHttpServer):
         super()._post_init(cuda_visible_devices)
         # The engine's workers build the path of their weight socket from this variable of verl's.
         os.environ["VERL_RAY_JOB_ID"] = socket_scope()
+        if vllm_device() == "cpu":
+            bind_ranks(self.config.tensor_model_parallel_size)
 
     async def run_server(self, args) -> None:
         await super().run_server(args)

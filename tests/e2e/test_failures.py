@@ -7,7 +7,7 @@ import signal
 import time
 
 import pytest
-from recipe_runs import command, finish, make_assets, start
+from recipe_runs import TWO_RANKS, command, finish, make_assets, start
 
 pytestmark = [pytest.mark.cpu_e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -33,6 +33,13 @@ def test_a_dropped_update_is_noticed_at_a_learning_rate_of_1e_6(recipe, fault, m
     run = recipe(NO_FILTER, "actor_rollout_ref.actor.optim.lr=1e-6", "trainer.total_training_steps=3", fault=fault)
     assert run.returncode != 0
     assert_says(message, run.output)
+    assert steps_trained(run) == [1]
+
+
+def test_a_stale_tensor_on_the_second_rank_alone_is_noticed_and_names_it(recipe):
+    run = recipe(*TWO_RANKS, NO_FILTER, "trainer.total_training_steps=3", fault="stale_tensor_on_rank_1:2", timeout=500)
+    assert run.returncode != 0
+    assert_says(r"replica 0, rank 1: at step 2 .* 1 of 27 sampled tensors: model.layers.0.mlp.down_proj.weight", run.output)
     assert steps_trained(run) == [1]
 
 

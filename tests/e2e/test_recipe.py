@@ -6,9 +6,18 @@ import shutil
 from pathlib import Path
 
 import pytest
-from recipe_runs import ROOT, command, finish, start
+from recipe_runs import ROOT, TWO_RANKS, command, finish, make_assets, start
+
+LAYERS = 2
+PADDED_VOCABULARY = 320
+"""The tokenizer's 262 entries, padded by vLLM to a multiple of 64."""
 
 pytestmark = [pytest.mark.cpu_e2e, pytest.mark.timeout(400)]
+
+
+@pytest.fixture(scope="module")
+def moe_assets(tmp_path_factory):
+    return make_assets(tmp_path_factory.mktemp("moe"), moe=True)
 
 
 def assert_healthy(run, steps: int) -> None:
@@ -47,6 +56,38 @@ def test_without_tis_the_mismatch_is_still_measured(recipe):
     run = recipe("algorithm.rollout_correction.rollout_is=null")
     assert_healthy(run, steps=2)
     assert "rollout_corr/rollout_is_mean" not in run.metrics()[2]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_two_ranks_train_and_sample_with_every_receipt_verified(recipe):
+    """FSDP2 over two processes, one engine of two ranks; nothing but the configuration says where they compute."""
+    run = recipe(*TWO_RANKS, "trainer.total_training_steps=5", timeout=800)
+    assert_healthy(run, steps=5)
+    for step, metrics in run.metrics().items():
+        assert step == 0 or metrics["flashrl/receipts_verified"] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_mixture_of_experts_trains_with_int8_experts_and_a_router_that_is_not(recipe, moe_assets):
+    run = recipe("trainer.total_training_steps=5", assets=moe_assets, timeout=800)
+    assert_healthy(run, steps=5)
+    metrics = run.metrics()
+    # tiny_models: hidden 128, 4 heads and 2 KV heads of 32, 8 experts of 96; a scale is 4 bytes a row.
+    attention_rows, attention = 4 * 32 + 2 * 2 * 32 + 128, (4 * 32 + 2 * 2 * 32 + 4 * 32) * 128
+    experts_rows, experts = 8 * (2 * 96 + 128), 8 * 3 * 96 * 128
+    codes, scales = LAYERS * (attention + experts), 4 * LAYERS * (attention_rows + experts_rows)
+    router, norms, vocabulary = LAYERS * 8 * 128, LAYERS * 2 * (128 + 32) + 128, 2 * PADDED_VOCABULARY * 128
+    for step in range(1, 6):
+        held = {key.removeprefix("flashrl/"): value for key, value in metrics[step].items() if key.startswith("flashrl/")}
+        assert held["quantized_layers"] == LAYERS * 3 and held["unquantized_layers"] == LAYERS  # qkv, o, experts; the router
+        assert held["quantized_bytes_as_bf16"] == 2 * codes
+        assert held["quantized_bytes"] == codes + scales, "one byte a code: INT8, experts too"
+        # Nothing but router, norms and vocabulary is left, in two bytes each.
+        assert held["weight_bytes"] == held["quantized_bytes"] + 2 * (router + norms + vocabulary)
+        assert held["refit_quantized"] == LAYERS * (4 + 8 * 3) and held["refit_left_alone"] == 0
+        assert held["code_change_rate"] > 0
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ slow = pytest.mark.slow
 RANKS = 2
 
 MEAN_GAP = {"bf16": 8e-3, "int8": 3e-2, "fp8": 8e-2}
-"""Bound on the mean difference of log-probs between one rank and two. BF16 sums in another order make 3e-3 unquantized;
+"""Bound on the mean difference of log-probs between one rank and two. BF16 sums in another order make 3e-3 by themselves;
 8-bit activations amplify what falls on the other side of a rounding: 0.9e-2 to 1.4e-2 (INT8), 2.7e-2 to 4.1e-2 (E4M3).
 One rank is as far from an emulation of exactly its arithmetic."""
 

@@ -75,7 +75,7 @@ def runner(llm: Any) -> Any:
 
 @contextlib.contextmanager
 def parallel_engine(path: Path, settings: dict[str, Any], ranks: int, **arguments: Any) -> Iterator[Any]:
-    """``engine`` with tensor parallelism and ``InspectedWorker``s, in processes of their own when there are several.
+    """``engine`` with tensor parallelism and ``InspectedWorker``s, in processes of their own.
 
     Args:
         path: as in ``engine``.
@@ -83,12 +83,9 @@ def parallel_engine(path: Path, settings: dict[str, Any], ranks: int, **argument
         ranks: tensor-parallel size.
         **arguments: further engine arguments.
     """
-    cpus = sorted(os.sched_getaffinity(0))
-    # Without it vLLM's CPU backend wants a NUMA node for each rank.
-    variables = (
-        {"VLLM_CPU_OMP_THREADS_BIND": "|".join(str(cpus[rank % len(cpus)]) for rank in range(ranks))} if ranks > 1 else {}
-    )
-    variables["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    from flashrl_verl.platforms.cores import VARIABLE, share_cores
+
+    variables = {VARIABLE: share_cores(sorted(os.sched_getaffinity(0)), ranks), "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -96,6 +93,7 @@ def parallel_engine(path: Path, settings: dict[str, Any], ranks: int, **argument
             path,
             settings,
             tensor_parallel_size=ranks,
+            distributed_executor_backend="mp",
             worker_extension_cls="inspected_worker.InspectedWorker",
             disable_custom_all_reduce=True,
             **arguments,

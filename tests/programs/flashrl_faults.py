@@ -37,18 +37,30 @@ def skip_update(adapter) -> None:
     adapter.FlashRLServerAdapter.update_weights = forgetful
 
 
-def stale_tensor(refit) -> None:
-    """The engine gets one tensor of the update before."""
+def stale_tensor(refit, ranks=(0, 1)) -> None:
+    """The engine's ``ranks`` get one tensor of the update before."""
+    from vllm.distributed import get_tensor_model_parallel_rank
+
     load = refit.WeightRefit.load
     kept: dict[str, torch.Tensor] = {}
 
     def stale(self, weights):
         step = self.manifest.step
         fresh = {n: t.clone() for n, t in weights if n == TENSOR}
-        load(self, [(n, kept[n] if n == TENSOR and step == STEP else t) for n, t in weights])
+        load(
+            self,
+            [
+                (n, kept[n] if n == TENSOR and step == STEP and get_tensor_model_parallel_rank() in ranks else t)
+                for n, t in weights
+            ],
+        )
         kept.update(fresh)
 
     refit.WeightRefit.load = stale
+
+
+def stale_tensor_on_rank_1(refit) -> None:
+    stale_tensor(refit, ranks=(1,))
 
 
 def raise_in_receiver(refit) -> None:
@@ -111,6 +123,7 @@ def nan_update(worker) -> None:
 MODULES = {
     "skip_update": ("flashrl_verl.rollout.adapter", skip_update),
     "stale_tensor": ("flashrl_verl.rollout.refit", stale_tensor),
+    "stale_tensor_on_rank_1": ("flashrl_verl.rollout.refit", stale_tensor_on_rank_1),
     "raise_in_receiver": ("flashrl_verl.rollout.refit", raise_in_receiver),
     "kill_engine": ("flashrl_verl.rollout.refit", kill_engine),
     "stale_kernel": ("flashrl_verl.quantization.gemm", stale_kernel),

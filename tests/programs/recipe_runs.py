@@ -17,6 +17,15 @@ PROGRAMS = Path(__file__).parent
 ROOT = PROGRAMS.parents[1]
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
+TWO_RANKS = (
+    "trainer.n_gpus_per_node=2",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+    # Half of 4 prompts x 4 samples.
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8",
+)
+"""The smoke experiment on two trainer ranks and one engine of two ranks."""
+
 
 @dataclasses.dataclass
 class Run:
@@ -39,15 +48,17 @@ class Run:
         return [json.loads(line)["step"] for line in self.metrics_file.read_text().splitlines()]
 
 
-def make_assets(folder: Path, *, vocabulary_padding: int = 0, **sizes: int) -> Path:
+def make_assets(folder: Path, *, vocabulary_padding: int = 0, moe: bool = False, **sizes: int) -> Path:
     """An untrained toy model with its tokenizer and data, in the layout of the quickstart experiment.
 
     Args:
         folder: where they go.
         vocabulary_padding: rows of the embedding past the tokenizer.
+        moe: make it a Qwen3-MoE of ``tiny_models``'s sizes.
         **sizes: of ``ToyModelConfig``.
     """
     import datasets
+    import tiny_models
     import torch
 
     from flashrl_verl.toy.model import ToyModelConfig, build_model
@@ -55,7 +66,11 @@ def make_assets(folder: Path, *, vocabulary_padding: int = 0, **sizes: int) -> P
     from flashrl_verl.toy.tokenizer import build_tokenizer
 
     tokenizer = build_tokenizer()
-    model = build_model(tokenizer, ToyModelConfig(**sizes), seed=3)
+    if moe:
+        special = dict(bos_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id)
+        model = tiny_models.make("qwen3-moe", seed=3, vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, **special)
+    else:
+        model = build_model(tokenizer, ToyModelConfig(**sizes), seed=3)
     if vocabulary_padding:
         model.resize_token_embeddings(len(tokenizer) + vocabulary_padding, mean_resizing=False)
     model.to(torch.bfloat16).save_pretrained(folder / "model")
