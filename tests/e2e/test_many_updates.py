@@ -102,13 +102,13 @@ def fresh_outputs(path: Path, precision: str) -> list:
 
 
 @pytest.mark.parametrize("precision", ["int8", pytest.param("fp8", marks=pytest.mark.gpu)])
-def test_after_twenty_updates_the_engine_samples_as_one_loaded_with_the_last_weights(tmp_path, precision):
+def test_after_twenty_updates_the_engine_samples_as_one_loaded_with_the_last_weights(tmp_path, precision, record_property):
     seen = course(tmp_path, precision)
     gc.collect()  # vLLM's sleep mode wants its memory back before the next engine of this process
     assert min(seen.code_change_rates[1:]) > 0.01, "updates that change nothing would make this test empty"
     assert all(before != after for before, after in zip(seen.outputs, seen.outputs[1:], strict=False))
     growth = [size - seen.sizes[SETTLED - 1] for size in seen.sizes]
-    print("bytes after each update, against the fifth:", growth)
+    record_property("bytes after each update, against the fifth", growth)
     assert growth[-1] == 0 if CUDA else growth[-1] < GROWTH
     save_file({name: tensor.contiguous() for name, tensor in seen.weights.items()}, tmp_path / "model.safetensors")
     assert seen.outputs[-1] == fresh_outputs(tmp_path, precision)
