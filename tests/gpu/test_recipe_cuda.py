@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recipe on one GPU: FSDP2, vLLM with CUDA graphs and sleep mode, five steps in each precision.
+"""The recipe on one GPU and on two: FSDP2, vLLM with CUDA graphs and sleep mode, five steps in each precision.
 
 Metrics are left in ``<basetemp>/<precision>/metrics.jsonl``.
 """
@@ -7,6 +7,7 @@ Metrics are left in ``<basetemp>/<precision>/metrics.jsonl``.
 import math
 
 import pytest
+import torch
 from recipe_runs import command, finish, make_assets, start
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(560)]
@@ -22,12 +23,20 @@ def large_assets(tmp_path_factory):
     return make_assets(tmp_path_factory.mktemp("assets"), initializer_range=0.02, **HALF_BILLION)
 
 
-@pytest.mark.parametrize("precision", ["int8", "fp8", "bf16"])
-def test_five_steps_with_cuda_graphs_and_sleep_mode(large_assets, tmp_path, precision):
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+@pytest.mark.parametrize(
+    "precision, ranks",
+    [("int8", 1), ("fp8", 1), ("bf16", 1), pytest.param("int8", 2, marks=two_gpus), pytest.param("fp8", 2, marks=two_gpus)],
+)
+def test_five_steps_with_cuda_graphs_and_sleep_mode(large_assets, tmp_path, precision, ranks):
     words = command(
         large_assets,
         tmp_path,
         "hardware=cuda",
+        f"trainer.n_gpus_per_node={ranks}",
+        f"actor_rollout_ref.rollout.tensor_model_parallel_size={ranks}",
         f"flashrl.precision={precision}",
         f"trainer.total_training_steps={STEPS}",
         "data.train_batch_size=16",
@@ -39,10 +48,12 @@ def test_five_steps_with_cuda_graphs_and_sleep_mode(large_assets, tmp_path, prec
     )
     run = finish(start(words, tmp_path), tmp_path, timeout=540)
     assert run.returncode == 0, run.output[-6000:]
+    assert "self-check passed" in run.output
     metrics = run.metrics()
     assert sorted(metrics) == list(range(STEPS + 1))
     for step in range(1, STEPS + 1):
         assert metrics[step]["flashrl/receipt_step"] == step
+        assert metrics[step]["flashrl/receipts_verified"] == ranks
         assert metrics[step]["flashrl/quantized_layers"] == (0 if precision == "bf16" else 4 * 24)
         # A model of random weights; E4M3's three mantissa bits are ten times further from BF16 than INT8 is.
         kl, correlation = (2e-2, 0.95) if precision == "fp8" else (1e-2, 0.99)
