@@ -57,7 +57,8 @@ def engine(path: Path, settings: dict[str, Any] | None = None, *, compiled: bool
                 "dtype": "bfloat16",
                 "logprobs_mode": "processed_logprobs",
                 "num_gpu_blocks_override": 64,  # a KV cache of kilobytes: many engines follow one another in one process
-                **({"gpu_memory_utilization": 0.15} if CUDA else {}),
+                # Given, not measured: vLLM stops where another program frees memory while it measures.
+                **({"gpu_memory_utilization": 0.15, "kv_cache_memory_bytes": 256 << 20} if CUDA else {}),
                 **arguments,
             },
         )
