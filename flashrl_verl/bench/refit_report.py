@@ -91,10 +91,11 @@ def _plot(report: Report, path: Path) -> None:
         )
     axes.set_yticks(list(rows), [r.arm for r in results])
     axes.set_xlabel("one weight update, ms (median; bars: range)")
-    axes.set_title(f"{report.model}, {results[0].source} source, {report.device}", fontsize=10)
+    axes.set_title(f"{report.model}, {results[0].source} source, {report.device}", fontsize=10, loc="left")
     axes.margins(x=0.18)
+    axes.set_ylim(-0.6, len(results))  # room for the legend above the bars
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8, loc="lower right", bbox_to_anchor=(1, 1))
+    axes.legend(frameon=False, fontsize=8, loc="upper right", bbox_to_anchor=(1, 0.98))
     figure.tight_layout()
     figure.savefig(path, dpi=150)
     plt.close(figure)

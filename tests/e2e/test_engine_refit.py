@@ -121,6 +121,16 @@ K_PROJ = "model.layers.0.self_attn.k_proj.weight"
 UP_PROJ = "model.layers.1.mlp.up_proj.weight"
 
 
+def test_bf16_that_a_loader_truncates_into_8_bit_storage_is_noticed(trainer, refit, monkeypatch):
+    """What ``ReplicatedLinear`` and vLLM's fused experts do behind a parameter's back: ``copy_``, without a word."""
+    from flashrl_verl.quantization.parameter import QuantizedWeight
+
+    weights = {n: t * 100 for n, t in wire(trainer).items()}  # large enough that truncated they are not all zero
+    monkeypatch.setattr(QuantizedWeight, "load_row_parallel_weight", lambda self, loaded: self.data.copy_(loaded))
+    with pytest.raises(RefitError, match=r"not written exactly once: .*model\.layers\.0\.mlp\.down_proj\.weight \(0 of"):
+        refit(weights, step=0)
+
+
 @pytest.mark.parametrize("first_update", [True, False], ids=["first update", "later update"])
 @pytest.mark.parametrize(
     "change, message",

@@ -107,6 +107,23 @@ def test_two_ranks_hold_the_parts_of_one_ranks_codes_and_give_its_log_probs(tmp_
     assert far > 5 * MEAN_GAP[precision]
 
 
+@slow
+@pytest.mark.skipif(CUDA and torch.cuda.device_count() < 4, reason="needs four GPUs")
+@pytest.mark.parametrize("precision", ["int8", "fp8"])
+@pytest.mark.parametrize("name", ["qwen2.5", "qwen3-moe"])
+def test_four_ranks_hold_the_parts_of_one_ranks_codes(tmp_path, name, precision):
+    """With two KV heads: two ranks share each."""
+    models = [make(name), make(name, seed=1)]
+    config = models[0].config
+    config.save_pretrained(tmp_path)
+    updates = [wire(model) for model in models]
+    one, _ = run(tmp_path, 1, precision, updates)
+    four, _ = run(tmp_path, 4, precision, updates)
+    for weights, whole, parts in zip(updates, one, four, strict=True):
+        assert_ranks_hold_their_parts(parts, weights, precision, config)
+        assert_parts_of(parts, whole[0], config)
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
     """The quickstart's model after its supervised warm-up: right about half the time."""
@@ -152,7 +169,7 @@ def reference_log_probs(model) -> list[list[float]]:
 def assert_parts_of(parts: list[dict], whole: dict, config) -> None:
     """Bit for bit, and the scales of row-parallel weights are all of the whole's, on every rank."""
     for rank, stored in enumerate(parts):
-        place = Rank(config, rank, RANKS)
+        place = Rank(config, rank, len(parts))
         assert stored.keys() == whole.keys()
         for name, values in stored.items():
             expected = whole[name]

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tables in docs/results are those of the raw data beside them."""
+
+import json
+import statistics
+from pathlib import Path
+
+import pytest
+
+RESULTS = Path(__file__).parents[2] / "docs" / "results"
+
+
+def tables(page: str) -> list[list[list[str]]]:
+    """Every table of a page as rows of cells, header first."""
+    found, rows = [], []
+    for line in [*(RESULTS / page).read_text().splitlines(), ""]:
+        if line.startswith("|"):
+            rows.append([cell.strip() for cell in line.strip("|").split("|")])
+        elif rows:
+            found.append([rows[0], *rows[2:]])
+            rows = []
+    return found
+
+
+def raw(folder: str) -> list[dict]:
+    return [json.loads(path.read_text()) for path in sorted((RESULTS / folder).glob("*.json"))]
+
+
+def test_every_refit_is_in_the_table_with_its_figures():
+    expected = []
+    for report in raw("refit"):
+        copy = statistics.median(report["copy_gigabytes_per_second"])
+        for result in report["results"]:
+            seconds = result["refit_seconds"]
+            bandwidth = (result["read_bytes"] + result["written_bytes"]) / 1e9 / statistics.median(seconds)
+            low, median, high = (f"{f(seconds) * 1e3:.1f}" for f in (min, statistics.median, max))
+            expected.append(
+                [
+                    report["model"],
+                    result["source"],
+                    result["arm"],
+                    f"{median} ({low}-{high})",
+                    f"{statistics.median(result['load_seconds']) * 1e3:.1f}",
+                    f"{bandwidth / copy:.0%}",
+                    f"{result['extra_bytes'] / 2**20:.0f}",
+                ]
+            )
+    (table,) = tables("refit.md")
+    assert sorted(table[1:]) == sorted(expected)
+
+
+def test_every_mismatch_is_in_the_table_with_its_figures():
+    expected = []
+    for report in raw("mismatch"):
+        for result in report["results"]:
+            kls = [
+                f"{result[kind]['rollout_corr/k3_kl']:.1e} ± {result[kind]['k3_kl_standard_error']:.0e}"
+                for kind in ("own", "common")
+            ]
+            common = result["common"]
+            expected.append(
+                [
+                    report["device"].split(" (")[0],
+                    result["precision"],
+                    result["kernels"]["linear"],
+                    *kls,
+                    f"{common['training/rollout_probs_diff_mean']:.2e}",
+                    f"{common['training/rollout_actor_probs_pearson_corr']:.5f}",
+                ]
+            )
+    table = tables("mismatch.md")[0]
+    assert sorted(table[1:]) == sorted(expected)
+
+
+@pytest.mark.parametrize("row", tables("mismatch.md")[1][1:], ids=lambda row: row[0])
+def test_signal_to_noise_ratios_are_the_raw_datas(row):
+    precision, kind = row[0].split()
+    (report,) = [r for r in raw("mismatch") if "H200" in r["device"]]
+    (result,) = [r for r in report["results"] if r["precision"] == precision]
+    header = tables("mismatch.md")[1][0][1:]
+    assert [noise["kind"] for noise in result["noise"]] == header
+    assert row[1:] == [f"{noise[kind]['median']:.1f}" for noise in result["noise"]]

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A server stops unless the model its engine really holds is what the precision's name says."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from flashrl_verl.config import FlashRLConfig
+from flashrl_verl.errors import FlashRLError
+from flashrl_verl.rollout.server import FlashRLHttpServer
+
+HELD = {
+    "precision": "int8",
+    "quantized": {"int8": 8},
+    "quantized_layers": 8,
+    "quantized_names": ["model.layers.0.mlp.down_proj"],
+    "unquantized_layers": {},
+    "kept_layers": [],
+    "ignore_unused": [],
+}
+"""What ``flashrl_layers`` says of a small INT8 model."""
+
+
+def require(wanted: str, changes: dict) -> None:
+    FlashRLHttpServer._require_precision(SimpleNamespace(flashrl=FlashRLConfig(precision=wanted)), {**HELD, **changes})
+
+
+@pytest.mark.parametrize(
+    "precision, changes",
+    [
+        ("int8", {}),
+        ("int8", {"unquantized_layers": {"model.layers.0.mlp.gate": "ReplicatedLinear"}}),
+        ("int8", {"unquantized_layers": {"model.layers.0.x": "RowParallelLinear"}, "kept_layers": ["model.layers.0.x"]}),
+        ("fp8", {"precision": "fp8", "quantized": {"float8_e4m3fn": 8}}),
+        (
+            "bf16",
+            {"precision": "bf16", "quantized": {}, "quantized_layers": 0, "unquantized_layers": {"a": "ColumnParallelLinear"}},
+        ),
+    ],
+)
+def test_a_model_that_is_what_was_asked_for_is_accepted(precision, changes):
+    require(precision, changes)
+
+
+@pytest.mark.parametrize(
+    "precision, changes, words",
+    [
+        ("int8", {"precision": "bf16"}, ["quantization 'bf16'", "engine_kwargs.vllm"]),
+        (
+            "int8",
+            {"unquantized_layers": {"model.layers.0.x": "NewLinear"}},
+            ["layers.0.x", "NewLinear", "flashrl.ignore"],
+        ),
+        ("int8", {"unquantized_layers": {"model.layers.0.x": "RowParallelLinear"}}, ["RowParallelLinear", "precision=bf16"]),
+        ("int8", {"quantized": {"int8": 7, "float8_e4m3fn": 1}}, ["float8_e4m3fn", "flashrl.precision=int8"]),
+        (
+            "int8",
+            {"quantized": {}, "quantized_layers": 0, "kept_layers": ["a", "b"]},
+            ["none", "keep_first_layers", "2 layer"],
+        ),
+        ("fp8", {"precision": "fp8"}, ["flashrl.precision=fp8", "'int8': 8"]),
+        ("bf16", {"precision": "bf16"}, ["flashrl.precision=bf16", "'int8': 8"]),
+        ("int8", {"ignore_unused": ["lm_haed"]}, ["lm_haed", "flashrl.ignore", "model.layers.0.mlp.down_proj"]),
+    ],
+)
+def test_a_model_that_is_something_else_stops_the_run_with_the_reason(precision, changes, words):
+    with pytest.raises(FlashRLError) as caught:
+        require(precision, changes)
+    for word in words:
+        assert word in str(caught.value)
