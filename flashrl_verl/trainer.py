@@ -15,10 +15,10 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from flashrl_verl.cluster import check_cluster
 from flashrl_verl.compat import Status, check_versions
-from flashrl_verl.errors import ConfigError, DynamicSamplingError, FlashRLError, RefitError
+from flashrl_verl.errors import ConfigError, DynamicSamplingError, FlashRLError
 from flashrl_verl.local_paths import check_paths
 from flashrl_verl.metrics_file import MetricsFile, metrics_path
-from flashrl_verl.rollout.receipt import verify_receipts
+from flashrl_verl.rollout.receipt import verify_ranks
 from flashrl_verl.self_check import LEVEL_1_BYTES, require_same, sleeps_between_steps
 from flashrl_verl.validation import validate_config
 
@@ -163,18 +163,7 @@ class FlashRLTrainer(PPOTrainerSync):
         """
         ranks = self.actor_rollout_wg.flashrl_refit_report()
         held = self._ask_servers("flashrl_receipts")
-        for rank in ranks:
-            replica, position = rank["replica"], rank["rank_in_replica"]
-            where = f"rollout replica {replica}, rank {position}"
-            verify_receipts(rank["sent"], held[replica][position], self.global_steps, where)
-        unsent = [
-            f"replica {replica}, rank {position}"
-            for replica, workers in enumerate(held)
-            for position in range(len(workers))
-            if not any((rank["replica"], rank["rank_in_replica"]) == (replica, position) for rank in ranks)
-        ]
-        if unsent:
-            raise RefitError(f"step {self.global_steps}: no trainer rank sends to the rollout's {'; '.join(unsent)}")
+        verify_ranks(ranks, held, self.global_steps)
         reports = [report for rank in ranks for report in rank["reports"]]
         return {**refit_metrics(reports), "flashrl/receipts_verified": len(ranks)}
 

@@ -197,6 +197,27 @@ class Manifest:
         }
 
 
+def verify_ranks(ranks: Sequence[dict], held: Sequence[Sequence[dict]], step: int) -> None:
+    """Compare what every trainer rank sent with what the engine worker beside it holds.
+
+    Args:
+        ranks: ``FlashRLWorker.flashrl_refit_report`` of every trainer rank.
+        held: the receipts of every replica's engine workers.
+        step: the trainer's global step.
+
+    Raises:
+        RefitError: two receipts differ, or a worker has no trainer rank that sends to it.
+    """
+    for rank in ranks:
+        replica, position = rank["replica"], rank["rank_in_replica"]
+        verify_receipts(rank["sent"], held[replica][position], step, f"rollout replica {replica}, rank {position}")
+    served = {(rank["replica"], rank["rank_in_replica"]) for rank in ranks}
+    workers = [(replica, position) for replica, receipts in enumerate(held) for position in range(len(receipts))]
+    unserved = [f"replica {replica}, rank {position}" for replica, position in workers if (replica, position) not in served]
+    if unserved:
+        raise RefitError(f"step {step}: no trainer rank sends to the rollout's {'; '.join(unserved)}")
+
+
 def verify_receipts(sent: dict, received: dict, step: int, where: str) -> None:
     """Compare the trainer's receipt with the engine's.
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flashrl_verl.errors import RefitError
-from flashrl_verl.rollout.receipt import Manifest, checksum, is_sampled, stride_for, verify_receipts
+from flashrl_verl.rollout.receipt import Manifest, checksum, is_sampled, stride_for, verify_ranks, verify_receipts
 
 
 def weights(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -30,6 +30,24 @@ def test_a_dropped_update_is_named_by_both_steps():
         verify_receipts(receipt_of(weights()), receipt_of(weights(), step=2), 3, "replica 0")
     with pytest.raises(RefitError, match="trainer sent the weights of step 2"):
         verify_receipts(receipt_of(weights(), step=2), receipt_of(weights(), step=2), 3, "replica 0")
+
+
+def reports(*places: tuple[int, int], **changes: dict) -> list[dict]:
+    """Of trainer ranks that send the same update to (replica, rank in replica)."""
+    return [{"replica": replica, "rank_in_replica": rank, "sent": receipt_of(weights()), **changes} for replica, rank in places]
+
+
+def test_every_rank_is_compared_with_the_worker_beside_it():
+    good, stale = receipt_of(weights()), receipt_of(weights(seed=1))
+    verify_ranks(reports((0, 0), (0, 1), (1, 0)), [[good, good], [good]], 3)
+    with pytest.raises(RefitError, match=r"rollout replica 0, rank 1: at step 3 .* layer\.0\.weight"):
+        verify_ranks(reports((0, 0), (0, 1), (1, 0)), [[good, stale], [good]], 3)
+
+
+def test_an_engine_worker_that_nobody_sends_to_is_noticed():
+    good = receipt_of(weights())
+    with pytest.raises(RefitError, match="step 3: no trainer rank sends to the rollout's replica 0, rank 1; replica 1, rank 0"):
+        verify_ranks(reports((0, 0)), [[good, good], [good]], 3)
 
 
 def test_one_changed_bfloat16_value_is_noticed_and_named():
