@@ -83,12 +83,11 @@ def bench_refit(
     import torch
 
     from flashrl_verl.bench import refit, refit_report
-    from flashrl_verl.config import FlashRLConfig
 
     sources = {"bf16": torch.bfloat16, "fp32": torch.float32}
     if source not in sources:
         raise ConfigError(f"--source {source!r} is not one of {', '.join(sources)}")
-    precisions = [FlashRLConfig(precision=name.strip()).precision for name in precision.split(",") if name.strip()]
+    precisions = list(_precisions(precision))
     console = _console()
     with console.status("starting") as status:
         report = refit.run(

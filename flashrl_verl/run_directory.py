@@ -73,7 +73,8 @@ def move_aside(output: Path, checkpoints: Path, root: Path | None = None) -> Pat
     trained = {path.name for path in results} - {report.RUN_FILE, CONFIG_FILE}
     if not trained and not saved:  # a record alone is of a run that never started training
         return None
-    taken = [int(p.name.removeprefix("previous-")) for p in output.glob("previous-*") if p.name[9:].isdigit()]
+    endings = [path.name.removeprefix("previous-") for path in output.glob("previous-*")]
+    taken = [int(ending) for ending in endings if ending.isdigit()]
     aside = output / f"previous-{max(taken, default=0) + 1}"
     aside.mkdir()
     if saved:

@@ -91,7 +91,7 @@ def require_same(before: Sequence[EngineState], after: Sequence[EngineState], ev
     ]
     if problems:
         raise FlashRLError(
-            f"self-check failed: after {event} and the same weights again, the rollout is not what it was: "
+            f"self-check failed: after {event}, the rollout is not what it was: "
             f"{'; '.join(problems)}. Updates of this model would leave something behind: set flashrl.precision=bf16 to see "
             "whether quantization is at fault, check `flashrl version`, and report it (flashrl.self_check=false skips this)"
         )

@@ -174,17 +174,16 @@ class FlashRLTrainer(PPOTrainerSync):
         before = self._ask_servers("flashrl_state")
         if sleeps and weight_bytes <= LEVEL_1_BYTES:
             self._ask_servers("flashrl_sleep_and_wake", 1)
-            require_same(before, self._ask_servers("flashrl_state"), "sleep level 1")
+            require_same(before, self._ask_servers("flashrl_state"), "sleep at level 1")
         self.actor_rollout_wg.flashrl_poison_next()
         if sleeps:
             self.checkpoint_manager.sleep_replicas()
         self.checkpoint_manager.update_weights(self.global_steps)
         self._verify_refit()
-        event = "sleep, poisoned weights" if sleeps else "poisoned weights"
+        event = ("sleep, " if sleeps else "") + "poisoned weights and the same weights again"
         require_same(before, self._ask_servers("flashrl_state"), event)
         log.info(
-            "[flashrl] self-check passed in %.1f s: after %s and the same weights again, storage, addresses and %d greedy "
-            "tokens are the same",
+            "[flashrl] self-check passed in %.1f s: after %s, storage, addresses and %d greedy tokens are the same",
             time.perf_counter() - started,
             event,
             len(before[0].token_ids),

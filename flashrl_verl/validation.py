@@ -102,6 +102,13 @@ _BACKEND = (
         f"{ROLLOUT}.quantization_config_file=null",
     ),
     Rule(
+        "reward.reward_model",
+        lambda node: not (node or {}).get("enable") or bool(node.get("enable_resource_pool")),
+        "a reward model on the training GPUs makes verl send weights in the middle of validation, which nobody verifies",
+        "reward.reward_model.enable_resource_pool=true (GPUs of its own), or reward.reward_model.enable=false",
+        {},
+    ),
+    Rule(
         f"{ROLLOUT}.qat.enable",
         one_of(False, None),
         "quantization-aware training brings its own quantization of the rollout",

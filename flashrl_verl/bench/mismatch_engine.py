@@ -212,15 +212,13 @@ def _update(worker: Any, model: str) -> int:
 
 
 def _sent_weights(model: str) -> list[tuple[str, torch.Tensor]]:
-    """The tensors that verl's FSDP engine sends, under the names it gives them (``get_per_tensor_param``)."""
+    """The tensors that verl's FSDP engine sends, under the names it gives them."""
     from transformers import AutoModelForCausalLM
-    from verl.utils.model import convert_weight_keys
-    from verl.workers.engine.fsdp.utils import unfuse_moe_params
+
+    from flashrl_verl.bench.shapes import sent_tensors
 
     with torch.device("cpu"):  # vLLM's worker has made the GPU the default
-        trained = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
-    named = convert_weight_keys(trained.state_dict(), trained)
-    return list(unfuse_moe_params(named.items(), trained.config.model_type))
+        return list(sent_tensors(AutoModelForCausalLM.from_pretrained(model, dtype="auto")))
 
 
 def _sample(llm: Any, job: Job) -> tuple[list[list[int]], list[list[float]]]:

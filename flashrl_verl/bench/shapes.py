@@ -85,12 +85,12 @@ def save_config(config: PretrainedConfig, folder: Path) -> Path:
 
 
 def sent_tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield name and tensor of everything verl sends of a model: experts one by one, no tied ``lm_head``."""
+    """Yield name and tensor of all that verl's FSDP engine sends of a model (``get_per_tensor_param``): experts one by one, a
+    tied ``lm_head`` too, which the rollout then leaves alone."""
+    from verl.utils.model import convert_weight_keys
     from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
-    for name, tensor in unfuse_moe_params(model.state_dict().items(), model.config.model_type):
-        if name != "lm_head.weight" or not model.config.tie_word_embeddings:
-            yield name, tensor
+    yield from unfuse_moe_params(convert_weight_keys(model.state_dict(), model).items(), model.config.model_type)
 
 
 def tensor_shapes(config: PretrainedConfig) -> Iterator[tuple[str, torch.Tensor]]:

@@ -100,11 +100,11 @@ class FlashRLQuantizationConfig(QuantizationConfig):
             return UnpackedMoEMethod(layer.moe_config) if current_platform.is_cpu() else None
         if isinstance(layer, VocabParallelEmbedding):
             self._kept(prefix, [])
-        if isinstance(layer, MLAAttention) and self.format is not None:
-            # It derives tensors from kv_b_proj after loading, at new addresses, which CUDA graphs would not see.
+        if isinstance(layer, MLAAttention):
+            # It derives tensors from kv_b_proj after loading; whether they stay where CUDA graphs read them is not tested.
             raise ConfigError(
-                f"{prefix}: flashrl.precision={self.precision.value} does not support multi-head latent attention; set "
-                "flashrl.precision=bf16"
+                f"{prefix}: this rollout does not support multi-head latent attention in any flashrl.precision; use verl's, "
+                "actor_rollout_ref.rollout.name=vllm with trainer.v1.trainer_mode=sync"
             )
         return None  # embeddings, lm_head and attention use vLLM's own unquantized method
 

@@ -38,7 +38,10 @@ def expert_loop(
     """
     from vllm.model_executor.layers.fused_moe.cpu_fused_moe import _CPU_MOE_ACT_FN, select_experts
 
-    assert not layer.apply_router_weight_on_input, "router weights on the input are not computed here"
+    if layer.apply_router_weight_on_input:
+        raise ConfigError(
+            "this model applies router weights to the experts' input, which hardware=cpu does not compute; use hardware=cuda"
+        )
     weights, chosen = select_experts(
         hidden_states=x,
         router_logits=router_logits,
@@ -135,6 +138,16 @@ class RowQuantizedMoEMethod(FusedMoEMethodBase):
                 pairs = zip(weight.data, weight.scales.data, strict=True)
                 # float32 between the projections: rounding to BF16 there would cost 12 dB against exact W8A8.
                 setattr(layer, handles, [onednn_handle(codes, scales, torch.float32) for codes, scales in pairs])
+
+    def packed_products(self, layer: torch.nn.Module) -> list[torch.Tensor]:
+        """Products of ones with what is computed with in the place of the parameters; empty where they are used directly."""
+        if self.kernel is not Kernel.ONEDNN:
+            return []
+        products = []
+        for name in ("w13_weight", "w2_weight"):
+            _, rows, columns = getattr(layer, name).shape
+            products += [onednn_multiply(h, torch.ones(1, columns), rows) for h in getattr(layer, f"{name}_handles")]
+        return products
 
     def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> FusedMoEQuantConfig:
         return expert_quant_config(self.format, layer.w13_weight_scale, layer.w2_weight_scale)

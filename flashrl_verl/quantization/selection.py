@@ -27,6 +27,7 @@ class LayerSelection:
     """``flashrl.keep_last_layers``."""
     _used: set[str] = field(default_factory=set)
     _kept: list[str] = field(default_factory=list)
+    _numbers: set[int] = field(default_factory=set)
 
     def keeps(self, name: str, parts: Sequence[str], num_layers: int) -> bool:
         """Whether a layer stays in high precision.
@@ -44,6 +45,7 @@ class LayerSelection:
             # Entries that name it all the same are of use: what they ask for is what happens.
             self._names_all(name, parts)
             self._kept.append(name)
+            self._numbers.add(int(number[1]))
             return True
         if self._names_all(name, parts):
             self._kept.append(name)
@@ -54,6 +56,11 @@ class LayerSelection:
     def kept(self) -> list[str]:
         """Layers that stay in high precision because the user said so."""
         return list(self._kept)
+
+    @property
+    def kept_numbers(self) -> list[int]:
+        """Decoder layers that ``keep_first_layers`` and ``keep_last_layers`` keep."""
+        return sorted(self._numbers)
 
     def unused(self) -> list[str]:
         """Entries of ``ignore`` that no layer matched."""

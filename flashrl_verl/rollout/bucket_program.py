@@ -32,7 +32,8 @@ class BucketProgram:
     def __init__(self, plan: LoadPlan, weights: NamedTensors):
         self.passed = Passed.of(weights)
         """What goes into the update's manifest."""
-        self.unplanned = [i for i, (n, _) in enumerate(weights) if not plan.quantizes(n) and n not in plan.copies]
+        known = [plan.quantizes(n) or n in plan.copies or n in plan.left_alone for n, _ in weights]
+        self.unplanned = [i for i, planned in enumerate(known) if not planned]
         """Indices of the tensors that are left to vLLM's loaders."""
         self._device = weights[0][1].device
         self._layout = [(t.shape, t.dtype, t.data_ptr() - weights[0][1].data_ptr()) for _, t in weights]

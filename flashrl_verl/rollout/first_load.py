@@ -10,6 +10,7 @@ from verl.workers.rollout.vllm_rollout.weight_update_utils import apply_buffer_u
 
 from flashrl_verl.quantization.parameter import QuantizedStorage, observe_loads
 from flashrl_verl.rollout.plan import Copy, LoadPlan, NamedTensors, find_copy
+from flashrl_verl.rollout.poison import poison
 from flashrl_verl.rollout.receipt import to_host
 from flashrl_verl.rollout.recorder import LoadRecorder
 
@@ -83,6 +84,7 @@ class FirstLoad:
             return
         if name.endswith("rotary_emb.inv_freq") or (name.startswith("lm_head.") and self._tied()):
             self.left_alone.append(name)
+            self._plan.left_alone.add(name)
         else:
             self.unexpected.append(name)
 
@@ -95,7 +97,11 @@ class FirstLoad:
         # Equal shapes alone prove nothing: with tensor parallelism 2, gate's and up's rows of a rank together are as many as
         # gate has, and a bias that is still zero would look like a copy too.
         if copy is None or not _holds(copy, tensor) or bool((tensor == tensor.flatten()[0]).all()):
-            copy = find_copy(parameter, tensor, lambda probe: self._model.load_weights([(name, probe)]))
+            try:
+                copy = find_copy(parameter, tensor, lambda probe: self._model.load_weights([(name, probe)]))
+            except Exception:  # noqa: BLE001 - a loader that takes no probe is asked for the tensor every time
+                copy = None
+                self._model.load_weights([(name, tensor)])
         if copy is not None and _holds(copy, tensor):
             self._plan.copies[name] = copy
 
@@ -103,15 +109,6 @@ class FirstLoad:
         config = self._model.config
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
         return bool(getattr(text, "tie_word_embeddings", False))
-
-
-def poison(parameters: dict[str, torch.nn.Parameter]) -> None:
-    """Overwrite all storage so that nothing that is not written can pass for a weight."""
-    for parameter in parameters.values():
-        if isinstance(parameter, QuantizedStorage):
-            parameter.poison()
-        elif parameter.is_floating_point() and parameter.dtype.itemsize > 1:
-            parameter.data.fill_(float("nan"))
 
 
 def _holds(copy: Copy, tensor: torch.Tensor) -> bool:

@@ -69,6 +69,8 @@ class LoadPlan:
         self._shards: dict[str, list[Shard]] = {}
         self.copies: dict[str, Copy] = {}
         """Tensors that become a copy, by name."""
+        self.left_alone: set[str] = set()
+        """Tensors that become nothing."""
 
     def quantizes(self, name: str) -> bool:
         return name in self._shards
@@ -104,9 +106,6 @@ class LoadPlan:
             self._shards.pop(name, None)
 
 
-_PROBE_BYTES = 512 << 20
-"""Largest tensor that ``find_copy`` takes: it makes several of its size."""
-
 _DIGIT = 128
 """Base in which a probe writes row numbers: every integer up to 256 is a BF16 value."""
 
@@ -114,8 +113,9 @@ _DIGIT = 128
 def find_copy(parameter: torch.nn.Parameter, tensor: torch.Tensor, load: Callable[[torch.Tensor], object]) -> Copy | None:
     """Find out which rows of an unquantized parameter a loader fills with which rows of a tensor of another shape.
 
-    Row numbers are loaded instead of the tensor, digit by digit, and read back: the values of weights could not tell (a bias
-    that is still zero lies everywhere). Biases of fused projections and tensor-parallel slices of vectors are such tensors.
+    Row numbers, from 1, are loaded instead of the tensor, digit by digit, and read back: the values of weights could not tell
+    (a bias that is still zero lies everywhere). Biases of fused projections, and under tensor parallelism vectors and
+    embeddings, are such tensors.
 
     Args:
         parameter: its contents are restored, and the tensor's rows loaded.
@@ -123,19 +123,19 @@ def find_copy(parameter: torch.nn.Parameter, tensor: torch.Tensor, load: Callabl
         load: the model's loader of such a tensor.
 
     Returns:
-        The copy; None when the rows do not lie behind each other, or the tensor is too large to try.
+        The copy; None when the rows do not lie behind each other, or the loader does something else than copying.
     """
-    if parameter.shape[1:] != tensor.shape[1:] or tensor.nbytes > _PROBE_BYTES:
+    if parameter.shape[1:] != tensor.shape[1:]:
         return None
     kept = parameter.data.clone()
-    rows = torch.arange(tensor.shape[0], device=tensor.device)
+    rows = torch.arange(1, tensor.shape[0] + 1, device=tensor.device)
     found = torch.zeros(parameter.shape[0], dtype=torch.int64, device=parameter.device)
     weight = 1
     try:
         while weight <= tensor.shape[0]:
             parameter.data.fill_(float("nan"))
             digit = rows // weight % _DIGIT
-            load(digit.to(tensor.dtype).view(-1, *[1] * (tensor.dim() - 1)).expand_as(tensor).contiguous())
+            load(digit.to(tensor.dtype).view(-1, *[1] * (tensor.dim() - 1)).expand_as(tensor))  # takes no memory
             read = parameter.data.flatten(1)[:, 0] if parameter.dim() > 1 else parameter.data
             found += torch.where(read.isnan(), torch.full_like(found, -1), read.nan_to_num().long() * weight)
             weight *= _DIGIT
@@ -145,10 +145,11 @@ def find_copy(parameter: torch.nn.Parameter, tensor: torch.Tensor, load: Callabl
     filled = (found >= 0).nonzero().flatten().tolist()
     if not filled or filled != list(range(filled[0], filled[-1] + 1)):
         return None
-    sources = found[filled[0] : filled[-1] + 1].tolist()
+    sources = [number - 1 for number in found[filled[0] : filled[-1] + 1].tolist()]
     count = next((i for i, source in enumerate(sources) if source != sources[0] + i), len(sources))
     padding = len(sources) - count
-    # Zeros read back as row 0 of the tensor.
-    if any(sources[count:]) or parameter.data.narrow(0, filled[0] + count, padding).any():
+    if sources[0] < 0 or sources[0] + count > tensor.shape[0]:
+        return None
+    if any(source != -1 for source in sources[count:]) or parameter.data.narrow(0, filled[0] + count, padding).any():
         return None
     return Copy(parameter, filled[0], count, sources[0], padding)

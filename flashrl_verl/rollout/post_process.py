@@ -7,6 +7,7 @@ import torch
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
+from vllm.v1.attention.backend import AttentionImplBase
 
 
 class PostProcess:
@@ -28,7 +29,7 @@ class PostProcess:
         modules = list(model.modules())
         methods = [(getattr(module, "quant_method", None), module) for module in modules]
         self._methods = [(method, module) for method, module in methods if isinstance(method, QuantizeMethodBase)]
-        others = [m for m in modules if hasattr(m, "process_weights_after_loading") and type(m) is not Attention]
+        others = [m for m in modules if hasattr(m, "process_weights_after_loading") and not _derives_nothing(m)]
         self._ran = False
         self._always_whole = bool(others)
 
@@ -39,3 +40,11 @@ class PostProcess:
             return
         for method, module in self._methods:
             method.process_weights_after_loading(module)
+
+
+def _derives_nothing(module: torch.nn.Module) -> bool:
+    """Whether it is an ordinary attention layer whose backend leaves vLLM's hook empty (FlashInfer copies sinks there)."""
+    if type(module) is not Attention:
+        return False
+    hook = type(module.impl).process_weights_after_loading
+    return hook is AttentionImplBase.process_weights_after_loading

@@ -101,11 +101,15 @@ class Passed:
     shapes: dict[str, tuple[int, ...]]
     dtypes: dict[str, torch.dtype]
     num_bytes: int
+    repeated: tuple[str, ...] = ()
+    """Names that are there more than once."""
 
     @classmethod
     def of(cls, weights: Sequence[tuple[str, torch.Tensor]]) -> "Passed":
         shapes, dtypes = {n: tuple(t.shape) for n, t in weights}, {n: t.dtype for n, t in weights}
-        return cls(shapes, dtypes, sum(t.nbytes for _, t in weights))
+        names = [name for name, _ in weights]
+        repeated = tuple({n for n in names if names.count(n) > 1}) if len(shapes) < len(names) else ()
+        return cls(shapes, dtypes, sum(t.nbytes for _, t in weights), repeated)
 
 
 @dataclasses.dataclass
@@ -117,6 +121,8 @@ class Manifest:
     shapes: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     dtypes: dict[str, torch.dtype] = dataclasses.field(default_factory=dict)
     num_bytes: int = 0
+    repeated: list[str] = dataclasses.field(default_factory=list)
+    """Names that passed more than once."""
     digest: str = ""
     _sums: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
     _finite: list["_FiniteCheck"] = dataclasses.field(default_factory=list)
@@ -127,6 +133,8 @@ class Manifest:
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Record one tensor (any shape, a 2- or 4-byte dtype) as it passes; nothing is copied to the host yet."""
+        if name in self.shapes:
+            self.repeated.append(name)
         self.shapes[name], self.dtypes[name] = tuple(tensor.shape), tensor.dtype
         self.num_bytes += tensor.nbytes
         if self.samples(name):
@@ -134,6 +142,9 @@ class Manifest:
 
     def add_passed(self, passed: Passed) -> None:
         """Record many tensors at once, without the checksums of those it ``samples``: ``add_sum`` them."""
+        self.repeated += passed.repeated
+        if not self.shapes.keys().isdisjoint(passed.shapes):
+            self.repeated += [name for name in passed.shapes if name in self.shapes]
         self.shapes.update(passed.shapes)
         self.dtypes.update(passed.dtypes)
         self.num_bytes += passed.num_bytes

@@ -14,9 +14,10 @@ from verl.workers.rollout.vllm_rollout.weight_update_utils import apply_buffer_u
 from flashrl_verl.errors import RefitError
 from flashrl_verl.quantization.parameter import QuantizedStorage, observe_loads
 from flashrl_verl.rollout.bucket_program import BucketPrograms
-from flashrl_verl.rollout.first_load import FirstLoad, first_line, poison
+from flashrl_verl.rollout.first_load import FirstLoad, first_line
 from flashrl_verl.rollout.phase_clock import PhaseClock
 from flashrl_verl.rollout.plan import LoadPlan, NamedTensors
+from flashrl_verl.rollout.poison import poison
 from flashrl_verl.rollout.receipt import Manifest
 from flashrl_verl.rollout.recorder import LoadRecorder
 from flashrl_verl.rollout.storage_check import CodeChangeMeter, StorageCheck
@@ -32,8 +33,6 @@ class WeightRefit:
         self.model = model
         self.baseline: dict[str, tuple[int, ...]] | None = None
         """HF name -> shape of every tensor of a whole update; None until the first one has succeeded."""
-        self.addresses: dict[str, int] = {}
-        """Where each parameter lies: CUDA graphs replay these addresses, so no update may move one."""
         self.last_receipt: dict = {}
         self._device = next(model.parameters()).device
         self._flag = torch.zeros(1, dtype=torch.int32, device=self._device)
@@ -47,6 +46,9 @@ class WeightRefit:
             for prefix, module in model.named_modules()
             for key in module._parameters
         ]
+        self._parameters = self._current_parameters()
+        self.addresses = self._current_addresses()
+        """Where each parameter has been since the engine started and captured its CUDA graphs: no update may move one."""
 
     def begin(self, step: int, stride: int) -> None:
         """Start an update: clear the account, and poison the storage if the update is to be careful."""
@@ -78,6 +80,11 @@ class WeightRefit:
             weights: (Hugging Face name, tensor) pairs; the tensors are not kept past this call.
         """
         if not weights:
+            return
+        # Bucket tensors are contiguous; kernels count rows from their addresses, and would read others wrongly.
+        scattered = [n for n, t in weights if not t.is_contiguous()]
+        if scattered:
+            self._report("tensors that are not contiguous, as a sender has to make them", scattered)
             return
         try:
             with self._clock:
@@ -119,7 +126,11 @@ class WeightRefit:
             self._report("parameters that are not copies of the tensors that arrived", self._storage.stale_copies())
             self._report("the stored codes are not those of the tensors that arrived", self._storage.wrong_codes())
         if self._problems:
-            raise RefitError(f"weight update of step {self.manifest.step}: " + "; ".join(self._problems))
+            raise RefitError(
+                f"weight update of step {self.manifest.step}: {'; '.join(self._problems)}. Nothing was sampled from it; resume "
+                "from the last checkpoint. Should the same appear with flashrl.precision=bf16, the model or vLLM's version "
+                "(`flashrl version`) is not supported; a layer that only 8 bits do not suit goes into flashrl.ignore"
+            )
         self._accept()
         return {
             "receipt": self.last_receipt,
@@ -136,7 +147,6 @@ class WeightRefit:
             self.baseline = dict(self.manifest.shapes)
             self._recorder.close()
             self._written, self._left_alone, self._first = self._first.written, self._first.left_alone, None
-            self.addresses = self.addresses or self._current_addresses()
         self._programs.end_update()
         self.last_receipt = self.manifest.receipt(self._previous)
         self._previous = self.manifest
@@ -163,11 +173,6 @@ class WeightRefit:
 
     def _load_as_planned(self, weights: NamedTensors) -> None:
         """Load a bucket by the record of the first update; what is not of it is ``_check_names``'s."""
-        # Bucket tensors are contiguous; kernels count rows from their addresses, and would read others wrongly.
-        scattered = [n for n, t in weights if not t.is_contiguous()]
-        if scattered:
-            self._problems.append("tensors that are not contiguous: " + _list(scattered))
-            return
         known = [(n, t) for n, t in weights if self.baseline.get(n) == t.shape]
         if len(known) < len(weights):
             for name, tensor in weights:
@@ -220,6 +225,7 @@ class WeightRefit:
     def _check_names(self) -> None:
         """Every tensor of the baseline, no other, each exactly once."""
         seen, baseline = self.manifest.shapes, self.baseline
+        self._report("tensors that arrived more than once", self.manifest.repeated)
         if self._first is not None:
             self._problems += self._first.problems
             self._report("unexpected tensors that no parameter takes", self._first.unexpected)

@@ -56,46 +56,7 @@ class FlashRLHttpServer(vLLMHttpServer):
         await super().run_server(args)
         self._layers = await self.collective_rpc("flashrl_layers")
         for layers in self._layers:
-            self._require_precision(layers)
-
-    def _require_precision(self, layers: dict) -> None:
-        """The live engine's model, not its arguments, decides whether the precision's name is true."""
-        wanted = self.flashrl.precision
-        if layers["precision"] != wanted.value:
-            raise FlashRLError(
-                f"the engine runs with quantization {layers['precision']!r} although flashrl.precision={wanted.value}; "
-                "look for conflicting keys under actor_rollout_ref.rollout.engine_kwargs.vllm"
-            )
-        if layers["ignore_unused"]:
-            raise ConfigError(
-                f"flashrl.ignore has entries that match no layer of this model: {layers['ignore_unused']}. Its layers are "
-                f"named like {list(layers['unquantized_layers'])[:2] + layers['quantized_names'][:4]}; correct the entries or "
-                f"remove them"
-            )
-        if wanted is Precision.BF16:
-            if layers["quantized_layers"] > 0:
-                raise FlashRLError(f"flashrl.precision=bf16, but the engine holds quantized weights: {layers['quantized']}")
-            return
-        # A ReplicatedLinear is left alone by design (a router); any other layer in BF16 that the user did not name would make
-        # the precision half true.
-        unknown = {
-            name: kind
-            for name, kind in layers["unquantized_layers"].items()
-            if kind != "ReplicatedLinear" and name not in layers["kept_layers"]
-        }
-        if unknown:
-            raise FlashRLError(
-                f"flashrl.precision={wanted.value} would leave {len(unknown)} layers of this model in high precision, of kinds "
-                f"the quantizer does not know: {list(unknown.items())[:8]}; name them in flashrl.ignore, or set "
-                "flashrl.precision=bf16"
-            )
-        dtype = str(row_format(wanted).dtype).removeprefix("torch.")
-        if set(layers["quantized"]) != {dtype}:
-            raise FlashRLError(
-                f"flashrl.precision={wanted.value}, but the engine's quantized weights are {layers['quantized'] or 'none'} "
-                f"(kept by flashrl.ignore, keep_first_layers and keep_last_layers: {len(layers['kept_layers'])} layers); keep "
-                f"fewer, or set flashrl.precision=bf16"
-            )
+            require_precision(self.flashrl, layers)
 
     async def collective_rpc(
         self,
@@ -125,6 +86,7 @@ class FlashRLHttpServer(vLLMHttpServer):
             request_id=uuid.uuid4().hex,
         )
         workers = await self.collective_rpc("flashrl_digest")
+        await self.collective_rpc("flashrl_forget_padded_vocab_mass")  # of a prompt that means nothing
         await self.clear_kv_cache()
         return EngineState(workers=workers, token_ids=output.token_ids, log_probs=output.log_probs)
 
@@ -147,3 +109,58 @@ class FlashRLReplica(vLLMReplica):
 
     def _get_server_name_prefix(self) -> str:
         return f"{NAME}_"
+
+
+def require_precision(settings: FlashRLConfig, layers: dict) -> None:
+    """The live engine's model, not its arguments, decides whether the precision's name is true.
+
+    Args:
+        settings: what was asked for.
+        layers: ``FlashRLWorkerExtension.flashrl_layers`` of one worker.
+
+    Raises:
+        FlashRLError: the model is something else (as ConfigError where a setting has to change).
+    """
+    wanted = settings.precision
+    if layers["precision"] != wanted.value:
+        raise FlashRLError(
+            f"the engine runs with quantization {layers['precision']!r} although flashrl.precision={wanted.value}; "
+            "look for conflicting keys under actor_rollout_ref.rollout.engine_kwargs.vllm"
+        )
+    if layers["ignore_unused"]:
+        raise ConfigError(
+            f"flashrl.ignore has entries that match no layer of this model: {layers['ignore_unused']}. Its layers are "
+            f"named like {list(layers['unquantized_layers'])[:2] + layers['quantized_names'][:4]}; correct the entries or "
+            f"remove them"
+        )
+    asked = settings.keep_first_layers + settings.keep_last_layers
+    if len(layers["kept_numbers"]) < asked and wanted is not Precision.BF16:
+        raise ConfigError(
+            f"flashrl.keep_first_layers={settings.keep_first_layers} and keep_last_layers={settings.keep_last_layers} keep "
+            f"{len(layers['kept_numbers'])} layers of this model instead of {asked}: they count names with "
+            "'.layers.<number>.', and need as many. Name the layers in flashrl.ignore"
+        )
+    if wanted is Precision.BF16:
+        if layers["quantized_layers"] > 0:
+            raise FlashRLError(f"flashrl.precision=bf16, but the engine holds quantized weights: {layers['quantized']}")
+        return
+    # A ReplicatedLinear is left alone by design (a router); any other layer in BF16 that the user did not name would make
+    # the precision half true.
+    unknown = {
+        name: kind
+        for name, kind in layers["unquantized_layers"].items()
+        if kind != "ReplicatedLinear" and name not in layers["kept_layers"]
+    }
+    if unknown:
+        raise FlashRLError(
+            f"flashrl.precision={wanted.value} would leave {len(unknown)} layers of this model in high precision, of kinds "
+            f"the quantizer does not know: {list(unknown.items())[:8]}; name them in flashrl.ignore, or set "
+            "flashrl.precision=bf16"
+        )
+    dtype = str(row_format(wanted).dtype).removeprefix("torch.")
+    if set(layers["quantized"]) != {dtype}:
+        raise FlashRLError(
+            f"flashrl.precision={wanted.value}, but the engine's quantized weights are {layers['quantized'] or 'none'} "
+            f"(kept by flashrl.ignore, keep_first_layers and keep_last_layers: {len(layers['kept_layers'])} layers); keep "
+            f"fewer, or set flashrl.precision=bf16"
+        )

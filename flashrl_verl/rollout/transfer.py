@@ -139,7 +139,7 @@ class DrainingReceiver(BucketedWeightReceiver):
                 logger.exception("loading a bucket failed")
                 # Its traceback would keep this bucket's tensors alive, and shared memory cannot be closed (nor CUDA IPC memory
                 # returned) under them: upstream's clean-up would then fail before the last acknowledgement.
-                error.__traceback__ = error.__context__ = None
+                error.__traceback__ = error.__context__ = error.__cause__ = None
                 failure.append(error)
 
         self.receive_weights(on_bucket_received=on_bucket)

@@ -9,6 +9,7 @@ from vllm.model_executor.layers.linear import LinearBase
 
 from flashrl_verl.quantization.parameter import QuantizedStorage
 from flashrl_verl.rollout.padded_vocab import PaddedVocabularyMeter
+from flashrl_verl.rollout.poison import untouched_layers
 from flashrl_verl.rollout.post_process import PostProcess
 from flashrl_verl.rollout.receipt import checksum, to_host
 from flashrl_verl.rollout.refit import WeightRefit
@@ -33,9 +34,9 @@ class FlashRLWorkerExtension(vLLMColocateWorkerExtension):
 
         Returns:
             precision of the engine's quantization config; quantized weights by dtype (a linear layer has one, a layer of
-            experts two); number and names of the quantized layers; name and class of the others, and which of them the user
-            kept; entries of ``flashrl.ignore`` that matched nothing; bytes of quantized weights (codes and scales), what they
-            would be in BF16, and of all parameters.
+            experts two); number and names of the quantized layers; name and class of the others, which of them the user kept,
+            and numbers of decoder layers kept whole; entries of ``flashrl.ignore`` that matched nothing; bytes of quantized
+            weights (codes and scales), what they would be in BF16, and of all parameters.
         """
         model = self.model_runner.model
         config = self.model_runner.vllm_config.quant_config
@@ -67,6 +68,7 @@ class FlashRLWorkerExtension(vLLMColocateWorkerExtension):
             "quantized_names": names,
             "unquantized_layers": unquantized,
             "kept_layers": selection.kept if selection is not None else [],
+            "kept_numbers": selection.kept_numbers if selection is not None else [],
             "ignore_unused": selection.unused() if selection is not None else [],
             "quantized_bytes": quantized_bytes,
             "quantized_bytes_as_bf16": bf16_bytes,
@@ -84,6 +86,11 @@ class FlashRLWorkerExtension(vLLMColocateWorkerExtension):
         # Bytes: a checksum takes 16-bit words, and buffers have any dtype.
         sums = to_host([checksum(t.data.contiguous().view(-1).view(torch.uint8)) for t in tensors.values()])
         return {name: (s, t.data_ptr()) for (name, t), s in zip(tensors.items(), sums, strict=True)}
+
+    def flashrl_forget_padded_vocab_mass(self) -> None:
+        """Leave what was sampled so far out of ``flashrl_padded_vocab_mass``."""
+        if self._flashrl_meter is not None:
+            self._flashrl_meter.reset()
 
     def flashrl_padded_vocab_mass(self) -> float:
         """Largest mean probability mass past the tokenizer, over the forward passes sampled since the last update."""
@@ -130,14 +137,21 @@ class FlashRLWorkerExtension(vLLMColocateWorkerExtension):
             self._flashrl_post_process = PostProcess(model, model_config, self.device)
         refit = self._flashrl_refit
         refit.begin(flashrl["step"], flashrl["stride"])
+        untouched: list[str] = []
         if flashrl.get("poison"):
             refit.poison()
             self._flashrl_post_process()  # whatever is derived from the weights is poisoned with them
+            untouched = untouched_layers(self.model_runner.model)
         receiver = DrainingReceiver(
             zmq_handle=self._get_zmq_handle(), device=self.device, use_shm=use_shm, timeout_s=flashrl["timeout_s"]
         )
         receiver.drain(refit.load)
         report = refit.finish(self._flashrl_post_process)
-        if self._flashrl_meter is not None:
-            self._flashrl_meter.reset()
+        if untouched:
+            raise ValueError(
+                f"self-check: {len(untouched)} layers computed with something else than their weights, which were poisoned: "
+                f"{', '.join(untouched[:8])}. Set flashrl.precision=bf16 to see whether quantization is at fault, and check "
+                "`flashrl version`"
+            )
+        self.flashrl_forget_padded_vocab_mass()
         return report

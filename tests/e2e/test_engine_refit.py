@@ -55,7 +55,11 @@ def optimizer_step(model: torch.nn.Module, lr: float, seed: int) -> None:
 
 
 def test_four_linears_per_layer_are_int8_and_take_about_half_the_bytes(engine):
+    from flashrl_verl.config import FlashRLConfig
+    from flashrl_verl.rollout.server import require_precision
+
     (layers,) = engine.collective_rpc("flashrl_layers")
+    require_precision(FlashRLConfig(precision="int8"), layers)
     assert layers["precision"] == "int8"
     assert layers["quantized_layers"] == 4 * LAYERS
     assert layers["unquantized_layers"] == {}
@@ -201,7 +205,7 @@ def test_a_tensor_that_is_not_contiguous_is_refused_rather_than_read_wrongly(tra
     refit(wire(trainer), step=0)
     weights = wire(trainer)
     weights[UP_PROJ] = weights[UP_PROJ].t().contiguous().t()
-    with pytest.raises(RefitError, match=f"not contiguous: {UP_PROJ}"):
+    with pytest.raises(RefitError, match=f"not contiguous, as a sender has to make them: {UP_PROJ}"):
         refit(weights, step=1)
 
 
@@ -239,7 +243,8 @@ def test_storage_that_does_not_match_what_arrived_is_noticed(trainer, refit, mon
 
     monkeypatch.setattr(BucketProgram, "run", one_bit_wrong)
     with pytest.raises(
-        RefitError, match=r"stored codes are not those of the tensors that arrived: model\.layers\.0\.mlp\.down_proj\.weight$"
+        RefitError,
+        match=r"stored codes are not those of the tensors that arrived: model\.layers\.0\.mlp\.down_proj\.weight\. Nothing",
     ):
         refit(wire(trainer), step=1)
 

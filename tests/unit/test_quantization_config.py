@@ -52,11 +52,10 @@ def test_embeddings_and_lm_head_use_vllms_own_method(precision):
         assert method(kind, precision) is None
 
 
-@pytest.mark.parametrize("precision", QUANTIZING)
-def test_multi_head_latent_attention_is_refused_rather_than_left_in_bf16_unsaid(precision):
-    with pytest.raises(ConfigError, match="set flashrl.precision=bf16"):
+@pytest.mark.parametrize("precision", [*QUANTIZING, Precision.BF16])
+def test_multi_head_latent_attention_is_refused_in_every_precision(precision):
+    with pytest.raises(ConfigError, match="multi-head latent attention .*actor_rollout_ref.rollout.name=vllm"):
         method(MLAAttention, precision)
-    assert method(MLAAttention, Precision.BF16) is None
 
 
 def test_the_config_survives_the_way_through_the_engine_arguments():

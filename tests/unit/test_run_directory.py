@@ -262,6 +262,6 @@ def test_a_record_from_before_attempts_counts_as_one(trained):
     assert record["seconds"] == {"total": 3.0} and len(record["attempts"]) == 2
 
 
-def test_a_killed_session_is_on_record(trained):
+def test_a_killed_attempt_is_on_record(trained):
     record = run_directory.read_record(trained)
     assert record["attempts"] == [{"seconds": {}, "exit_code": None}] and record["seed"] == 0

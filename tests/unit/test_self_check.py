@@ -37,9 +37,9 @@ def test_whatever_changed_is_named_with_its_replica(change, words):
     after = dataclasses.replace(STATE, **change)
     assert words in "; ".join(differences(STATE, after))
     with pytest.raises(FlashRLError) as caught:
-        require_same([STATE, STATE], [STATE, after], "sleep level 1")
+        require_same([STATE, STATE], [STATE, after], "sleep at level 1")
     message = str(caught.value)
-    assert "after sleep level 1" in message and f"replica 1: {differences(STATE, after)[0]}" in message
+    assert "after sleep at level 1" in message and f"replica 1: {differences(STATE, after)[0]}" in message
     assert "replica 0" not in message and "flashrl.self_check=false" in message
 
 

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A server stops unless the model its engine really holds is what the precision's name says."""
 
-from types import SimpleNamespace
-
 import pytest
 
 from flashrl_verl.config import FlashRLConfig
 from flashrl_verl.errors import FlashRLError
-from flashrl_verl.rollout.server import FlashRLHttpServer
+from flashrl_verl.rollout.server import require_precision
 
 HELD = {
     "precision": "int8",
@@ -16,13 +14,14 @@ HELD = {
     "quantized_names": ["model.layers.0.mlp.down_proj"],
     "unquantized_layers": {},
     "kept_layers": [],
+    "kept_numbers": [],
     "ignore_unused": [],
 }
-"""What ``flashrl_layers`` says of a small INT8 model."""
+"""What ``flashrl_layers`` says of a small INT8 model; tests/e2e/test_engine_refit.py compares the keys with an engine's."""
 
 
 def require(wanted: str, changes: dict) -> None:
-    FlashRLHttpServer._require_precision(SimpleNamespace(flashrl=FlashRLConfig(precision=wanted)), {**HELD, **changes})
+    require_precision(FlashRLConfig(precision=wanted), {**HELD, **changes})
 
 
 @pytest.mark.parametrize(
@@ -68,3 +67,14 @@ def test_a_model_that_is_something_else_stops_the_run_with_the_reason(precision,
         require(precision, changes)
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("kept, accepted", [([0, 1, 27], True), ([0, 1], False), ([], False)])
+def test_layers_to_keep_that_the_model_does_not_have_are_refused(kept, accepted):
+    settings = FlashRLConfig(keep_first_layers=2, keep_last_layers=1)
+    held = {**HELD, "kept_numbers": kept}
+    if accepted:
+        require_precision(settings, held)
+        return
+    with pytest.raises(FlashRLError, match=f"keep {len(kept)} layers of this model instead of 3.*flashrl.ignore"):
+        require_precision(settings, held)
