@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights that cannot pass for weights: what an update does not write, and what does not follow an update, shows."""
 
+from collections.abc import Callable
+
 import torch
 from vllm.model_executor.layers.linear import LinearBase
 
 from flashrl_verl.quantization.moe import RowQuantizedMoEMethod
+from flashrl_verl.quantization.numerics import as_bytes
 from flashrl_verl.quantization.parameter import QuantizedStorage
+from flashrl_verl.rollout.receipt import to_host
 
 
 def poison(parameters: dict[str, torch.nn.Parameter]) -> None:
@@ -17,26 +21,46 @@ def poison(parameters: dict[str, torch.nn.Parameter]) -> None:
             parameter.data.fill_(float("nan"))
 
 
-def untouched_layers(model: torch.nn.Module) -> list[str]:
-    """Names of the linear layers and experts that give finite numbers although their weights are poisoned.
+def deaf_layers(
+    model: torch.nn.Module, parameters: dict[str, torch.nn.Parameter], process_weights: Callable[[], None]
+) -> list[str]:
+    """Names of the linear layers and experts whose products are the same for weights of 1 and of 2.
 
-    Such a layer computes with something that does not follow its parameters: a packed copy that was not made again.
+    Such a layer computes with something that does not follow its parameters: a packed copy that is not made again. (NaN would
+    not tell: a packed copy of old codes may read the scales where they lie.) All weights are overwritten.
 
     Args:
-        model: a vLLM model after ``poison`` and vLLM's post-processing.
+        model: a vLLM model.
+        parameters: all of its.
+        process_weights: vLLM's post-processing of it.
     """
-    names, finite = [], []
+    products: list[dict[str, list[torch.Tensor]]] = []
+    for value in (1.0, 2.0):
+        for parameter in parameters.values():
+            if isinstance(parameter, QuantizedStorage):
+                code = torch.tensor(value).to(parameter.format.dtype)
+                as_bytes(parameter.data).fill_(int(as_bytes(code)))
+                parameter.scales.data.fill_(1.0)
+            elif parameter.is_floating_point() and parameter.dtype.itemsize > 1:
+                parameter.data.fill_(value)
+        process_weights()
+        products.append(_products(model))
+    names, equal = [], []
+    for name, ones in products[0].items():
+        names.append(name)
+        equal.append(torch.stack([(a == b).any() for a, b in zip(ones, products[1][name], strict=True)]).any())
+    return [name for name, deaf in zip(names, to_host(equal), strict=True) if deaf]
+
+
+def _products(model: torch.nn.Module) -> dict[str, list[torch.Tensor]]:
+    """What every linear layer and the packed experts make of ones."""
+    found = {}
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
         if isinstance(module, LinearBase):
             weight = module.weight
             dtype = module.flashrl_dtype if isinstance(weight, QuantizedStorage) else weight.dtype
-            products = [method.apply(module, torch.ones(1, weight.shape[1], dtype=dtype, device=weight.device), None)]
-        elif isinstance(method, RowQuantizedMoEMethod):
-            products = method.packed_products(module)
-        else:
-            continue
-        names += [name] * len(products)
-        finite += [product.isfinite().any() for product in products]
-    flags = torch.stack(finite).tolist() if finite else []
-    return list(dict.fromkeys(name for name, bad in zip(names, flags, strict=True) if bad))
+            found[name] = [method.apply(module, torch.ones(1, weight.shape[1], dtype=dtype, device=weight.device), None)]
+        elif isinstance(method, RowQuantizedMoEMethod) and (packed := method.packed_products(module)):
+            found[name] = packed
+    return found

@@ -17,7 +17,7 @@ from flashrl_verl.rollout.bucket_program import BucketPrograms
 from flashrl_verl.rollout.first_load import FirstLoad, first_line
 from flashrl_verl.rollout.phase_clock import PhaseClock
 from flashrl_verl.rollout.plan import LoadPlan, NamedTensors
-from flashrl_verl.rollout.poison import poison
+from flashrl_verl.rollout.poison import deaf_layers, poison
 from flashrl_verl.rollout.receipt import Manifest
 from flashrl_verl.rollout.recorder import LoadRecorder
 from flashrl_verl.rollout.storage_check import CodeChangeMeter, StorageCheck
@@ -69,9 +69,17 @@ class WeightRefit:
             self._programs = BucketPrograms(self._plan)
             self._buffers = dict(self.model.named_buffers())
 
-    def poison(self) -> None:
-        """Overwrite all weights: an update that writes them all is then the only way to output that makes sense."""
-        poison(self._current_parameters())
+    def poison(self, process_weights: Callable[[], None]) -> list[str]:
+        """Overwrite all weights, and what is derived from them: only an update that writes them all makes sense of them again.
+
+        Returns:
+            Names of layers that compute with something that does not follow their weights (``deaf_layers``).
+        """
+        parameters = self._current_parameters()
+        deaf = deaf_layers(self.model, parameters, process_weights)
+        poison(parameters)
+        process_weights()
+        return deaf
 
     def load(self, weights: NamedTensors) -> None:
         """Load one bucket. Problems are collected, not raised: the sender must be able to finish.

@@ -9,7 +9,6 @@ from vllm.model_executor.layers.linear import LinearBase
 
 from flashrl_verl.quantization.parameter import QuantizedStorage
 from flashrl_verl.rollout.padded_vocab import PaddedVocabularyMeter
-from flashrl_verl.rollout.poison import untouched_layers
 from flashrl_verl.rollout.post_process import PostProcess
 from flashrl_verl.rollout.receipt import checksum, to_host
 from flashrl_verl.rollout.refit import WeightRefit
@@ -137,20 +136,18 @@ class FlashRLWorkerExtension(vLLMColocateWorkerExtension):
             self._flashrl_post_process = PostProcess(model, model_config, self.device)
         refit = self._flashrl_refit
         refit.begin(flashrl["step"], flashrl["stride"])
-        untouched: list[str] = []
+        deaf: list[str] = []
         if flashrl.get("poison"):
-            refit.poison()
-            self._flashrl_post_process()  # whatever is derived from the weights is poisoned with them
-            untouched = untouched_layers(self.model_runner.model)
+            deaf = refit.poison(self._flashrl_post_process)
         receiver = DrainingReceiver(
             zmq_handle=self._get_zmq_handle(), device=self.device, use_shm=use_shm, timeout_s=flashrl["timeout_s"]
         )
         receiver.drain(refit.load)
         report = refit.finish(self._flashrl_post_process)
-        if untouched:
+        if deaf:
             raise ValueError(
-                f"self-check: {len(untouched)} layers computed with something else than their weights, which were poisoned: "
-                f"{', '.join(untouched[:8])}. Set flashrl.precision=bf16 to see whether quantization is at fault, and check "
+                f"self-check: {len(deaf)} layers compute with something that does not follow their weights: "
+                f"{', '.join(deaf[:8])}. Set flashrl.precision=bf16 to see whether quantization is at fault, and check "
                 "`flashrl version`"
             )
         self.flashrl_forget_padded_vocab_mass()

@@ -272,3 +272,23 @@ def test_a_tensor_the_model_transforms_before_it_loads_it_goes_through_the_model
             refit(weights, 3)
     finally:
         del refit.model.load_weights
+
+
+def test_layers_that_do_not_follow_their_weights_are_found_and_an_update_mends_the_rest(engine, trainer, refit):
+    weights = wire(trainer)
+    refit(weights, step=0)
+    output = greedy(engine)
+    assert refit.account.poison(refit.post_process) == []
+    refit(weights, step=1)
+    assert greedy(engine) == output
+    name, module = "model.layers.1.mlp.down_proj", refit.model.model.layers[1].mlp.down_proj
+    apply, kept = module.quant_method.apply, module.weight.data.clone()
+    module.quant_method.apply = lambda layer, x, bias=None: (
+        x.float() @ kept.float().t() if layer is module else apply(layer, x, bias)
+    )
+    try:
+        assert refit.account.poison(refit.post_process) == [name]
+    finally:
+        del module.quant_method.apply
+        refit(weights, step=2)
+    assert greedy(engine) == output

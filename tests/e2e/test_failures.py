@@ -61,7 +61,7 @@ def test_a_failing_receiver_ends_the_run_within_the_time_limit(recipe, tmp_path,
     "fault, message",
     [
         # What is packed stays what it was at the start, through poison and all; or what the poison made of it.
-        ("stale_kernel:1", r"self-check: 8 layers computed with something else than their weights.*qkv_proj"),
+        ("stale_kernel:1", r"self-check: 8 layers compute with something that does not follow their weights.*qkv_proj"),
         ("stale_kernel:3", r"self-check failed: after poisoned weights and the same weights again.*(greedy tokens|log-probs)"),
     ],
 )
