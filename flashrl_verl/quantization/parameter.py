@@ -111,16 +111,19 @@ class QuantizedWeight(QuantizedStorage, ModelWeightParameter):
         self._set_up(scales, format)
 
     def load_column_parallel_weight(self, loaded_weight: torch.Tensor) -> None:
+        """Args: loaded_weight [N x tp_size, K] floating point. Raises ValueError for another shape, as all of these do."""
         rows = self.data.shape[0]
         self._require(loaded_weight, rows * self.tp_size, self.data.shape[1])
         self._quantize(loaded_weight.narrow(0, self.tp_rank * rows, rows), 0, 0)
 
     def load_merged_column_weight(self, loaded_weight: torch.Tensor, **kwargs) -> None:
+        """Args: loaded_weight [shard_size x tp_size, K] of one projection, which starts at row ``shard_offset`` of ``data``."""
         offset, rows = kwargs["shard_offset"], kwargs["shard_size"]
         self._require(loaded_weight, rows * self.tp_size, self.data.shape[1])
         self._quantize(loaded_weight.narrow(0, self.tp_rank * rows, rows), offset, 0)
 
     def load_qkv_weight(self, loaded_weight: torch.Tensor, **kwargs) -> None:
+        """Args: loaded_weight [rows of all heads, K] of ``shard_id`` q, k or v; ``shard_offset`` and ``shard_size`` as above."""
         offset, rows = kwargs["shard_offset"], kwargs["shard_size"]
         # With fewer KV heads than ranks, `num_heads` ranks hold the same K and V rows.
         replicas = 1 if kwargs["shard_id"] == "q" else kwargs["num_heads"]
@@ -128,6 +131,7 @@ class QuantizedWeight(QuantizedStorage, ModelWeightParameter):
         self._quantize(loaded_weight.narrow(0, self.tp_rank // replicas * rows, rows), offset, 0)
 
     def load_row_parallel_weight(self, loaded_weight: torch.Tensor) -> None:
+        """Args: loaded_weight [N, K x tp_size]; the scales are those of whole rows."""
         columns = self.data.shape[1]
         self._require(loaded_weight, self.data.shape[0], columns * self.tp_size)
         self._quantize(loaded_weight, 0, self.tp_rank * columns)

@@ -21,7 +21,7 @@ PRECISIONS = (Precision.INT8, *((Precision.FP8,) if CUDA else ()))
 PROMPTS, TOKENS = 64, 16
 NEAR = {"int8": (1e-2, 0.99), "fp8": (0.2, 0.9)}
 """Largest k3 KL and least correlation. The random model's large weights make the most of every rounding: E4M3's 3 bits of
-mantissa gave 7e-2 on an H200, where the trained toy has 1.3e-3 (docs/LOG.md)."""
+mantissa gave 7e-2 on an H200, where the trained toy has 1.3e-3 (docs/results/mismatch.md)."""
 
 
 @pytest.fixture(scope="module")
