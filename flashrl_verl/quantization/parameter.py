@@ -123,7 +123,7 @@ class QuantizedWeight(QuantizedStorage, ModelWeightParameter):
         self._quantize(loaded_weight.narrow(0, self.tp_rank * rows, rows), offset, 0)
 
     def load_qkv_weight(self, loaded_weight: torch.Tensor, **kwargs) -> None:
-        """Args: loaded_weight [rows of all heads, K] of ``shard_id`` q, k or v; ``shard_offset`` and ``shard_size`` as above."""
+        """Args: loaded_weight [rows of all heads, K] of ``shard_id`` q, k or v; the rest as above."""
         offset, rows = kwargs["shard_offset"], kwargs["shard_size"]
         # With fewer KV heads than ranks, `num_heads` ranks hold the same K and V rows.
         replicas = 1 if kwargs["shard_id"] == "q" else kwargs["num_heads"]

@@ -68,6 +68,24 @@ def test_anything_but_a_copy_of_consecutive_rows_is_left_to_the_loader(load):
     assert find_copy(target, torch.randn(100).bfloat16(), lambda tensor: load(target.data, tensor)) is None
 
 
+@pytest.mark.parametrize(
+    "rows, load",
+    [
+        (1, lambda t, x: t[:1].copy_(x * 3)),
+        (1, lambda t, x: t[:4].copy_(x.expand(4, *x.shape[1:]))),
+        (64, lambda t, x: t[:64].copy_(x + 1)),
+        (64, lambda t, x: t[:64].copy_(x * 2)),
+        (64, lambda t, x: t[:64].copy_(x - 1)),
+    ],
+    ids=["scaled", "broadcast", "one more", "doubled", "one less"],
+)
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_a_loader_that_computes_is_not_taken_for_a_copy(rows, load, value):
+    """Zeros and ones, as in a fresh bias or norm, look like copies of themselves under many a computation."""
+    target = parameter(100)
+    assert find_copy(target, torch.full((rows,), value).bfloat16(), lambda tensor: load(target.data, tensor)) is None
+
+
 def experts(count: int, rows: int, columns: int) -> QuantizedExperts:
     scales = torch.nn.Parameter(torch.full((count, rows, 1), float("nan")), requires_grad=False)
     return QuantizedExperts(

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flashrl_verl.errors import RefitError
-from flashrl_verl.rollout.receipt import Manifest, checksum, is_sampled, stride_for, verify_ranks, verify_receipts
+from flashrl_verl.rollout.receipt import Manifest, Passed, checksum, is_sampled, stride_for, verify_ranks, verify_receipts
 
 
 def weights(seed: int = 0) -> dict[str, torch.Tensor]:
@@ -48,6 +48,16 @@ def test_an_engine_worker_that_nobody_sends_to_is_noticed():
     good = receipt_of(weights())
     with pytest.raises(RefitError, match="step 3: no trainer rank sends to the rollout's replica 0, rank 1; replica 1, rank 0"):
         verify_ranks(reports((0, 0)), [[good, good], [good]], 3)
+
+
+def test_names_that_pass_twice_are_noted_within_a_bucket_and_between_buckets():
+    manifest, items = Manifest(step=0, stride=1), list(weights().items())
+    manifest.add_passed(Passed.of(items[:5]))
+    assert manifest.repeated == []
+    manifest.add_passed(Passed.of([*items[5:], items[5]]))
+    manifest.add(*items[0])
+    manifest.add_passed(Passed.of(items[1:2]))
+    assert manifest.repeated == ["layer.5.weight", "layer.0.weight", "layer.1.weight"]
 
 
 def test_one_changed_bfloat16_value_is_noticed_and_named():
