@@ -4,7 +4,9 @@ quick."""
 
 from __future__ import annotations
 
+import os
 import sys
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -63,7 +65,7 @@ def report(
         console.print("report: " + ", ".join(map(str, written)), highlight=False, soft_wrap=True)
 
 
-bench = typer.Typer(help="Benchmarks; nothing is downloaded.", no_args_is_help=True)
+bench = typer.Typer(help="Benchmarks of the weight update and of log-probs; nothing is downloaded.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 
 
@@ -83,11 +85,16 @@ def bench_refit(
     import torch
 
     from flashrl_verl.bench import refit, refit_report
+    from flashrl_verl.run_directory import check_output
 
     sources = {"bf16": torch.bfloat16, "fp32": torch.float32}
     if source not in sources:
         raise ConfigError(f"--source {source!r} is not one of {', '.join(sources)}")
     precisions = list(_precisions(precision))
+    check_output(output)
+    # vLLM and verl talk on standard output while models are built; what goes wrong raises.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    warnings.simplefilter("ignore")
     console = _console()
     with console.status("starting") as status:
         report = refit.run(

@@ -182,6 +182,7 @@ class FlashRLTrainer(PPOTrainerSync):
         self._verify_refit()
         event = ("sleep, " if sleeps else "") + "poisoned weights and the same weights again"
         require_same(before, self._ask_servers("flashrl_state"), event)
+        self._layer_metrics["flashrl/self_check_seconds"] = time.perf_counter() - started
         log.info(
             "[flashrl] self-check passed in %.1f s: after %s, storage, addresses and %d greedy tokens are the same",
             time.perf_counter() - started,

@@ -46,6 +46,7 @@ def validate_config(cfg: DictConfig) -> FlashRLConfig:
     check_correction(cfg)
     check_engine_arguments(cfg)
     _check_hardware(cfg)
+    _check_micro_batches(cfg)
     return settings
 
 
@@ -197,6 +198,29 @@ def _check_lora(cfg: DictConfig) -> None:
                 rank,
                 "the adapter would be sent beside the base weights, and only whole weights are quantized",
                 f"{model}.lora.merge=True (merged before each update), or {key}=0",
+            )
+
+
+def _check_micro_batches(cfg: DictConfig) -> None:
+    """verl cuts a rank's share of the batch into micro-batches and asserts, at the first step, that nothing is left."""
+    ranks = get(cfg, "trainer.nnodes") * get(cfg, "trainer.n_gpus_per_node")
+    # verl's older key and its newer one.
+    keys = (f"{ACTOR}.ulysses_sequence_parallel_size", f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size")
+    data_parallel = max(1, ranks // max(get(cfg, key, 1) or 1 for key in keys))
+    samples = get(cfg, f"{ROLLOUT}.n", 1)
+    for key, dynamic, prompts in (
+        (f"{ACTOR}.ppo_micro_batch_size_per_gpu", f"{ACTOR}.use_dynamic_bsz", f"{ACTOR}.ppo_mini_batch_size"),
+        (f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu", f"{ROLLOUT}.log_prob_use_dynamic_bsz", "data.train_batch_size"),
+    ):
+        size, batch = get(cfg, key), get(cfg, prompts, 0)
+        share, rest = divmod(batch * samples, data_parallel)
+        if size and not get(cfg, dynamic, False) and (rest or share % size):
+            refuse(
+                key,
+                size,
+                f"{prompts}={batch} prompts x {samples} samples on {data_parallel} ranks are "
+                f"{batch * samples / data_parallel:g} sequences a rank, which cannot be cut into micro-batches of that many",
+                f"{key} that divides them, or {dynamic}=true",
             )
 
 

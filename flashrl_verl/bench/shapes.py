@@ -67,10 +67,16 @@ def load_config(model: str, layers: int | None = None) -> PretrainedConfig:
         folder = path.parent if path.name == "config.json" else path
         if not (folder / "config.json").is_file():
             raise ConfigError(f"--model {model!r} is neither a folder with a config.json nor one of {', '.join(SHAPES)}")
-        config = AutoConfig.from_pretrained(folder)
+        try:
+            config = AutoConfig.from_pretrained(folder)
+        except Exception as error:  # noqa: BLE001 - transformers raises several kinds, of many lines
+            line = str(error).strip().splitlines()[0]
+            raise ConfigError(f"--model {model}: transformers cannot read {folder / 'config.json'}: {line}") from error
         if not config.architectures:
             raise ConfigError(f'{folder / "config.json"} names no architecture; add "architectures": ["...ForCausalLM"]')
     if layers is not None:
+        if layers > config.num_hidden_layers:
+            raise ConfigError(f"--layers {layers}: {model} has {config.num_hidden_layers}; --layers takes fewer, never more")
         config.num_hidden_layers = layers
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[:layers]

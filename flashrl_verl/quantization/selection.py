@@ -67,25 +67,25 @@ class LayerSelection:
         return [entry for entry in self.ignore if entry not in self._used]
 
     def _names_all(self, name: str, parts: Sequence[str]) -> bool:
-        if self._matches(name):
-            return True
-        named = [part for part in parts if self._matches(part)]
-        if named and len(named) < len(parts):
-            missing = [part for part in parts if part not in named]
+        named: set[str] = set()
+        for entry in self.ignore:
+            of_parts = {part for part in parts if _matches(entry, part)}
+            # A pattern for v_proj matches the end of qkv_proj too: what it says of the parts counts.
+            whole = _matches(entry, name) and not of_parts
+            if whole or of_parts:
+                self._used.add(entry)
+                named |= of_parts or set(parts or [name])
+        missing = [part for part in parts if part not in named]
+        if named and missing:
             raise ConfigError(
-                f"flashrl.ignore names {_some(named)}, but not {_some(missing)}; vLLM keeps them in one weight, {name}. Name "
-                f"all of them in flashrl.ignore, or {name}, or none"
+                f"flashrl.ignore names {_some([p for p in parts if p in named])}, but not {_some(missing)}; vLLM keeps them in "
+                f"one weight, {name}. Name all of them in flashrl.ignore, or {name}, or none"
             )
         return bool(named)
 
-    def _matches(self, name: str) -> bool:
-        found = [
-            entry
-            for entry in self.ignore
-            if (re.match(entry.removeprefix("re:"), name) if entry.startswith("re:") else entry == name)
-        ]
-        self._used.update(found)
-        return bool(found)
+
+def _matches(entry: str, name: str) -> bool:
+    return bool(re.match(entry.removeprefix("re:"), name)) if entry.startswith("re:") else entry == name
 
 
 def fused_parts(name: str, packed: Mapping[str, Sequence[str]]) -> list[str]:

@@ -61,6 +61,9 @@ def dry_run(cfg: DictConfig) -> None:
     missing = local_paths.missing_paths(cfg)
     if missing:  # no error: a dry run need not happen where the run will
         sys.stdout.write(f"Warning: {local_paths.describe(missing)}.\n")
+    flashrl = cfg.flashrl
+    if flashrl.ignore or flashrl.keep_first_layers or flashrl.keep_last_layers:
+        sys.stdout.write("Warning: whether the model has the layers to keep is known when the rollout engine has started.\n")
     sys.stdout.write("The configuration is valid. Nothing was started.\n")
 
 

@@ -39,6 +39,25 @@ def test_every_arm_is_measured_and_its_bytes_are_those_of_the_model(tmp_path, so
     assert report["versions"]["torch"] == torch.__version__
 
 
-def test_an_unknown_model_is_refused_with_the_names_there_are(tmp_path):
-    run, _ = bench(tmp_path, "--model", "qwen9-1t")
-    assert run.returncode == 1 and "qwen2.5-14b" in run.stderr and "Traceback" not in run.stderr
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--model", "qwen9-1t"], "qwen2.5-14b"),
+        (["--model", "tiny", "--layers", "99"], "--layers 99: tiny has"),
+        (["--model", "broken"], "transformers cannot read"),
+        (["--precision", "int9"], "--precision int9: 'int9' is not one of int8"),
+        (["--precision", ","], "names no precision"),
+    ],
+)
+def test_a_wrong_option_is_one_message_that_names_it(tmp_path, words, message):
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text("{")
+    run, _ = bench(tmp_path / "out", *[str(tmp_path / word) if word == "broken" else word for word in words])
+    assert run.returncode == 1 and message in run.stderr and "Traceback" not in run.stderr
+    assert len(run.stderr.strip().splitlines()) < 4
+
+
+def test_an_output_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    run, _ = bench(tmp_path / "file")
+    assert run.returncode == 1 and "--output" in run.stderr and "Traceback" not in run.stderr

@@ -223,7 +223,7 @@ def test_row_scales_rejects_nothing_but_shows_zero_rows_as_one(fmt):
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_integer_sources_and_misfitting_storage_are_refused(fmt):
     codes, scales = torch.zeros(2, 3, dtype=fmt.dtype), torch.zeros(2, 1)
-    with pytest.raises(ValueError, match="floating-point"):
+    with pytest.raises(ValueError, match="float32 weight to quantize, got torch.int32"):
         quantize_rows_into(torch.zeros(2, 3, dtype=torch.int32), codes, scales, fmt)
     with pytest.raises(ValueError, match="cannot quantize a weight of shape"):
         quantize_rows_into(torch.zeros(2, 3), codes, scales, fmt, column_offset=1)

@@ -50,6 +50,16 @@ def test_some_parts_of_a_fused_layer_are_refused_with_the_missing_ones_named():
         kept(LayerSelection(ignore=["re:.*k_proj"]))
 
 
+@pytest.mark.parametrize("pattern, missing", [("re:.*v_proj", "q_proj"), ("re:.*up_proj", "gate_proj")])
+def test_a_pattern_for_a_part_is_not_one_for_the_fused_layer_whose_name_ends_like_it(pattern, missing):
+    with pytest.raises(ConfigError, match=f"but not .*{missing}"):
+        kept(LayerSelection(ignore=[pattern]))
+
+
+def test_a_pattern_for_a_fused_name_keeps_the_fused_layer():
+    assert kept(LayerSelection(ignore=["re:.*1.*qkv_proj"])) == ["model.layers.1.self_attn.qkv_proj"]
+
+
 @pytest.mark.parametrize("first, last, numbers", [(0, 0, []), (2, 0, [0, 1]), (0, 1, [5]), (1, 2, [0, 4, 5]), (3, 3, range(6))])
 def test_the_first_and_last_layers_are_kept_whole(first, last, numbers):
     selection = LayerSelection(keep_first=first, keep_last=last)

@@ -295,3 +295,23 @@ def test_checking_needs_neither_torch_nor_vllm_nor_verl():
     code = f"import sys, flashrl_verl.validation; print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "changes, key",
+    [
+        ({"trainer.n_gpus_per_node": 2}, "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=256"),
+        (
+            {"trainer.n_gpus_per_node": 2, "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 128},
+            "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=256",
+        ),
+    ],
+)
+def test_micro_batches_that_do_not_divide_a_ranks_share_are_refused_before_anything_is_loaded(changes, key):
+    from flashrl_verl.quickstart import compose
+
+    words = [f"{name}={value}" for name, value in changes.items()]
+    with pytest.raises(ConfigError, match=f"{key} is refused: .*=32 prompts x 8 samples on 2 ranks are 128 sequences a rank"):
+        validate_config(compose(["experiment=quickstart", *words]))
+    fits = [f"actor_rollout_ref.{name}_micro_batch_size_per_gpu=64" for name in ("actor.ppo", "rollout.log_prob")]
+    validate_config(compose(["experiment=quickstart", *words[:1], *fits]))
