@@ -151,7 +151,7 @@ def test_more_steps_other_loggers_and_more_memory_are_the_same_run(trained):
         ([], 1, ["--seed=1 (was 0)", "data.seed=1 (was 0)"]),
         (["algorithm.rollout_correction.rollout_is=null"], 0, ["algorithm.rollout_correction.rollout_is=null (was token)"]),
         (["actor_rollout_ref.actor.optim.lr=1e-3"], 0, ["actor_rollout_ref.actor.optim.lr=0.001 (was 0.0005)"]),
-        (["data.train_batch_size=16"], 0, ["data.train_batch_size=16 (was 32)"]),
+        (["data.train_batch_size=64"], 0, ["data.train_batch_size=64 (was 32)"]),
     ],
 )
 def test_another_run_is_refused_and_what_differs_is_named(trained, words, seed, said):
