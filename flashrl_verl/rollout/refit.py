@@ -181,9 +181,11 @@ class WeightRefit:
 
     def _load_as_planned(self, weights: NamedTensors) -> None:
         """Load a bucket by the record of the first update; what is not of it is ``_check_names``'s."""
-        known = [(n, t) for n, t in weights if self.baseline.get(n) == t.shape]
-        if len(known) < len(weights):
-            for name, tensor in weights:
+        known = []
+        for name, tensor in weights:
+            if self.baseline.get(name) == tensor.shape:
+                known.append((name, tensor))
+            else:
                 self.manifest.add(name, tensor)
         if not known:
             return

@@ -168,6 +168,17 @@ def test_all_problems_of_one_update_are_listed_together(trainer, refit):
     with pytest.raises(RefitError) as caught:
         refit(weights, step=3)
     assert all(name in str(caught.value) for name in (K_PROJ, "extra_proj", UP_PROJ))
+    assert "more than once" not in str(caught.value)
+
+
+def test_a_tensor_that_arrives_twice_is_noticed(trainer, refit):
+    refit(wire(trainer), step=0)
+    items = list(wire(trainer).items())
+    refit.account.begin(1, 1)
+    for bucket in (items, [(NORM, dict(items)[NORM])]):
+        refit.account.load([(name, tensor.to(refit.device)) for name, tensor in bucket])
+    with pytest.raises(RefitError, match=rf"arrived more than once: {NORM}\."):
+        refit.account.finish(refit.post_process)
 
 
 def test_a_stale_unquantized_parameter_is_noticed(trainer, refit, monkeypatch):
