@@ -146,7 +146,13 @@ def update(llm: Any, ranks: int, weights: dict[str, torch.Tensor], step: int) ->
 
 
 class Refit:
-    """A ``WeightRefit`` of an engine's model that is called like one weight update, in buckets of a few tensors."""
+    """A ``WeightRefit`` of an engine's model that is called like one weight update, in buckets of a few tensors.
+
+    As in training every bucket lies in the same memory, over the one before it, and no update finds its tensors where the
+    last one had them.
+    """
+
+    _ALIGNMENT = 256
 
     def __init__(self, llm: Any):
         from flashrl_verl.rollout.post_process import PostProcess
@@ -158,11 +164,32 @@ class Refit:
         self.device = torch.device("cuda" if CUDA else "cpu")
         self.post_process = PostProcess(self.model, self._runner.vllm_config.model_config, self.device)
 
+    def _room(self, tensor: torch.Tensor) -> int:
+        return -(-tensor.nbytes // self._ALIGNMENT) * self._ALIGNMENT
+
+    def _placed(
+        self, bucket: list[tuple[str, torch.Tensor]], memory: torch.Tensor, offset: int
+    ) -> list[tuple[str, torch.Tensor]]:
+        """The bucket's tensors copied into ``memory``, one after another from ``offset``; strided ones stay where they are."""
+        placed = []
+        for name, tensor in bucket:
+            if not tensor.is_contiguous():
+                placed.append((name, tensor.to(self.device)))
+                continue
+            copy = memory[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            placed.append((name, copy.copy_(tensor)))
+            offset += self._room(tensor)
+        return placed
+
     def __call__(self, weights: dict[str, torch.Tensor], step: int, stride: int = 1, bucket: int = 5) -> dict:
-        items = [(name, tensor.to(self.device)) for name, tensor in weights.items()]
+        items = list(weights.items())
+        buckets = [items[first : first + bucket] for first in range(0, len(items), bucket)]
+        shift = step % 7 * self._ALIGNMENT
+        size = shift + max(sum(self._room(tensor) for _, tensor in bucket) for bucket in buckets)
+        memory = torch.full((size,), 0xFF, dtype=torch.uint8, device=self.device)  # NaN in every dtype
         self.account.begin(step, stride)
-        for first in range(0, len(items), bucket):
-            self.account.load(items[first : first + bucket])
+        for bucket in buckets:
+            self.account.load(self._placed(bucket, memory, shift))
         report = self.account.finish(self.post_process)
         self._llm.reset_prefix_cache()
         return report
