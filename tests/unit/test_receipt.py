@@ -60,6 +60,12 @@ def test_names_that_pass_twice_are_noted_within_a_bucket_and_between_buckets():
     assert manifest.repeated == ["layer.5.weight", "layer.0.weight", "layer.1.weight"]
 
 
+@pytest.mark.parametrize("step, stride", [(0, 1), (5, 3), (10**9, 7)])
+def test_a_bucket_samples_the_tensors_that_are_sampled_one_by_one(step, stride):
+    items = list(weights().items())
+    assert Passed.of(items).sampled(step, stride) == [i for i, (name, _) in enumerate(items) if is_sampled(name, step, stride)]
+
+
 def test_one_changed_bfloat16_value_is_noticed_and_named():
     stale = copy.deepcopy(weights())
     stale["layer.4.weight"].view(torch.int16)[2, 5] += 1  # one unit in the last place
