@@ -7,6 +7,8 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _PREFIX = re.compile(r"^(?:\((?:[^\s()]+ )*pid=\d+(?:, ip=\S+)?\) ?)+(?:ERROR \d\d-\d\d \S+ \[\S+\] )?")
 """Who said it, by Ray (`(WorkerDict pid=5399) `, also nested), and when, by vLLM."""
 _OURS = re.compile(r"^(?:flashrl_verl\.errors\.)?(?:FlashRL|Config|Refit|DynamicSampling)Error: \S")
+_CONSEQUENCE = re.compile(r"root cause|EngineDeadError|(Actor|Worker)\w*DiedError")
+"""vLLM's and Ray's errors that only say that another process failed."""
 _ANY = re.compile(r"^(?!ray\.exceptions\.)(?:\w+\.)*\w*(?:Error|Exception|Killed|Exit): \S")
 
 
@@ -19,9 +21,9 @@ def last_error(log: str) -> list[str]:
     for pattern in (_OURS, _ANY):
         found = [i for i, line in enumerate(lines) if pattern.match(line)]
         if found:
-            start = found[-1]
+            start = next((i for i in reversed(found) if not _CONSEQUENCE.search(lines[i])), found[-1])
             more = lines[start + 1 : start + 6]
-            end = next((i for i, line in enumerate(more) if not line or _looks_like_log(line)), len(more))
+            end = next((i for i, line in enumerate(more) if not line or _ANY.match(line) or _looks_like_log(line)), len(more))
             return [lines[start], *more[:end]]
     return [line for line in lines if line][-10:]
 
@@ -29,7 +31,7 @@ def last_error(log: str) -> list[str]:
 def _looks_like_log(line: str) -> bool:
     return bool(
         re.match(
-            r"(Traceback|\[|INFO|WARNING|ERROR|DEBUG|Set the environment variable HYDRA|  File |\d{4}-\d\d)",
+            r"(Traceback|ray\.exceptions|\[|INFO|WARNING|ERROR|DEBUG|Set the environment variable HYDRA|  File |\d{4}-\d\d)",
             line,
         )
     )

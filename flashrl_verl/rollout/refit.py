@@ -46,7 +46,6 @@ class WeightRefit:
             for prefix, module in model.named_modules()
             for key in module._parameters
         ]
-        self._parameters = self._current_parameters()
         self.addresses = self._current_addresses()
         """Where each parameter has been since the engine started and captured its CUDA graphs: no update may move one."""
 
@@ -54,20 +53,19 @@ class WeightRefit:
         """Start an update: clear the account, and poison the storage if the update is to be careful."""
         self.manifest = Manifest(step=step, stride=stride)
         self._problems: list[str] = []
-        self._parameters = self._current_parameters()
-        self._quantized = {n: p for n, p in self._parameters.items() if isinstance(p, QuantizedStorage)}
         self._storage = StorageCheck(step)
         self._clock = PhaseClock(self._device)
         self._flag.zero_()
         self.last_receipt = {}
-        for weight in self._quantized.values():
-            weight.reset_account()
         if self.baseline is None:
+            self._quantized = {n: p for n, p in self._current_parameters().items() if isinstance(p, QuantizedStorage)}
             self._plan = LoadPlan()
             self._recorder = LoadRecorder(self._plan, self._flag, self._on_load)
             self._first = FirstLoad(self.model, self._plan, self._recorder)
             self._programs = BucketPrograms(self._plan)
             self._buffers = dict(self.model.named_buffers())
+        for weight in self._quantized.values():
+            weight.reset_account()
 
     def poison(self, process_weights: Callable[[], None]) -> list[str]:
         """Overwrite all weights, and what is derived from them: only an update that writes them all makes sense of them again.
@@ -161,7 +159,7 @@ class WeightRefit:
         return {name: module._parameters[key] for name, module, key in self._slots if module._parameters.get(key) is not None}
 
     def _current_addresses(self) -> dict[str, int]:
-        return {name: parameter.data_ptr() for name, parameter in self._parameters.items()}
+        return {name: parameter.data_ptr() for name, parameter in self._current_parameters().items()}
 
     def _on_load(self, name: str, weight: QuantizedStorage, source: torch.Tensor, first_row: int, first_column: int) -> None:
         if self.manifest.samples(name):
@@ -285,7 +283,6 @@ class WeightRefit:
         return [f"what became {n}" for n, w in self._quantized.items() if not w.scales.data.isfinite().all()] or ["an update"]
 
     def _check_places(self) -> None:
-        self._parameters = self._current_parameters()
         moved = [n for n, address in self._current_addresses().items() if self.addresses.get(n, address) != address]
         self._report("parameters that moved, which CUDA graphs would not see", moved)
 

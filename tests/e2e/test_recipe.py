@@ -21,7 +21,7 @@ def moe_assets(tmp_path_factory):
 
 
 def assert_healthy(run, steps: int) -> None:
-    assert run.returncode == 0, run.output[-4000:]
+    assert run.returncode == 0, run.failure
     metrics = run.metrics()
     assert sorted(metrics) == list(range(steps + 1))
     for step in range(1, steps + 1):

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from flashrl_verl.log_excerpt import last_error
+
 PROGRAMS = Path(__file__).parent
 ROOT = PROGRAMS.parents[1]
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -35,6 +37,11 @@ class Run:
     output: str
     metrics_file: Path
     seconds: float
+
+    @property
+    def failure(self) -> str:
+        """For a test's message: the error that ended it, and the end of the log."""
+        return "\n".join([*last_error(self.output), "...", self.output[-4000:]])
 
     def metrics(self) -> dict[int, dict]:
         """step -> metrics, later lines of a step merged over earlier ones."""
