@@ -42,13 +42,19 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     return (words[:whole].view(-1, _PERIOD).sum(dim=0, dtype=torch.int64) * columns).sum() + (tail * columns[: len(tail)]).sum()
 
 
-def to_host(scalars: list[torch.Tensor]) -> list:
-    """Values of 0-dimensional tensors: one copy when they share a device, one each where they do not (offloaded shards)."""
+def gather(scalars: list[torch.Tensor]) -> torch.Tensor:
+    """0-dimensional tensors as one: [n], without synchronization where they share a device, on the host where they do not
+    (offloaded shards)."""
     if not scalars:
-        return []
+        return torch.empty(0)
     if len({scalar.device for scalar in scalars}) > 1:
         scalars = [scalar.cpu() for scalar in scalars]
-    return torch.stack(scalars).tolist()
+    return torch.stack(scalars)
+
+
+def to_host(scalars: list[torch.Tensor]) -> list:
+    """Values of 0-dimensional tensors: one copy when they share a device, one each where they do not."""
+    return gather(scalars).tolist()
 
 
 def all_finite(tensor: torch.Tensor) -> torch.Tensor:
@@ -134,6 +140,7 @@ class Manifest:
     digest: str = ""
     _sums: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
     _finite: list["_FiniteCheck"] = dataclasses.field(default_factory=list)
+    _gathered_sums: torch.Tensor | None = None
 
     def samples(self, name: str) -> bool:
         """Whether this update takes ``name``'s checksum."""
@@ -184,7 +191,11 @@ class Manifest:
 
     def drop_tensors(self) -> None:
         """Free what is kept for ``non_finite`` and ``receipt``."""
-        self._sums, self._finite = {}, []
+        self._sums, self._gathered_sums, self._finite = {}, None, []
+
+    def complete(self) -> None:
+        """Say that everything has passed: what ``receipt`` asks the device for is enqueued, and nothing waits."""
+        self._gathered_sums = gather(list(self._sums.values()))
 
     def non_finite(self) -> list[str]:
         """Names of the tensors given to ``check_finite`` that hold NaN or Inf (synchronizes)."""
@@ -201,7 +212,9 @@ class Manifest:
         Args:
             previous: the manifest of an earlier update, whose digest is taken over if everything in it is the same.
         """
-        sums = to_host(list(self._sums.values()))
+        if self._gathered_sums is None:
+            self.complete()
+        sums = self._gathered_sums.tolist()
         if previous is not None and previous.shapes == self.shapes and previous.dtypes == self.dtypes:
             self.digest = previous.digest
         else:

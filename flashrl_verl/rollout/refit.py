@@ -118,6 +118,7 @@ class WeightRefit:
         if not self._problems:  # all of it is enqueued before the host waits for any
             self._storage.compare()
         changed = self._meter.measure()
+        self.manifest.complete()
         load_seconds = self._clock.seconds()
         started = time.perf_counter()
         self._check_finite()

@@ -13,7 +13,7 @@ import torch
 from flashrl_verl.quantization import numerics
 from flashrl_verl.quantization.parameter import QuantizedStorage
 from flashrl_verl.rollout.plan import Copy
-from flashrl_verl.rollout.receipt import checksum, to_host
+from flashrl_verl.rollout.receipt import checksum, gather
 
 _SPOT_ROWS = 2
 """Rows of each sampled quantized tensor that are compared."""
@@ -49,8 +49,7 @@ class StorageCheck:
         self._spots: list[_Spot] = []
         self._copies: list[_Expected] = []
         self._row_names: list[str] = []
-        self._rows_differ: list[torch.Tensor] = []
-        self._sums: list[torch.Tensor] = []
+        self._rows_differ = self._copies_differ = torch.empty(0, dtype=torch.bool)
 
     def expect_codes(
         self, name: str, weight: QuantizedStorage, source: torch.Tensor, first_row: int, first_column: int
@@ -71,6 +70,7 @@ class StorageCheck:
         for spot in self._spots:
             key = (spot.weight.format.name, spot.source.dtype, spot.source.shape[1], spot.column, spot.weight.data.shape[-1])
             groups.setdefault(key, []).append(spot)
+        rows_differ = []
         for (_, _, _, column, width), spots in groups.items():
             fmt = spots[0].weight.format
             rows = torch.cat([s.source for s in spots])
@@ -79,19 +79,21 @@ class StorageCheck:
             stored = torch.cat([s.weight.rows.narrow(0, s.row, len(s.source)) for s in spots])
             stored_scales = torch.cat([s.weight.row_scales.narrow(0, s.row, len(s.source)) for s in spots])
             self._row_names += [s.name for s in spots for _ in range(len(s.source))]
-            differs = (numerics.as_bytes(codes) != numerics.as_bytes(stored)).any(1) | (scales != stored_scales).any(1)
-            self._rows_differ.append(differs)
-        self._sums = [checksum(expected.copy.destination()) for expected in self._copies]
+            rows_differ.append(
+                (numerics.as_bytes(codes) != numerics.as_bytes(stored)).any(1) | (scales != stored_scales).any(1)
+            )
+        if rows_differ:
+            self._rows_differ = torch.cat(rows_differ)
+        self._copies_differ = gather([checksum(expected.copy.destination()) != expected.sum for expected in self._copies])
 
     def wrong_codes(self) -> list[str]:
         """Names of the tensors whose sampled rows are stored as something else, after ``compare`` (synchronizes)."""
-        flags = torch.cat(self._rows_differ).tolist() if self._rows_differ else []
-        return list(dict.fromkeys(name for name, bad in zip(self._row_names, flags, strict=True) if bad))
+        flags = zip(self._row_names, self._rows_differ.tolist(), strict=True)
+        return list(dict.fromkeys(name for name, bad in flags if bad))
 
     def stale_copies(self) -> list[str]:
         """Names of the tensors that an unquantized parameter is no copy of, after ``compare`` (synchronizes)."""
-        differs = [now != expected.sum for now, expected in zip(self._sums, self._copies, strict=True)]
-        return [expected.name for expected, bad in zip(self._copies, to_host(differs), strict=True) if bad]
+        return [expected.name for expected, bad in zip(self._copies, self._copies_differ.tolist(), strict=True) if bad]
 
 
 class CodeChangeMeter:
