@@ -2,8 +2,12 @@
 """The actor's worker: importance weights are put beside the log-probs before verl's update, once per batch.
 
 verl's batch reaches `update_actor` with `old_log_probs` and `rollout_log_probs`, and its `ppo_loss`
-multiplies the policy loss by `rollout_is_weights` when it finds them. So one override suffices: compute the
-weights of this rank's rows, then let verl split the rows into mini-batches and micro-batches.
+multiplies the policy loss by `rollout_is_weights` when it finds them, under the `response_mask`. So one override suffices:
+compute the weights of this rank's rows and take what is rejected out of their mask, then let verl split the rows into
+mini-batches and micro-batches. As on verl's driver, a rejected token still counts in the mean (`loss_mask` stays).
+
+In bypass mode nothing is added: verl's `bypass_mode` loss weights and rejects by pi_theta / pi_rollout, which change with
+every mini-batch.
 """
 
 from __future__ import annotations
@@ -43,23 +47,25 @@ class FlashRLActorWorker(ActorRolloutRefWorker):
         """
         settings = CorrectionSettings.from_config(self.config.actor.policy_loss.get("rollout_correction"))
         group = self.actor.engine.get_data_parallel_group()
-        metrics = attach_weights(data, settings, group, device=get_device_name())
+        metrics = attach_correction(data, settings, group, device=get_device_name())
         output = super().update_actor(data)
         return None if output is None else extend_metrics(output, metrics)
 
 
-def attach_weights(
+def attach_correction(
     data: TensorDict,
     settings: CorrectionSettings,
     group: torch.distributed.ProcessGroup | None = None,
     device: torch.device | str | None = None,
 ) -> dict[str, float]:
-    """Puts `rollout_is_weights` into `data`, shaped as its `old_log_probs`; see `correct_shard`.
+    """Puts `rollout_is_weights` into `data`, shaped as its `old_log_probs`, takes rejected tokens out of its `response_mask`.
+
+    See `correct_shard`.
 
     Args:
         data: `old_log_probs`, `rollout_log_probs`, `response_mask`: jagged [B, *] with equal row lengths, as
             verl's transfer queue delivers them, or padded [B, T].
-        settings: level, bounds, normalization; without a level nothing is added.
+        settings: level, bounds, normalization, rejections; without a level no weights are added.
         group: the data-parallel group, or None.
         device: where `group` communicates.
 
@@ -69,12 +75,15 @@ def attach_weights(
     Raises:
         ConfigError, FlashRLError: from `correct_shard`; also when the three fields differ in row lengths.
     """
+    if settings.bypass:
+        return {}
     old, mask = data["old_log_probs"], data["response_mask"]
     rollout = data["rollout_log_probs"] if "rollout_log_probs" in data else None
-    if rollout is None and settings.level is None:
+    if rollout is None and settings.level is None and not settings.rejections:
         return {}  # calculate_log_probs=false and no correction: there is nothing to compare
     if not old.is_nested:
-        weights, metrics = correct_shard(old, rollout, mask, settings, group, device)
+        correction = correct_shard(old, rollout, mask, settings, group, device)
+        weights, keep = correction.weights, correction.keep
     else:
         offsets = [x.offsets() for x in (old, mask, rollout) if x is not None]
         for row, entries in enumerate(torch.stack([o.diff() for o in offsets], dim=1).tolist()):
@@ -86,14 +95,18 @@ def attach_weights(
         lengths = old.offsets().diff()
         filled = torch.arange(int(lengths.max()), device=old.device) < lengths.unsqueeze(-1)  # [B, T]
         padded = [None if x is None else _pad(x, filled) for x in (old, rollout, mask)]
-        weights, metrics = correct_shard(*padded, settings, group, device)
-        if weights is not None:
-            # Without these bounds PyTorch later pads rows to the *total* number of values.
-            bounds = {"min_seqlen": int(lengths.min()), "max_seqlen": int(lengths.max())}
-            weights = torch.nested.nested_tensor_from_jagged(weights[filled], offsets=old.offsets(), **bounds)
+        correction = correct_shard(*padded, settings, group, device)
+        # Without these bounds PyTorch later pads rows to the *total* number of values.
+        bounds = {"min_seqlen": int(lengths.min()), "max_seqlen": int(lengths.max())}
+        weights, keep = (
+            None if x is None else torch.nested.nested_tensor_from_jagged(x[filled], offsets=old.offsets(), **bounds)
+            for x in (correction.weights, correction.keep)
+        )
     if weights is not None:
         data["rollout_is_weights"] = weights
-    return metrics
+    if keep is not None:
+        data["response_mask"] = keep.to(mask.dtype)
+    return correction.metrics
 
 
 def extend_metrics(output: TensorDict, metrics: dict[str, float]) -> TensorDict:

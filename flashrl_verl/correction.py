@@ -10,7 +10,8 @@ so its loss averages over the wrong distribution. TIS multiplies a token's clipp
 
 (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"). The cap C bounds
 the variance. With two bounds w_t is zero outside [lower, upper] instead (IcePop). At sequence level every
-token carries the product of its response's ratios.
+token carries the product of its response's ratios. Rejection takes tokens or whole responses out of the loss, by how far pi_old
+and pi_rollout are apart on them (Liu et al. 2025, "When Speed Kills Stability").
 
 The weights are verl's own, computed where the loss is: on the rows that a data-parallel rank holds. A weight
 needs nothing outside its row, so neither sharding nor micro-batching changes it. verl's metrics are functions
@@ -20,12 +21,27 @@ arithmetic keeps the inputs' dtype, so that a ratio at a threshold falls on verl
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 
 from flashrl_verl.correction_metrics import Statistics, finalize_metrics, reduce_statistics, shard_statistics
+from flashrl_verl.correction_rejection import judge
 from flashrl_verl.correction_settings import CorrectionSettings
 from flashrl_verl.errors import ConfigError, FlashRLError
+
+
+@dataclass(frozen=True)
+class Correction:
+    """What a shard's rows enter the loss with."""
+
+    weights: torch.Tensor | None
+    """[B, T] in the log-probs' dtype, zero outside the batch's mask; None without `settings.level`."""
+    keep: torch.Tensor | None
+    """[B, T] bool, the tokens of the batch's mask that no criterion rejects; None without `settings.rejections`."""
+    metrics: dict[str, float]
+    """verl's `rollout_corr/*` of the whole batch."""
 
 
 def correct_shard(
@@ -35,8 +51,8 @@ def correct_shard(
     settings: CorrectionSettings,
     group: dist.ProcessGroup | None = None,
     device: torch.device | str | None = None,
-) -> tuple[torch.Tensor | None, dict[str, float]]:
-    """Computes the importance weights of one data-parallel shard, and the metrics of the whole batch.
+) -> Correction:
+    """Computes weights and rejections of one data-parallel shard, and the metrics of the whole batch.
 
     Collective over `group`: every rank calls it, and gets the same metrics or the same error.
 
@@ -44,14 +60,10 @@ def correct_shard(
         old_log_probs: [B, T] float, log pi_old of the sampled tokens, from the trainer.
         rollout_log_probs: [B, T] float, log pi_rollout of the same tokens, from the rollout engine.
         response_mask: [B, T] bool or 0/1, the tokens that are trained on.
-        settings: level, bounds, normalization.
+        settings: level, bounds, normalization, rejections.
         group: the data-parallel group. Its ranks hold disjoint rows; ranks that share rows (tensor, sequence
             parallel) are in different groups, so nothing counts twice. None: this shard is the whole batch.
         device: where `group` communicates; by default where the tensors are.
-
-    Returns:
-        Weights [B, T] in the log-probs' dtype, zero outside the mask (None without `settings.level`), and
-        verl's `rollout_corr/*` metrics.
 
     Raises:
         ConfigError: `rollout_log_probs` is None.
@@ -73,14 +85,18 @@ def correct_shard(
         usable = mask & ~bad_old & ~bad_rollout
         old, rollout = (torch.where(usable, x, 0.0) for x in (old_log_probs, rollout_log_probs))
         weights = None if settings.level is None else shard_weights(old - rollout, mask, settings)
-        stats = shard_statistics(old, rollout, mask, weights, settings)
+        judgements = judge(old - rollout, mask, settings.rejections)
+        stats = shard_statistics(old, rollout, mask, weights, judgements, settings)
         stats.token_sums.update(_bad_old=bad_old.sum().item(), _bad_rollout=bad_rollout.sum().item())
         stats = reduce_statistics(stats, group, device or old.device)
         _refuse_unusable(stats)
         metrics = finalize_metrics(stats, settings)
         if weights is not None and settings.batch_normalize:
             weights = weights / metrics["rollout_corr/rollout_is_batch_norm_factor"]
-    return weights, metrics
+    keep = None
+    for judgement in judgements:  # weights and rejections do not know of one another, as in verl
+        keep = judgement.keep & mask if keep is None else keep & judgement.keep
+    return Correction(weights, keep, metrics)
 
 
 def shard_weights(log_ratio: torch.Tensor, mask: torch.Tensor, settings: CorrectionSettings) -> torch.Tensor:

@@ -8,12 +8,14 @@ and one SUM and one MAX all-reduce give what verl's driver computes from the who
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from flashrl_verl.correction_rejection import Judgement
 from flashrl_verl.correction_settings import CorrectionSettings, Level
 
 EPS = 1e-8  # verl's guard against division by zero, in the effective sample size and the normalization
@@ -30,6 +32,8 @@ class Statistics:
     """Over the tokens in the mask; the metric is the mean."""
     row_sums: dict[str, Any] = field(default_factory=dict)
     """Over rows; the metric is the mean. As in verl, rows with an empty mask count, with value 0."""
+    response_sums: dict[str, Any] = field(default_factory=dict)
+    """Over rows with a token in the mask; the metric is the mean."""
     maxima: dict[str, Any] = field(default_factory=dict)
     minima: dict[str, Any] = field(default_factory=dict)
 
@@ -39,6 +43,7 @@ def shard_statistics(
     rollout: torch.Tensor,
     mask: torch.Tensor,
     weights: torch.Tensor | None,
+    judgements: Sequence[Judgement],
     settings: CorrectionSettings,
 ) -> Statistics:
     """Measures one shard; one with an empty mask adds nothing to the sums over tokens or to their extremes.
@@ -48,15 +53,18 @@ def shard_statistics(
         rollout: [B, T] float, log pi_rollout, likewise.
         mask: [B, T] bool.
         weights: [B, T] from `shard_weights`; None for the off-policy metrics alone.
-        settings: those of `weights`.
+        judgements: of the same rows, from `judge`.
+        settings: those of `weights` and `judgements`.
     """
     terms = Statistics()
     _add_offpolicy_terms(terms, old, rollout, mask)
     if weights is not None:
         _add_weight_terms(terms, old - rollout, mask, weights, settings)
+    if judgements:
+        _add_rejection_terms(terms, mask, judgements)
+    sums = [{k: v.double().sum().item() for k, v in kind.items()} for kind in _sums(terms)]
     return Statistics(
-        token_sums={k: v.double().sum().item() for k, v in terms.token_sums.items()},
-        row_sums={k: v.double().sum().item() for k, v in terms.row_sums.items()},
+        *sums,
         maxima={k: v.max().item() if v.numel() else -math.inf for k, v in terms.maxima.items()},
         minima={k: v.min().item() if v.numel() else math.inf for k, v in terms.minima.items()},
     )
@@ -66,7 +74,7 @@ def reduce_statistics(stats: Statistics, group: dist.ProcessGroup | None, device
     """Combines a process group's shards: one SUM and one MAX all-reduce of float64 vectors on `device`."""
     if group is None:
         return stats
-    sums = [*stats.token_sums.values(), *stats.row_sums.values()]
+    sums = [value for kind in _sums(stats) for value in kind.values()]
     sums = torch.tensor(sums, dtype=torch.float64, device=device)
     extremes = [*stats.maxima.values(), *(-v for v in stats.minima.values())]
     extremes = torch.tensor(extremes, dtype=torch.float64, device=device)
@@ -74,31 +82,46 @@ def reduce_statistics(stats: Statistics, group: dist.ProcessGroup | None, device
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
     sums, extremes = iter(sums.tolist()), iter(extremes.tolist())
     return Statistics(
-        token_sums={k: next(sums) for k in stats.token_sums},
-        row_sums={k: next(sums) for k in stats.row_sums},
+        *({k: next(sums) for k in kind} for kind in _sums(stats)),
         maxima={k: next(extremes) for k in stats.maxima},
         minima={k: -next(extremes) for k in stats.minima},
     )
 
 
+def _sums(stats: Statistics) -> tuple[dict[str, Any], ...]:
+    """In the order of the dataclass's fields."""
+    return stats.token_sums, stats.row_sums, stats.response_sums
+
+
 def finalize_metrics(stats: Statistics, settings: CorrectionSettings) -> dict[str, float]:
     """Turns the statistics of a batch of one token or more into verl's metrics, named `rollout_corr/...`."""
-    tokens, rows = stats.token_sums["_tokens"], stats.row_sums["_rows"]
+    tokens, rows, responses = stats.token_sums["_tokens"], stats.row_sums["_rows"], stats.row_sums["_responses"]
     values = {k: v / tokens for k, v in stats.token_sums.items()}
-    values |= {k: v / rows for k, v in stats.row_sums.items()} | stats.maxima | stats.minima
+    values |= {k: v / rows for k, v in stats.row_sums.items()} | {k: v / responses for k, v in stats.response_sums.items()}
+    values |= stats.maxima | stats.minima
+    for rejection in settings.rejections:
+        name = f"rollout_rs_{rejection.option}"
+        values[f"{name}_std"] = _deviation(values[f"_{name}_clamped"], values[f"_{name}_clamped_square"]) if tokens > 1 else 0.0
+        # Over responses verl takes the unbiased deviation (torch.std), over tokens the biased one; below likewise.
+        deviation = _deviation(values[f"{name}_seq_mean"], values[f"_{name}_seq_square"])
+        values[f"{name}_seq_std"] = deviation * math.sqrt(responses / (responses - 1)) if responses > 1 else 0.0
+        if rejection.lower is None:
+            values[f"{name}_fraction_low"] = 0.0
     if settings.level is not None:
         mean, square, seq_mean = (values[k] for k in ("rollout_is_mean", "_square", "rollout_is_seq_mean"))
-        deviation, seq_deviation = (math.sqrt(max(x, 0.0)) for x in (square - mean**2, values["_seq_square"] - seq_mean**2))
-        values["rollout_is_std"] = deviation if tokens > 1 else 0.0
-        # Over responses verl takes the unbiased deviation (torch.std), over tokens the biased one.
+        values["rollout_is_std"] = _deviation(mean, square) if tokens > 1 else 0.0
+        seq_deviation = _deviation(seq_mean, values["_seq_square"])
         values["rollout_is_seq_std"] = seq_deviation * math.sqrt(rows / (rows - 1)) if rows > 1 else 0.0
         # Kish's effective sample size, as a fraction of the tokens; verl fails when every weight is zero.
         values["rollout_is_eff_sample_size"] = (mean + EPS) ** 2 / square if square > 0 else 0.0
         if settings.batch_normalize:
-            responses = stats.row_sums["_responses"]
             factor = mean if settings.level is Level.TOKEN else seq_mean * rows / responses
             values["rollout_is_batch_norm_factor"] = factor if factor > EPS else 1.0
     return {f"rollout_corr/{k}": v for k, v in values.items() if not k.startswith("_")}
+
+
+def _deviation(mean: float, mean_square: float) -> float:
+    return math.sqrt(max(mean_square - mean**2, 0.0))
 
 
 def _add_offpolicy_terms(terms: Statistics, old: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor) -> None:
@@ -172,3 +195,41 @@ def _add_weight_terms(
     fractions.update(rollout_is_ratio_fraction_high=high, rollout_is_ratio_fraction_low=low)
     terms.maxima.update(rollout_is_max=largest)
     terms.minima.update(rollout_is_min=smallest)
+
+
+def _add_rejection_terms(terms: Statistics, mask: torch.Tensor, judgements: Sequence[Judgement]) -> None:
+    """The same of verl's `compute_rs_metrics` and of the fractions that `compute_rollout_rejection_mask` adds."""
+    valid = mask.any(-1)
+    for judgement in judgements:
+        rejection, name = judgement.rejection, f"rollout_rs_{judgement.rejection.option}"
+        lower, upper = rejection.bounds
+        tokens, rows = judgement.statistic[mask], judgement.row_statistic[valid]
+        rejected = ~judgement.keep & mask
+        clamped = tokens.clamp(lower, upper).double()
+        terms.token_sums.update(
+            {
+                f"{name}_mean": tokens,
+                f"_{name}_clamped": clamped,
+                f"_{name}_clamped_square": clamped.square(),
+                f"{name}_masked_fraction": rejected[mask],
+            }
+        )
+        terms.response_sums.update(
+            {
+                f"{name}_seq_mean": rows,
+                f"_{name}_seq_square": rows.double().square(),
+                f"{name}_seq_fraction_high": rows > upper,
+                f"{name}_seq_masked_fraction": rejected.any(-1)[valid],
+            }
+        )
+        at_tokens = rejection.option.startswith("token")
+        values, fractions = (tokens, terms.token_sums) if at_tokens else (rows, terms.response_sums)
+        fractions[f"{name}_fraction_high"] = values > upper
+        if rejection.lower is not None:
+            fractions[f"{name}_fraction_low"] = values < lower
+            terms.response_sums[f"{name}_seq_fraction_low"] = rows < lower
+        terms.maxima.update({f"{name}_max": values, f"{name}_seq_max": rows, f"{name}_seq_max_deviation": rows.abs()})
+        terms.minima.update({f"{name}_min": values, f"{name}_seq_min": rows})
+    rejected = mask & ~torch.stack([judgement.keep for judgement in judgements]).all(0)
+    terms.token_sums["rollout_rs_masked_fraction"] = rejected[mask]
+    terms.row_sums["rollout_rs_seq_masked_fraction"] = rejected.any(-1)

@@ -46,9 +46,11 @@ class FlashRLTrainer(PPOTrainerSync):
             if finding.status is not Status.OK:
                 log.warning("%s", finding)
         # The actors compute the correction on their shards; without this node verl's driver does not do it again.
-        # They got their own copy through actor.policy_loss.rollout_correction.
-        with open_dict(config):
-            config.algorithm.rollout_correction = None
+        # They got their own copy through actor.policy_loss.rollout_correction. In bypass mode the driver needs it to put the
+        # rollout's log-probs for the old ones, and computes nothing either.
+        if not config.algorithm.rollout_correction.get("bypass_mode"):
+            with open_dict(config):
+                config.algorithm.rollout_correction = None
         self._tracking = None
         self._own_file = False
         self._warned_padding = False

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is sampled, checked: the correction holds only for the policy whose log-probs the engine records."""
 
-from typing import Any
-
 from omegaconf import DictConfig
 
+from flashrl_verl.correction_settings import CorrectionSettings
 from flashrl_verl.rules import ACTOR, CORRECTION, ROLLOUT, Rule, apply, get, one_of, refuse, words
 
 ENGINE = f"{ROLLOUT}.engine_kwargs.vllm"
@@ -19,73 +18,64 @@ def check_correction(cfg: DictConfig) -> None:
     Raises:
         ConfigError: The correction contradicts itself or the sampler.
     """
-    if get(cfg, f"{CORRECTION}.bypass_mode", False):
-        refuse(
-            f"{CORRECTION}.bypass_mode",
-            True,
-            "bypass takes the rollout's log-probs for the trainer's old ones: no ratio is left for TIS, and "
-            "the quantization error moves into PPO's ratio; for now FlashRL corrects in decoupled mode only",
-            f"{CORRECTION}.bypass_mode=false",
-        )
-    if get(cfg, f"{ACTOR}.policy_loss.loss_mode") == "bypass_mode":
+    settings = CorrectionSettings.from_config(get(cfg, CORRECTION, {}))
+    if settings.bypass:
+        _check_bypass(cfg, settings)
+    elif get(cfg, f"{ACTOR}.policy_loss.loss_mode") == "bypass_mode":
         refuse(
             f"{ACTOR}.policy_loss.loss_mode",
             "bypass_mode",
-            "this loss computes its own weights and ignores FlashRL's",
-            f"{ACTOR}.policy_loss.loss_mode=vanilla",
+            f"this loss takes old log-probs for the rollout's, which they are only with {CORRECTION}.bypass_mode=true",
+            f"{ACTOR}.policy_loss.loss_mode=vanilla, or correction=bypass",
         )
-    weights, rejection = get(cfg, f"{CORRECTION}.rollout_is"), get(cfg, f"{CORRECTION}.rollout_rs")
-    if weights is not None:
-        if weights not in ("token", "sequence"):
-            refuse(
-                f"{CORRECTION}.rollout_is",
-                weights,
-                "it is not a level of importance weights",
-                f"{CORRECTION}.rollout_is=token, sequence or null",
-            )
-        _check_threshold(get(cfg, f"{CORRECTION}.rollout_is_threshold"))
-    if rejection is not None:
-        refuse(
-            f"{CORRECTION}.rollout_rs",
-            rejection,
-            "the correction on the actors' shards does not reject samples yet",
-            f"{CORRECTION}.rollout_rs=null",
-        )
+    else:
+        _check_estimator(cfg, settings)
     apply(cfg, _TRAINING_ROLLOUT)
     # correction=metrics_only is the one that keeps a threshold without weights (correction=none has neither): its KL is a
     # statement about quantization only when the sampler's policy is otherwise the trainer's.
-    if weights is not None or get(cfg, f"{CORRECTION}.rollout_is_threshold") is not None:
+    corrects = settings.level or settings.rejections or settings.bypass
+    if corrects or get(cfg, f"{CORRECTION}.rollout_is_threshold") is not None:
         apply(cfg, _SAMPLED_POLICY)
 
 
-def _check_threshold(value: Any) -> None:
-    """A number is the cap C of TIS, "lower_upper" the interval of IcePop: 0 < lower <= upper, 1 <= C."""
-    key = f"{CORRECTION}.rollout_is_threshold"
-    remedy = f'{key}=2.0 (a cap of at least 1), or "0.5_5.0" (IcePop: weights outside become 0)'
-    if value is None:
+def _check_bypass(cfg: DictConfig, settings: CorrectionSettings) -> None:
+    """V1 takes the rollout's log-probs for the old ones, but leaves the loss that knows of it to the user."""
+    mode = get(cfg, f"{ACTOR}.policy_loss.loss_mode", "vanilla")
+    if mode != "bypass_mode":
         refuse(
-            key,
-            value,
-            f"without a threshold verl computes no weights although {CORRECTION}.rollout_is is set",
-            remedy,
+            f"{CORRECTION}.bypass_mode",
+            True,
+            f"{ACTOR}.policy_loss.loss_mode={mode} takes old log-probs for the trainer's, and neither weights nor rejects",
+            f"correction=bypass, or {ACTOR}.policy_loss.loss_mode=bypass_mode",
         )
-    try:
-        if isinstance(value, bool):
-            raise ValueError
-        bounds = [float(part) for part in str(value).split("_", 1)]
-    except ValueError:
-        refuse(key, value, "it is neither a number nor lower_upper", remedy)
-    if not all(0 < bound < float("inf") for bound in bounds) or bounds != sorted(bounds):
-        refuse(key, value, "bounds have to be positive, finite and in order", remedy)
-    if len(bounds) == 1 and bounds[0] < 1:
+    if settings.lower is not None:
         refuse(
-            key,
-            value,
-            "a cap below 1 shrinks tokens on which rollout and trainer agree "
-            "(if IcePop's pair was meant: YAML reads 0.5_5 as the number 0.55)",
-            remedy,
+            f"{CORRECTION}.rollout_is_threshold",
+            settings.threshold,
+            "in bypass mode verl divides by zero when every weight of a micro-batch falls outside these bounds",
+            f"{CORRECTION}.rollout_is_threshold=2.0, or {CORRECTION}.bypass_mode=false with "
+            f"{ACTOR}.policy_loss.loss_mode=vanilla",
         )
 
+
+def _check_estimator(cfg: DictConfig, settings: CorrectionSettings) -> None:
+    """The driver computes advantages before the actors know weights and rejections; verl's driver knows them."""
+    key = "algorithm.adv_estimator"
+    estimator = get(cfg, key, "gae")
+    if settings.level and estimator in _WEIGHTED_ESTIMATORS:
+        refuse(key, estimator, "its baseline is made of the importance weights, which only the actors compute", f"{key}=grpo")
+    if settings.rejections and estimator not in _ROW_ESTIMATORS:
+        refuse(
+            key,
+            estimator,
+            f"its advantages depend on which tokens {CORRECTION}.rollout_rs rejects, which only the actors know",
+            f"{key}=grpo (or {', '.join(_ROW_ESTIMATORS[1:])}), or {CORRECTION}.rollout_rs=null",
+        )
+
+
+_WEIGHTED_ESTIMATORS = ("optimal_token_baseline", "tir_optimal_token_baseline")
+_ROW_ESTIMATORS = ("grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized")
+"""verl's estimators that use the mask for nothing but where a response's advantage stands."""
 
 _TRAINING_ROLLOUT = (
     Rule(

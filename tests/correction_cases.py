@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Seeded batches for the tests of the correction, verl's answer to them, and one rank of a group.
 
-Run as a file it is one rank: `python correction_cases.py RANK WORLD_SIZE STORE OUTPUT`.
+Run as a file it is one rank: `python correction_cases.py RANK WORLD_SIZE STORE BATCHES OUTPUT`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from flashrl_verl.correction import correct_shard
 from flashrl_verl.correction_settings import CorrectionSettings
 from flashrl_verl.errors import FlashRLError
 
-SEEDS = range(60)
+SEEDS = range(200)
 
 NODES = {
     "token TIS": {"rollout_is": "token", "rollout_is_threshold": 2.0},
@@ -34,6 +34,35 @@ NODES = {
     },
     "sequence IcePop": {"rollout_is": "sequence", "rollout_is_threshold": "0.5_5.0"},
     "metrics only": {"rollout_is": None},
+    **{
+        f"reject {name}": {"rollout_is": None, "rollout_rs": name, "rollout_rs_threshold": threshold}
+        for name, threshold in (
+            ("token_k1", "0.6_1.7"),
+            ("token_k2", 0.1),
+            ("token_k3", "0.1"),
+            ("seq_sum_k1", 2.5),
+            ("seq_sum_k2", 1.0),
+            ("seq_sum_k3", 1.0),
+            ("seq_mean_k1", "0.98_1.02"),
+            ("seq_mean_k2", 0.01),
+            ("seq_mean_k3", 0.01),
+            ("seq_max_k2", 0.1),
+            ("seq_max_k3", 0.1),
+        )
+    },
+    "token TIS, two rejections": {
+        "rollout_is": "token",
+        "rollout_is_threshold": 2.0,
+        "rollout_rs": "token_k1, seq_mean_k3,token_k1",
+        "rollout_rs_threshold": "0.5_2.0,0.02",
+    },
+    "sequence IcePop normalized, rejections with one bound": {
+        "rollout_is": "sequence",
+        "rollout_is_threshold": "0.5_5.0",
+        "rollout_is_batch_normalize": True,
+        "rollout_rs": "seq_sum_k3,seq_max_k2",
+        "rollout_rs_threshold": 0.3,
+    },
 }
 """Keys of `algorithm.rollout_correction` by the name of the variant."""
 
@@ -74,8 +103,23 @@ def random_batch(seed: int, dtype: torch.dtype = torch.float32) -> Batch:
     return Batch(old, old - log_ratio, mask.long(), lengths)
 
 
-def verl_answer(batch: Batch, node: dict) -> tuple[torch.Tensor | None, dict[str, float]]:
-    """What verl's driver computes from the whole batch: weights [B, T] or None, and metrics."""
+class Answer(NamedTuple):
+    """Of verl's driver or of ours, for the whole batch or a shard."""
+
+    weights: torch.Tensor | None
+    mask: torch.Tensor
+    """[B, T] bool, after rejection."""
+    metrics: dict[str, float]
+
+
+def our_answer(batch: Batch, settings: CorrectionSettings, group=None) -> Answer:
+    correction = correct_shard(*batch[:3], settings, group)
+    mask = batch.mask.bool() if correction.keep is None else correction.keep
+    return Answer(correction.weights, mask, correction.metrics)
+
+
+def verl_answer(batch: Batch, node: dict) -> Answer:
+    """What verl's driver computes from the whole batch."""
     from verl.protocol import DataProto
     from verl.trainer.config.algorithm import RolloutCorrectionConfig
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
@@ -84,7 +128,7 @@ def verl_answer(batch: Batch, node: dict) -> tuple[torch.Tensor | None, dict[str
         tensors={"old_log_probs": batch.old, "rollout_log_probs": batch.rollout, "response_mask": batch.mask}
     )
     data, metrics = compute_rollout_correction_and_add_to_batch(data, RolloutCorrectionConfig(**node))
-    return data.batch.get("rollout_is_weights", None), metrics
+    return Answer(data.batch.get("rollout_is_weights", None), data.batch["response_mask"].bool(), metrics)
 
 
 def split_rows(rows: int, shards: int, seed: int) -> list[slice]:
@@ -94,11 +138,11 @@ def split_rows(rows: int, shards: int, seed: int) -> list[slice]:
     return [slice(a, b) for a, b in zip(edges[:-1], edges[1:], strict=True)]
 
 
-def run_rank(rank: int, world_size: int, store: str) -> dict:
-    """Corrects this rank's shard of every batch under every variant, in a gloo group.
+def run_rank(rank: int, world_size: int, store: str, batches: int) -> dict:
+    """Corrects this rank's shard of the first batches under every variant, in a gloo group.
 
     Returns:
-        Weights and metrics by (seed, name of the variant), and under "NaN" the error that one NaN on the last
+        Answers by (seed, name of the variant), and under "NaN" the error that one NaN on the last
         rank causes on this one.
     """
     import torch.distributed as dist
@@ -108,14 +152,14 @@ def run_rank(rank: int, world_size: int, store: str) -> dict:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timeout)
     try:
         answers = {}
-        for seed in SEEDS:
+        for seed in SEEDS[:batches]:
             batch = random_batch(seed)
             if len(batch.old) < world_size:
                 continue
             shard = batch.shard(split_rows(len(batch.old), world_size, seed)[rank])
             for name, node in NODES.items():
                 settings = CorrectionSettings.from_config(node)
-                answers[seed, name] = correct_shard(*shard[:3], settings, group=dist.group.WORLD)
+                answers[seed, name] = our_answer(shard, settings, dist.group.WORLD)
         old, rollout = torch.zeros(2, 2), torch.zeros(2, 2)
         if rank == world_size - 1:
             rollout[1, 0] = torch.nan
@@ -130,4 +174,5 @@ def run_rank(rank: int, world_size: int, store: str) -> dict:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    torch.save(run_rank(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]), sys.argv[4])
+    answers = run_rank(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
+    torch.save({key: answer if key == "NaN" else tuple(answer) for key, answer in answers.items()}, sys.argv[5])

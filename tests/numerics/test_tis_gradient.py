@@ -62,7 +62,7 @@ def ppo_batch(old: torch.Tensor, rollout: torch.Tensor, advantages: torch.Tensor
 
 
 def gradients(ratio, importance, advantages, mask=None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Runs attach_weights and verl's ppo_loss.
+    """Runs attach_correction and verl's ppo_loss.
 
     Args:
         ratio: pi_theta / pi_old by token. `importance`: pi_old / pi_rollout. `advantages`: A.
@@ -75,7 +75,7 @@ def gradients(ratio, importance, advantages, mask=None) -> tuple[torch.Tensor, t
     """
     from verl.workers.utils.losses import ppo_loss
 
-    from flashrl_verl.actor import attach_weights
+    from flashrl_verl.actor import attach_correction
 
     ratio, importance, advantages = (torch.tensor(x, dtype=torch.float64) for x in (ratio, importance, advantages))
     mask = torch.ones(len(ratio), dtype=torch.long) if mask is None else torch.tensor(mask)
@@ -83,7 +83,7 @@ def gradients(ratio, importance, advantages, mask=None) -> tuple[torch.Tensor, t
     rollout = (old.detach() - importance.log()).requires_grad_()
     theta = (old.detach() + ratio.log()).requires_grad_()
     data = ppo_batch(old, rollout, advantages, mask)
-    attach_weights(data, TIS)
+    attach_correction(data, TIS)
     # The model's output at position i is the log-prob of token i + 1; the last position predicts nothing.
     output = {"log_probs": jagged(torch.cat([theta, theta.new_zeros(1)]))}
     loss, _ = ppo_loss(actor_config(), output, data)
@@ -143,7 +143,7 @@ def test_uncapped_weights_remove_the_bias_of_the_sampler() -> None:
             weights = None
             if cap is not None:
                 settings = CorrectionSettings(level=Level.TOKEN, upper=cap)
-                weights, _ = correct_shard(log_prob.detach(), sampler[None, action : action + 1], mask, settings)
+                weights = correct_shard(log_prob.detach(), sampler[None, action : action + 1], mask, settings).weights
             action_loss, _ = compute_policy_loss_vanilla(
                 old_log_prob=log_prob.detach(),
                 log_prob=log_prob,

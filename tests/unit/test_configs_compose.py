@@ -65,10 +65,22 @@ def _flat(cfg):
     return leaves
 
 
+CORRECTIONS = {
+    ("token", 2.0, None, False): "tis",
+    ("sequence", 2.0, None, False): "seq_tis",
+    ("token", "0.5_5.0", None, False): "icepop",
+    (None, None, "seq_mean_k1", False): "geo_rs",
+    (None, None, None, True): "bypass",
+    (None, 2.0, None, False): "metrics_only",
+    (None, None, None, False): "none",
+}
+"""What tells the files of the group apart: level, threshold, rejection and mode."""
+
+
 def test_every_file_of_the_groups_is_found():
     assert {"base", "quickstart", "smoke", "dapo_qwen2.5_32b_int8"} <= set(EXPERIMENTS)
     assert {"precision=int8", "precision=bf16", "hardware=cpu", "hardware=cuda"} <= set(OPTIONS)
-    assert {f"correction={name}" for name in ("tis", "seq_tis", "metrics_only", "none")} <= set(OPTIONS)
+    assert {f"correction={name}" for name in CORRECTIONS.values()} <= set(OPTIONS)
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
@@ -91,15 +103,9 @@ def test_option_of_a_group_can_be_chosen_on_the_command_line(entry, option):
     chosen = {
         "precision": settings.precision.value,
         "hardware": cfg.trainer.device,
-        "correction": {
-            ("token", 2.0): "tis",
-            ("sequence", 2.0): "seq_tis",
-            (None, 2.0): "metrics_only",
-            (None, None): "none",
-        }[
-            (
-                cfg.algorithm.rollout_correction.rollout_is,
-                cfg.algorithm.rollout_correction.rollout_is_threshold,
+        "correction": CORRECTIONS[
+            tuple(
+                cfg.algorithm.rollout_correction[k] for k in ("rollout_is", "rollout_is_threshold", "rollout_rs", "bypass_mode")
             )
         ],
     }

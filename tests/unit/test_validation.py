@@ -74,6 +74,7 @@ def test_a_configuration_without_flashrl_is_refused():
 
 
 NO_CORRECTION = {f"{CORRECTION}.rollout_is": None, f"{CORRECTION}.rollout_is_threshold": None}
+REJECTION = {f"{CORRECTION}.rollout_rs": "seq_mean_k1", f"{CORRECTION}.rollout_rs_threshold": "0.999_1.001"}
 
 REFUSED = [
     # precision reaches the whole-config check
@@ -131,11 +132,31 @@ REFUSED = [
         f"'${{{CORRECTION}}}'",
     ),
     # the correction itself
-    ({f"{CORRECTION}.bypass_mode": True}, "bypass_mode=true", f"{CORRECTION}.bypass_mode=false"),
+    ({f"{CORRECTION}.bypass_mode": True}, "bypass_mode=true", f"{ACTOR}.policy_loss.loss_mode=bypass_mode"),
     (
         {f"{ACTOR}.policy_loss.loss_mode": "bypass_mode"},
         "loss_mode=bypass_mode",
         f"{ACTOR}.policy_loss.loss_mode=vanilla",
+    ),
+    (
+        {
+            f"{CORRECTION}.bypass_mode": True,
+            f"{ACTOR}.policy_loss.loss_mode": "bypass_mode",
+            f"{CORRECTION}.rollout_is_threshold": "0.5_5.0",
+        },
+        "rollout_is_threshold=0.5_5.0",
+        f"{CORRECTION}.rollout_is_threshold=2.0",
+    ),
+    (
+        {f"{CORRECTION}.bypass_mode": True, f"{CORRECTION}.loss_type": "clip"},
+        "loss_type=clip",
+        f"{CORRECTION}.loss_type=ppo_clip",
+    ),
+    ({"algorithm.adv_estimator": "optimal_token_baseline"}, "estimator=optimal_token_baseline", "algorithm.adv_estimator=grpo"),
+    (
+        {"algorithm.adv_estimator": "reinforce_plus_plus", **REJECTION},
+        "estimator=reinforce_plus_plus",
+        f"{CORRECTION}.rollout_rs=null",
     ),
     ({f"{CORRECTION}.rollout_is": "word"}, "rollout_is=word", f"{CORRECTION}.rollout_is=token"),
     ({f"{CORRECTION}.rollout_is_threshold": None}, "threshold=null", "rollout_is_threshold=2.0"),
@@ -146,7 +167,10 @@ REFUSED = [
     ({f"{CORRECTION}.rollout_is_threshold": "nan"}, "threshold=nan", "rollout_is_threshold=2.0"),
     ({f"{CORRECTION}.rollout_is_threshold": "5.0_0.5"}, "threshold=5.0_0.5", "0.5_5.0"),
     ({f"{CORRECTION}.rollout_is_threshold": 0.5}, "threshold=0.5", "at least 1"),
-    ({f"{CORRECTION}.rollout_rs": "token_k1"}, "rollout_rs=token_k1", f"{CORRECTION}.rollout_rs=null"),
+    ({f"{CORRECTION}.rollout_rs": "geo"}, "rollout_rs=geo", "correction=geo_rs"),
+    ({f"{CORRECTION}.rollout_rs": "token_k1"}, "rollout_rs_threshold=null", f"{CORRECTION}.rollout_rs_threshold="),
+    ({**REJECTION, f"{CORRECTION}.rollout_rs_threshold": 0.5}, "rollout_rs_threshold=0.5", "rollout_rs_threshold="),
+    ({**REJECTION, f"{ROLLOUT}.top_p": 0.9, f"{CORRECTION}.rollout_is": None}, f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.top_p=1.0"),
     # TIS needs the log-probs of the policy that sampled, and that policy whole
     ({f"{ROLLOUT}.calculate_log_probs": False}, "probs=false", f"{ROLLOUT}.calculate_log_probs=true"),
     ({f"{ROLLOUT}.top_p": 0.9}, f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.top_p=1.0"),
