@@ -171,6 +171,36 @@ def bench_mismatch(
     console.print("written: " + ", ".join(map(str, written)), highlight=False, soft_wrap=True)
 
 
+@bench.command("correction")
+def bench_correction(
+    responses: Annotated[int, typer.Option(min=2, help="Responses of a step: prompts x samples.")] = 8192,
+    tokens: Annotated[str, typer.Option(help="Longest responses in tokens, separated by commas.")] = "2048,8192,20480",
+    ranks: Annotated[int, typer.Option(min=1, help="Data-parallel ranks of the actor, for FlashRL's part.")] = 32,
+    repeats: Annotated[int, typer.Option(min=1, help="Measurements of each part.")] = 3,
+    output: Annotated[Path, typer.Option(help="Folder for correction.json and correction.png.")] = Path(
+        "outputs/bench_correction"
+    ),
+) -> None:
+    """Time the mismatch correction and its memory: on verl's driver, and on one of FlashRL's actor ranks.
+
+    On the CPU, where both compute it. The default needs 12 GiB of memory and some minutes.
+    """
+    from flashrl_verl.bench import correction, correction_report
+
+    try:
+        lengths = [int(word) for word in tokens.split(",")]
+    except ValueError:
+        lengths = []
+    if not lengths or min(lengths) < 1:
+        raise ConfigError(f"--tokens {tokens!r} is not a list of positive numbers, such as 2048,8192")
+    console = _console()
+    with console.status("starting") as status:
+        report = correction.run(responses, lengths, ranks, repeats, status.update)
+    written = correction_report.write(report, output)
+    console.print(correction_report.table(report))
+    console.print("written: " + ", ".join(map(str, written)), highlight=False, soft_wrap=True)
+
+
 def _precisions(words: str) -> tuple[Precision, ...]:
     from flashrl_verl.config import Precision
 

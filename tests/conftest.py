@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests that need a GPU say so where there is none, instead of failing or waiting for one."""
 
+import logging
+
 import pytest
 
 
@@ -13,3 +15,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU; torch.cuda.is_available() is False here"))
+
+
+def pytest_unconfigure() -> None:
+    """vLLM's exit hooks log after pytest has closed the streams: their tracebacks would stand below the summary."""
+    logging.raiseExceptions = False

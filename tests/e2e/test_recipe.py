@@ -59,6 +59,39 @@ def test_without_tis_the_mismatch_is_still_measured(recipe):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("preset, metric", [("icepop", "rollout_is_oob_ratio"), ("geo_rs", "rollout_rs_seq_masked_fraction")])
+def test_presets_correct_on_the_actors(recipe, preset, metric):
+    run = recipe(f"correction={preset}")
+    assert_healthy(run, steps=2)
+    for step in (1, 2):
+        assert 0 <= run.metrics()[step][f"rollout_corr/{metric}"] <= 1
+        assert not any(key.startswith("actor/rollout_corr/") for key in run.metrics()[step])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words", [(), ("loss_type=reinforce", "rollout_is=token", "rollout_is_threshold=2.0")], ids=["ppo_clip", "reinforce"]
+)
+def test_bypass_mode_trains_on_the_rollouts_log_probs(recipe, words):
+    """Two updates a step: the second one's policy is no longer the rollout's."""
+    run = recipe(
+        "correction=bypass",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
+        *(f"algorithm.rollout_correction.{word}" for word in words),
+    )
+    assert run.returncode == 0, run.failure
+    for step in (1, 2):
+        metrics = run.metrics()[step]
+        assert metrics["flashrl/receipt_step"] == step
+        assert 0 < metrics["rollout_corr/k3_kl"] < 1e-2, "of the policy that is trained, against the rollout"
+        assert "timing_s/old_log_prob" not in metrics or metrics["timing_s/old_log_prob"] < metrics["timing_s/update_actor"] / 4
+        assert "training/rollout_actor_probs_pearson_corr" not in metrics, "there is no pass of the trainer to compare with"
+        assert ("rollout_corr/rollout_is_mean" in metrics) == bool(words)
+        assert all(math.isfinite(v) for v in metrics.values())
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_two_ranks_train_and_sample_with_every_receipt_verified(recipe):
     """FSDP2 over two processes, one engine of two ranks; nothing but the configuration says where they compute."""
