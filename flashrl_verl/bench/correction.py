@@ -2,8 +2,8 @@
 """``flashrl bench correction``: what the mismatch correction costs, on verl's driver and on FlashRL's actors.
 
 verl's V1 trainer pads the whole batch on its single driver process, computes weights, rejections and metrics there, and sends
-two more fields back. FlashRL leaves that to the actors, rank by rank. Synthetic log-probs; each part in a process of its own, so
-that its peak memory is its own. The padding itself stays with both: verl computes advantages on padded rows.
+two more fields back. FlashRL leaves that to the actors, rank by rank. Synthetic log-probs; each part in a process of its own,
+so that its peak memory is its own. The padding itself stays with both: verl computes advantages on padded rows.
 """
 
 import dataclasses
