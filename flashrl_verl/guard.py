@@ -121,21 +121,24 @@ class Guard:
         if over:
             saved = "No checkpoint was saved from this step. " if moment is Moment.TRAINED else ""
             raise GuardError(
-                f"step {step}: the guard stops the run: {'; '.join(self._describe(w, metrics) for w in over)}. {saved}The last "
-                f"checkpoint is whole: resume from it, or go on regardless with {NODE}.action=warn"
+                f"step {step}: the guard stops the run: {self._describe(over, metrics)}. {saved}The last checkpoint is whole: "
+                f"resume from it, or go on regardless with {NODE}.action=warn"
             )
 
     def _warn(self, step: int, metrics: Mapping[str, Any], over: list[Watch]) -> None:
         if over:
-            told = "; ".join(self._describe(watch, metrics) for watch in over)
-            log.warning("step %d: the guard: %s. The run goes on; %s.action=stop would end it", step, told, NODE)
+            text = self._describe(over, metrics)
+            log.warning("step %d: the guard: %s. The run goes on; %s.action=stop would end it", step, text, NODE)
 
-    def _describe(self, watch: Watch, metrics: Mapping[str, Any]) -> str:
-        steps = self._steps[watch.name]
-        return (
-            f"{self._words(watch, metrics)} is beyond {self._setting(watch)} for {steps} step{'s' if steps > 1 else ''} in a "
-            f"row: {watch.meaning}. Try {watch.remedy}; or another {NODE}.{watch.limit} (null: off)"
-        )
+    def _describe(self, over: list[Watch], metrics: Mapping[str, Any]) -> str:
+        """What is beyond its limit and what it means; then what to try, once where two of them have the same remedy."""
+        facts = []
+        for watch in over:
+            count = self._steps[watch.name]
+            steps = "1 step" if count == 1 else f"{count} steps in a row"
+            facts.append(f"{self._words(watch, metrics)} is beyond {self._setting(watch)} for {steps}: {watch.meaning}")
+        remedies = dict.fromkeys(watch.remedy for watch in over)
+        return f"{'; '.join(facts)}. Try {'; or '.join(remedies)}; or another limit (null: off)"
 
     def _words(self, watch: Watch, metrics: Mapping[str, Any]) -> str:
         value = metrics.get(watch.metric)

@@ -5,7 +5,6 @@ FLASHRL_TEST_FAULT is ``<kind>:<step>``. Each fault replaces a method of this pa
 as they are.
 """
 
-import functools
 import os
 import random
 import signal
@@ -124,19 +123,28 @@ def nan_update(worker) -> None:
 
 def noisy_log_probs(server) -> None:
     """From step STEP on, the rollout reports log-probs that are not those it sampled with: normal noise, deviation 1."""
-    generate = server.FlashRLHttpServer.generate
+    if not hasattr(server, "FlashRLReplica"):
+        return  # the engine's own process, in the middle of importing it; what follows is for the one that starts engines
+    import ray
+
     noise = random.Random(0)
 
-    @functools.wraps(generate)
-    async def noisy(self, prompt_ids, sampling_params, request_id, **kwargs):
-        greedy = sampling_params.get("temperature") == 0  # validation and the self-check
-        output = await generate(self, prompt_ids, sampling_params, request_id, **kwargs)
-        if not greedy and self.global_steps >= STEP - 1:  # the step samples from the weights of the one before
-            fired()
-            output.log_probs = [value + noise.gauss(0.0, 1.0) for value in output.log_probs]
-        return output
+    class NoisyServer(server.FlashRLHttpServer):
+        async def generate(self, prompt_ids, sampling_params, request_id, **kwargs):
+            greedy = sampling_params.get("temperature") == 0  # validation and the self-check
+            output = await super().generate(prompt_ids, sampling_params, request_id, **kwargs)
+            if not greedy and self.global_steps >= STEP - 1:  # a step samples from the weights of the one before
+                fired()
+                output.log_probs = [value + noise.gauss(0.0, 1.0) for value in output.log_probs]
+            return output
 
-    server.FlashRLHttpServer.generate = noisy
+    start = server.FlashRLReplica.__init__
+
+    def noisy_start(self, *args, **kwargs):
+        start(self, *args, **kwargs)
+        self.server_class = ray.remote(NoisyServer)
+
+    server.FlashRLReplica.__init__ = noisy_start
 
 
 MODULES = {
