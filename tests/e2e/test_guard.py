@@ -7,6 +7,7 @@ A dropped or stale update is the receipts' (test_failures.py): they need no pati
 import json
 import os
 import re
+import sys
 
 import pytest
 from recipe_runs import command, finish, start
@@ -58,3 +59,32 @@ def test_a_resumed_run_goes_on_counting_and_warns_once(assets, tmp_path):
     assert counts == [1, 2, 3, 4]
     state = json.loads((tmp_path / "checkpoints" / "global_step_2" / STATE_FILE).read_text())
     assert state["steps"]["k3_kl"] == 2 and state["events"] == 0
+
+
+def test_a_learning_rate_that_tears_rollout_and_trainer_apart_is_stopped_within_the_patience(recipe):
+    """At 1.0 every weight becomes about 1 in the first update: trainer and rollout then disagree about every token."""
+    guard = ("flashrl.guard.action=stop", "flashrl.guard.patience=2")
+    run = recipe(NO_FILTER, *guard, "actor_rollout_ref.actor.optim.lr=1.0", "trainer.total_training_steps=8")
+    assert run.returncode != 0
+    assert re.search(r"GuardError: step \d: .* is beyond flashrl\.guard\.\w+=\S+ for 2 steps in a row", run.output), run.failure
+    assert "a lower actor_rollout_ref.actor.optim.lr" in run.output
+    *_, last = metrics = run.metrics()
+    assert metrics[1]["flashrl/guard_k3_kl_steps"] == 0, "the first step samples from the weights it started with"
+    assert last <= 4 and metrics[last]["flashrl/guard_events"] >= 1
+
+
+@pytest.mark.timeout(2400)
+def test_fifty_steps_of_the_quickstart_never_touch_a_limit(tmp_path):
+    """With a patience of 1 and a stop: not one step may be beyond any of the default limits."""
+    guard = ("flashrl.guard.action=stop", "flashrl.guard.patience=1")
+    words = [sys.executable, "-m", "flashrl_verl", "quickstart", "--output", str(tmp_path), *guard]
+    words += ["hardware=cpu", "trainer.total_training_steps=50", "trainer.test_freq=50"]
+    run = finish(start(words, tmp_path), tmp_path, timeout=2300)
+    assert run.returncode == 0, run.failure
+    metrics = run.metrics()
+    assert steps_trained(run) == list(range(1, 51))
+    assert metrics[50]["flashrl/guard_events"] == 0
+    # Far from the limits, so that the next change does not reach them by chance.
+    assert max(metrics[step]["rollout_corr/k3_kl"] for step in range(1, 51)) < 5e-3
+    assert min(metrics[step]["training/rollout_actor_probs_pearson_corr"] for step in range(1, 51)) > 0.99
+    assert min(metrics[step]["rollout_corr/rollout_is_eff_sample_size"] for step in range(1, 51)) > 0.95
