@@ -7,14 +7,16 @@ Defaults live here; YAML files only choose.
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from flashrl_verl.accepted import Accepted, require_accepted, require_bool, require_known
 from flashrl_verl.errors import ConfigError
+from flashrl_verl.guard_settings import GuardConfig
 
 
 class Precision(str, Enum):
@@ -30,7 +32,7 @@ class Precision(str, Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class FlashRLConfig:
-    """Settings of the quantized rollout, its weight update and dynamic sampling.
+    """Settings of the quantized rollout, its weight update, dynamic sampling and the guard.
 
     Raises:
         ConfigError: A value has the wrong type or is out of range; the message names ``flashrl.<key>``.
@@ -66,17 +68,15 @@ class FlashRLConfig:
     padded_vocab_mass_limit: float = 1e-3
     """Probability mass on token ids past the tokenizer's last above which a run is refused; from 0 to 1."""
 
+    guard: GuardConfig = GuardConfig()
+    """What is watched after every step, and what happens beyond a limit; a mapping is read as ``flashrl.guard``."""
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "precision", _precision(self.precision))
         object.__setattr__(self, "ignore", _ignore(self.ignore))
-        if not isinstance(self.self_check, bool):
-            raise ConfigError(
-                f"flashrl.self_check={self.self_check!r} is not accepted. Set flashrl.self_check to true or false."
-            )
-        for name, accepted in _ACCEPTED.items():
-            value = getattr(self, name)
-            if not accepted.test(value):
-                raise ConfigError(f"flashrl.{name}={value!r} is not accepted. Set flashrl.{name} to {accepted.words}.")
+        object.__setattr__(self, "guard", GuardConfig.read(self.guard))
+        require_bool("flashrl", self, "self_check")
+        require_accepted("flashrl", self, _ACCEPTED)
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> "FlashRLConfig":
@@ -97,31 +97,17 @@ class FlashRLConfig:
                 "or add the whole node with experiment=base."
             )
         values = OmegaConf.to_container(mapping, resolve=True) if isinstance(mapping, DictConfig) else dict(mapping)
-        known = [field.name for field in fields(cls)]
-        for key in values:
-            if key not in known:
-                raise ConfigError(f"flashrl.{key} is not a setting of FlashRL. Remove it, or use one of {', '.join(known)}.")
+        require_known("flashrl", cls, values, "FlashRL")
         return cls(**values)
 
 
-class _Accepted:
-    """A test of a value, and the words that describe it to a user."""
-
-    def __init__(self, kinds: tuple[type, ...], test: Callable[[Any], bool], words: str) -> None:
-        self.kinds, self.range, self.words = kinds, test, words
-
-    def test(self, value: Any) -> bool:
-        # bool is an int in Python; `true` where a number is wanted is a mistake, not a 1.
-        return isinstance(value, self.kinds) and not isinstance(value, bool) and self.range(value)
-
-
 _ACCEPTED = {
-    "keep_first_layers": _Accepted((int,), lambda v: v >= 0, "a number of layers, 0 or more"),
-    "keep_last_layers": _Accepted((int,), lambda v: v >= 0, "a number of layers, 0 or more"),
-    "update_timeout_s": _Accepted((int, float), lambda v: v > 0 and math.isfinite(v), "a finite number of seconds above 0"),
-    "receipt_tensors": _Accepted((int,), lambda v: v == -1 or v >= 16, "an integer of at least 16, or -1 for all tensors"),
-    "max_num_gen_batches": _Accepted((int,), lambda v: v >= 0, "an integer of at least 1, or 0 for no bound"),
-    "padded_vocab_mass_limit": _Accepted((int, float), lambda v: 0 <= v <= 1, "a probability between 0 and 1"),
+    "keep_first_layers": Accepted((int,), lambda v: v >= 0, "a number of layers, 0 or more"),
+    "keep_last_layers": Accepted((int,), lambda v: v >= 0, "a number of layers, 0 or more"),
+    "update_timeout_s": Accepted((int, float), lambda v: v > 0 and math.isfinite(v), "a finite number of seconds above 0"),
+    "receipt_tensors": Accepted((int,), lambda v: v == -1 or v >= 16, "an integer of at least 16, or -1 for all tensors"),
+    "max_num_gen_batches": Accepted((int,), lambda v: v >= 0, "an integer of at least 1, or 0 for no bound"),
+    "padded_vocab_mass_limit": Accepted((int, float), lambda v: 0 <= v <= 1, "a probability between 0 and 1"),
 }
 
 

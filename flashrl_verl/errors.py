@@ -16,3 +16,7 @@ class RefitError(FlashRLError):
 
 class DynamicSamplingError(FlashRLError):
     """Dynamic sampling used up its budget of prompts without filling a training batch."""
+
+
+class GuardError(FlashRLError):
+    """The mismatch of rollout and trainer was beyond a limit for longer than ``flashrl.guard`` allows, or nobody knows it."""

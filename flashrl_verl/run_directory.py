@@ -29,7 +29,7 @@ MAY_CHANGE = (
     *(f"trainer.{name}" for name in ("resume_mode", "max_actor_ckpt_to_keep", "rollout_data_dir", "validation_data_dir")),
     *("ray_kwargs", "global_profiler", "transfer_queue"),
     *(f"flashrl.{name}" for name in ("update_timeout_s", "receipt_tensors", "max_num_gen_batches", "self_check")),
-    "flashrl.padded_vocab_mass_limit",
+    *("flashrl.padded_vocab_mass_limit", "flashrl.guard"),
     *(f"actor_rollout_ref.rollout.{name}" for name in ("gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens")),
     "actor_rollout_ref.rollout.trace",
     # Copies of keys that are compared under their own names.

@@ -6,7 +6,9 @@ are overridden here. Importing this module registers the trainer as ``trainer.v1
 """
 
 import logging
+import numbers
 import time
+from pathlib import Path
 
 import ray
 from omegaconf import DictConfig, open_dict
@@ -15,7 +17,9 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from flashrl_verl.cluster import check_cluster
 from flashrl_verl.compat import Status, check_versions
-from flashrl_verl.errors import ConfigError, DynamicSamplingError, FlashRLError
+from flashrl_verl.errors import ConfigError, DynamicSamplingError, FlashRLError, GuardError
+from flashrl_verl.guard import Guard
+from flashrl_verl.guard_watches import Moment
 from flashrl_verl.local_paths import check_paths
 from flashrl_verl.metrics_file import MetricsFile, metrics_path
 from flashrl_verl.rollout.receipt import verify_ranks
@@ -35,7 +39,7 @@ class FlashRLTrainer(PPOTrainerSync):
 
     Raises:
         ConfigError: from the constructor, before anything is started.
-        RefitError, DynamicSamplingError, FlashRLError: while training; the last checkpoint stays whole.
+        RefitError, DynamicSamplingError, GuardError, FlashRLError: while training; the last checkpoint stays whole.
     """
 
     def __init__(self, config: DictConfig):
@@ -45,6 +49,7 @@ class FlashRLTrainer(PPOTrainerSync):
         for finding in check_versions():
             if finding.status is not Status.OK:
                 log.warning("%s", finding)
+        self.guard = Guard.from_config(config, self.flashrl)
         # The actors compute the correction on their shards; without this node verl's driver does not do it again.
         # They got their own copy through actor.policy_loss.rollout_correction. In bypass mode the driver needs it to put the
         # rollout's log-probs for the old ones, and computes nothing either.
@@ -109,6 +114,18 @@ class FlashRLTrainer(PPOTrainerSync):
                 self.config.trainer.logger = [b for b in backends if b != "file"]
         super().fit(agent_loop_manager)
 
+    def _load_checkpoint(self) -> None:
+        super()._load_checkpoint()
+        if self.global_steps > 0:
+            by_path = self.config.trainer.resume_mode == "resume_path"
+            self.guard.load(Path(self.config.trainer.resume_from_path) if by_path else self._checkpoint_folder())
+
+    def step(self, metrics: dict, timing_raw: dict):
+        batch = super().step(metrics, timing_raw)
+        self._step_metrics = metrics
+        self._look(Moment.TRAINED)  # before verl saves: what it stops is in no checkpoint
+        return batch
+
     def prepare_step(self) -> dict:
         self._prompts_this_step = self.config.data.train_batch_size
         return super().prepare_step()
@@ -145,13 +162,29 @@ class FlashRLTrainer(PPOTrainerSync):
                 f"({', '.join(bad[:8])}); no checkpoint was saved from it. Resume from the last one with a lower "
                 "actor_rollout_ref.actor.optim.lr or actor_rollout_ref.actor.optim.clip_grad"
             )
+        self.guard.save(self._checkpoint_folder())  # first: verl ends with the record that makes it the last checkpoint
         super()._save_checkpoint()
 
     def on_step_end(self) -> None:
         super().on_step_end()
-        self._pending_sync_metrics = {**self._verify_refit(), **self._layer_metrics}
+        refit = self._verify_refit()
+        self._look(Moment.REFITTED, refit)
+        self._pending_sync_metrics = {**refit, **self._layer_metrics, **self.guard.metrics()}
 
     # ---- ours ----
+
+    def _checkpoint_folder(self) -> Path:
+        return Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"
+
+    def _look(self, moment: Moment, refit: dict | None = None) -> None:
+        """Have the guard look at the step; what it stops is logged first, as verl logs at the end of a step."""
+        metrics = {**self._step_metrics, **(refit or {})}
+        try:
+            self.guard.look(moment, self.global_steps, metrics)
+        except GuardError:
+            metrics |= self.guard.metrics()
+            self.logger.log(data={k: v for k, v in metrics.items() if isinstance(v, numbers.Number)}, step=self.global_steps)
+            raise
 
     def _ask_servers(self, method: str, *args) -> list:
         """Call ``method`` on the first server of every replica."""

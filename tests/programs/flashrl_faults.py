@@ -6,6 +6,7 @@ as they are.
 """
 
 import os
+import random
 import signal
 
 import torch
@@ -120,6 +121,32 @@ def nan_update(worker) -> None:
     worker.FlashRLWorker.update_actor = poisoned
 
 
+def noisy_log_probs(server) -> None:
+    """From step STEP on, the rollout reports log-probs that are not those it sampled with: normal noise, deviation 1."""
+    if not hasattr(server, "FlashRLReplica"):
+        return  # the engine's own process, in the middle of importing it; what follows is for the one that starts engines
+    import ray
+
+    noise = random.Random(0)
+
+    class NoisyServer(server.FlashRLHttpServer):
+        async def generate(self, prompt_ids, sampling_params, request_id, **kwargs):
+            greedy = sampling_params.get("temperature") == 0  # validation and the self-check
+            output = await super().generate(prompt_ids, sampling_params, request_id, **kwargs)
+            if not greedy and self.global_steps >= STEP - 1:  # a step samples from the weights of the one before
+                fired()
+                output.log_probs = [value + noise.gauss(0.0, 1.0) for value in output.log_probs]
+            return output
+
+    start = server.FlashRLReplica.__init__
+
+    def noisy_start(self, *args, **kwargs):
+        start(self, *args, **kwargs)
+        self.server_class = ray.remote(NoisyServer)
+
+    server.FlashRLReplica.__init__ = noisy_start
+
+
 MODULES = {
     "skip_update": ("flashrl_verl.rollout.adapter", skip_update),
     "stale_tensor": ("flashrl_verl.rollout.refit", stale_tensor),
@@ -127,6 +154,7 @@ MODULES = {
     "raise_in_receiver": ("flashrl_verl.rollout.refit", raise_in_receiver),
     "kill_engine": ("flashrl_verl.rollout.refit", kill_engine),
     "stale_kernel": ("flashrl_verl.quantization.gemm", stale_kernel),
+    "noisy_log_probs": ("flashrl_verl.rollout.server", noisy_log_probs),
     "nan_update": ("flashrl_verl.worker", nan_update),
 }
 after_import(*MODULES[KIND])
