@@ -49,6 +49,10 @@ class FlashRLConfig:
     keep_last_layers: int = 0
     """Decoder layers at the end of the model that stay in high precision; at least 0."""
 
+    fp32_lm_head: bool = False
+    """Whether trainer and rollout both compute their logits in FP32 (``lm_head.py``); a model or setting with which one of them
+    cannot is refused."""
+
     update_timeout_s: float = 60.0
     """Longest silence tolerated from the other side during a weight update, in seconds; above 0."""
 
@@ -69,10 +73,10 @@ class FlashRLConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "precision", _precision(self.precision))
         object.__setattr__(self, "ignore", _ignore(self.ignore))
-        if not isinstance(self.self_check, bool):
-            raise ConfigError(
-                f"flashrl.self_check={self.self_check!r} is not accepted. Set flashrl.self_check to true or false."
-            )
+        for name in ("self_check", "fp32_lm_head"):
+            if not isinstance(getattr(self, name), bool):
+                value = getattr(self, name)
+                raise ConfigError(f"flashrl.{name}={value!r} is not accepted. Set flashrl.{name} to true or false.")
         for name, accepted in _ACCEPTED.items():
             value = getattr(self, name)
             if not accepted.test(value):
