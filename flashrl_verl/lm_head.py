@@ -12,6 +12,9 @@ of 8 bits has 16 and is exact in FP32's 24, as that of two FP16 numbers of 11 is
 rounding at the end *is* the FP32 product of these operands, up to the order of summation. Unrounded weights would match no
 better: they would only be another policy's than those of all other layers, for 4 bytes a weight in the engine (3.1 GB at
 152064 x 5120) and a GEMM without tensor cores on both sides.
+
+What it costs: the trainer's logits and their gradient take 4 bytes an entry instead of 2 (the rollout's sampler makes FP32 of
+them anyway), and with tensor parallelism the rollout gathers twice the bytes.
 """
 
 import torch

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``flashrl.fp32_lm_head`` in real engines: log-probs are those of FP32 logits, through refits, tied and untied, cut and whole."""
+"""``flashrl.fp32_lm_head`` in real engines: log-probs are those of FP32 logits, through refits, tied and not, cut or whole."""
 
 from collections.abc import Iterator
 

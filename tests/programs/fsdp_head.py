@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of a trainer: a tiny model under verl's FSDP2 wrapping, with ``flashrl.fp32_lm_head``'s head, and one backward pass."""
+"""One rank of a trainer: a tiny model under verl's FSDP2 wrapping, with ``flashrl.fp32_lm_head`` or without, one backward."""
 
 import os
 from pathlib import Path

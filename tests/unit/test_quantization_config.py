@@ -67,7 +67,8 @@ def test_multi_head_latent_attention_is_refused_in_every_precision(precision):
 
 def test_the_config_survives_the_way_through_the_engine_arguments():
     register()
-    settings = FlashRLConfig(precision="fp8", ignore=("re:.*down_proj",), keep_first_layers=1, keep_last_layers=2, fp32_lm_head=True)
+    kept = {"ignore": ("re:.*down_proj",), "keep_first_layers": 1, "keep_last_layers": 2}
+    settings = FlashRLConfig(precision="fp8", fp32_lm_head=True, **kept)
     config = get_quantization_config("flashrl").from_config(quantization_config_dict(settings))
     assert config.precision is Precision.FP8 and config.get_name() == "flashrl" and config.fp32_lm_head
     assert config.selection == LayerSelection(ignore=("re:.*down_proj",), keep_first=1, keep_last=2)
