@@ -114,6 +114,9 @@ def test_a_trainer_whose_log_probs_go_past_the_head_stops():
     model.lm_head = nn.Linear(*reversed(head.weight.shape), bias=False, dtype=BF16)  # as a fused kernel: another product
     with pytest.raises(FlashRLError, match=r"fp32_lm_head=true, .*torch.bfloat16 and asked its FP32 head 0 times"):
         model(input_ids=ids)
+    model.lm_head.register_forward_hook(lambda module, inputs, output: output.float())  # rounded, then cast
+    with pytest.raises(FlashRLError, match="logits in torch.float32 and asked its FP32 head 0 times"):
+        model(input_ids=ids)
     model.lm_head = head
     head.register_forward_hook(lambda module, inputs, output: output.to(BF16))
     with pytest.raises(FlashRLError, match="gave logits in torch.bfloat16"):
