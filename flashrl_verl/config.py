@@ -51,6 +51,10 @@ class FlashRLConfig:
     keep_last_layers: int = 0
     """Decoder layers at the end of the model that stay in high precision; at least 0."""
 
+    fp32_lm_head: bool = False
+    """Whether trainer and rollout both compute their logits in FP32 (``lm_head.py``); a model or setting with which one of them
+    cannot is refused."""
+
     update_timeout_s: float = 60.0
     """Longest silence tolerated from the other side during a weight update, in seconds; above 0."""
 
@@ -75,7 +79,8 @@ class FlashRLConfig:
         object.__setattr__(self, "precision", _precision(self.precision))
         object.__setattr__(self, "ignore", _ignore(self.ignore))
         object.__setattr__(self, "guard", GuardConfig.read(self.guard))
-        require_bool("flashrl", self, "self_check")
+        for name in ("self_check", "fp32_lm_head"):
+            require_bool("flashrl", self, name)
         require_accepted("flashrl", self, _ACCEPTED)
 
     @classmethod

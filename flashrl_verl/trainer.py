@@ -20,6 +20,7 @@ from flashrl_verl.compat import Status, check_versions
 from flashrl_verl.errors import ConfigError, DynamicSamplingError, FlashRLError, GuardError
 from flashrl_verl.guard import Guard
 from flashrl_verl.guard_watches import Moment
+from flashrl_verl.lm_head import FP32, require_trainer_heads
 from flashrl_verl.local_paths import check_paths
 from flashrl_verl.metrics_file import MetricsFile, metrics_path
 from flashrl_verl.rollout.receipt import verify_ranks
@@ -89,6 +90,7 @@ class FlashRLTrainer(PPOTrainerSync):
         metrics = self._verify_refit()
         workers = [worker for replica in self._ask_servers("flashrl_layers") for worker in replica]
         self._layer_metrics = _summarize_layers(workers)
+        require_trainer_heads(self.flashrl.fp32_lm_head, self.actor_rollout_wg.flashrl_fp32_head())
         log.info(_describe(self.flashrl.precision.value, self._layer_metrics, metrics))
         if self.flashrl.self_check:
             self._self_check(max(worker["weight_bytes"] for worker in workers))
@@ -276,13 +278,14 @@ def refit_metrics(reports: list[dict]) -> dict[str, float]:
 
 def _summarize_layers(workers: list[dict]) -> dict[str, float]:
     """Metrics of what the rollout is; every worker of every replica must be the same."""
-    counts = {(w["precision"], w["quantized_layers"]) for w in workers}
+    counts = {(w["precision"], w["quantized_layers"], w["head_dtype"]) for w in workers}
     if len(counts) != 1:
-        raise ConfigError(f"the rollout's workers differ in precision or quantized layers: {sorted(counts)}")
+        raise ConfigError(f"the rollout's workers differ in precision, quantized layers or lm_head: {sorted(counts)}")
     first = workers[0]
     return {
         "flashrl/quantized_layers": first["quantized_layers"],
         "flashrl/unquantized_layers": len(first["unquantized_layers"]),
+        "flashrl/fp32_lm_head": int(first["head_dtype"] == FP32),
         "flashrl/weight_bytes": sum(w["weight_bytes"] for w in workers),
         "flashrl/quantized_bytes": sum(w["quantized_bytes"] for w in workers),
         "flashrl/quantized_bytes_as_bf16": sum(w["quantized_bytes_as_bf16"] for w in workers),

@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from flashrl_verl.config import FlashRLConfig
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.rules import ACTOR, CORRECTION, ROLLOUT, Rule, apply, get, one_of, positive_integer, refuse, words
+from flashrl_verl.validation_head import check_head
 from flashrl_verl.validation_sampling import check_correction, check_engine_arguments
 
 PLATFORM = "ray_kwargs.ray_init.runtime_env.env_vars.VERL_PLATFORM"
@@ -45,6 +46,8 @@ def validate_config(cfg: DictConfig) -> FlashRLConfig:
     _check_lora(cfg)
     check_correction(cfg)
     check_engine_arguments(cfg)
+    if settings.fp32_lm_head:
+        check_head(cfg)
     _check_hardware(cfg)
     _check_micro_batches(cfg)
     return settings

@@ -4,11 +4,31 @@
 from verl.single_controller.base.decorator import Dispatch, register
 
 from flashrl_verl.actor import FlashRLActorWorker
+from flashrl_verl.config import FlashRLConfig
+from flashrl_verl.lm_head import compute_head_in_fp32, computes_in_fp32
 from flashrl_verl.rollout.receipt import all_finite, to_host
 
 
 class FlashRLWorker(FlashRLActorWorker):
     """Every rank of the actor's worker group. Methods return plain data."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """verl's; then, with ``flashrl.fp32_lm_head``, actor and reference compute their logits in FP32.
+
+        Raises:
+            ConfigError: the model's head is of a kind that cannot.
+        """
+        super().init_model()
+        if FlashRLConfig.from_mapping((self.config.rollout.get("custom") or {}).get("flashrl", {})).fp32_lm_head:
+            for trained in (getattr(self, "actor", None), getattr(self, "ref", None)):
+                if trained is not None:
+                    compute_head_in_fp32(trained.engine.module)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def flashrl_fp32_head(self) -> bool:
+        """Whether this rank's actor computes its logits in FP32."""
+        return computes_in_fp32(self.actor.engine.module)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def flashrl_refit_report(self) -> dict:

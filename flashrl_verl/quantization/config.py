@@ -28,6 +28,7 @@ from vllm.platforms import current_platform
 from flashrl_verl.config import FlashRLConfig, Precision
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.quantization.formats import row_format
+from flashrl_verl.quantization.head import Fp32HeadMethod
 from flashrl_verl.quantization.linear import RowQuantizedLinearMethod, UnpackedLinearMethod
 from flashrl_verl.quantization.moe import RowQuantizedMoEMethod, UnpackedMoEMethod
 from flashrl_verl.quantization.selection import LayerSelection, expert_parts, fused_parts
@@ -48,12 +49,19 @@ class FlashRLQuantizationConfig(QuantizationConfig):
         ignore: names or patterns of layers to leave alone (``selection.py``).
         keep_first_layers: decoder layers at the start to leave alone.
         keep_last_layers: decoder layers at the end to leave alone.
+        fp32_lm_head: whether the head returns FP32 logits.
     """
 
     def __init__(
-        self, precision: Precision, ignore: tuple[str, ...] = (), keep_first_layers: int = 0, keep_last_layers: int = 0
+        self,
+        precision: Precision,
+        ignore: tuple[str, ...] = (),
+        keep_first_layers: int = 0,
+        keep_last_layers: int = 0,
+        fp32_lm_head: bool = False,
     ):
         super().__init__()
+        self.fp32_lm_head = fp32_lm_head
         self.precision = precision
         self.format = row_format(precision)
         self.selection = LayerSelection(ignore=ignore, keep_first=keep_first_layers, keep_last=keep_last_layers)
@@ -84,7 +92,13 @@ class FlashRLQuantizationConfig(QuantizationConfig):
             settings = FlashRLConfig(**config)
         except TypeError as error:
             raise ConfigError(f"the quantization config {config!r} is not FlashRL's: {error}") from error
-        return cls(settings.precision, settings.ignore, settings.keep_first_layers, settings.keep_last_layers)
+        return cls(
+            settings.precision,
+            settings.ignore,
+            settings.keep_first_layers,
+            settings.keep_last_layers,
+            settings.fp32_lm_head,
+        )
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         # Every layer is asked about, quantized or not, so that an entry of `ignore` for one that never is counts as of use.
@@ -100,13 +114,15 @@ class FlashRLQuantizationConfig(QuantizationConfig):
             return UnpackedMoEMethod(layer.moe_config) if current_platform.is_cpu() else None
         if isinstance(layer, VocabParallelEmbedding):
             self._kept(prefix, [])
+            # An embedding too: where it is tied, many models multiply by the embedding layer itself.
+            return Fp32HeadMethod() if self.fp32_lm_head else None
         if isinstance(layer, MLAAttention):
             # It derives tensors from kv_b_proj after loading; whether they stay where CUDA graphs read them is not tested.
             raise ConfigError(
                 f"{prefix}: this rollout does not support multi-head latent attention in any flashrl.precision; use verl's, "
                 "actor_rollout_ref.rollout.name=vllm with trainer.v1.trainer_mode=sync"
             )
-        return None  # embeddings, lm_head and attention use vLLM's own unquantized method
+        return None  # attention, and above embeddings and lm_head, use vLLM's own unquantized method
 
     def _kept(self, prefix: str, parts: list[str]) -> bool:
         layers = sys.maxsize
@@ -123,4 +139,5 @@ def quantization_config_dict(settings: FlashRLConfig) -> dict[str, Any]:
         "ignore": list(settings.ignore),
         "keep_first_layers": settings.keep_first_layers,
         "keep_last_layers": settings.keep_last_layers,
+        "fp32_lm_head": settings.fp32_lm_head,
     }

@@ -13,6 +13,7 @@ from flashrl_verl import self_check
 from flashrl_verl.compat import vllm_device
 from flashrl_verl.config import FlashRLConfig, Precision
 from flashrl_verl.errors import ConfigError, FlashRLError
+from flashrl_verl.lm_head import FP32
 from flashrl_verl.platforms.cores import bind_ranks
 from flashrl_verl.plugin_vllm import register
 from flashrl_verl.quantization.formats import row_format
@@ -127,6 +128,7 @@ def require_precision(settings: FlashRLConfig, layers: dict) -> None:
             f"the engine runs with quantization {layers['precision']!r} although flashrl.precision={wanted.value}; "
             "look for conflicting keys under actor_rollout_ref.rollout.engine_kwargs.vllm"
         )
+    _require_head(settings.fp32_lm_head, layers["head_dtype"])
     if layers["ignore_unused"]:
         raise ConfigError(
             f"flashrl.ignore has entries that match no layer of this model: {layers['ignore_unused']}. Its layers are "
@@ -163,4 +165,18 @@ def require_precision(settings: FlashRLConfig, layers: dict) -> None:
             f"flashrl.precision={wanted.value}, but the engine's quantized weights are {layers['quantized'] or 'none'} "
             f"(kept by flashrl.ignore, keep_first_layers and keep_last_layers: {len(layers['kept_layers'])} layers); keep "
             f"fewer, or set flashrl.precision=bf16"
+        )
+
+
+def _require_head(wanted: bool, found: str) -> None:
+    if wanted and found != FP32:
+        raise ConfigError(
+            f"flashrl.fp32_lm_head=true, but the engine computes this model's logits in {found}: vLLM's class of the model "
+            "does not hand its quantization config to lm_head (or, with tied embeddings, to the embedding). Set "
+            "flashrl.fp32_lm_head=false"
+        )
+    if found == FP32 and not wanted:
+        raise ConfigError(
+            "flashrl.fp32_lm_head=false, but the engine computes this model's logits in float32 (a head_dtype in its "
+            "config.json?) and the trainer does not. Set flashrl.fp32_lm_head=true"
         )

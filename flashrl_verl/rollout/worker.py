@@ -8,6 +8,7 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
 
 from flashrl_verl.quantization.parameter import QuantizedStorage
+from flashrl_verl.rollout.head_probe import head_dtype
 from flashrl_verl.rollout.padded_vocab import PaddedVocabularyMeter
 from flashrl_verl.rollout.post_process import PostProcess
 from flashrl_verl.rollout.receipt import checksum, to_host
@@ -34,8 +35,9 @@ class FlashRLWorkerExtension(vLLMColocateWorkerExtension):
         Returns:
             precision of the engine's quantization config; quantized weights by dtype (a linear layer has one, a layer of
             experts two); number and names of the quantized layers; name and class of the others, which of them the user kept,
-            and numbers of decoder layers kept whole; entries of ``flashrl.ignore`` that matched nothing; bytes of quantized
-            weights (codes and scales), what they would be in BF16, and of all parameters.
+            and numbers of decoder layers kept whole; entries of ``flashrl.ignore`` that matched nothing; dtype in which the
+            logits are computed; bytes of quantized weights (codes and scales), what they would be in BF16, and of all
+            parameters.
         """
         model = self.model_runner.model
         config = self.model_runner.vllm_config.quant_config
@@ -69,10 +71,18 @@ class FlashRLWorkerExtension(vLLMColocateWorkerExtension):
             "kept_layers": selection.kept if selection is not None else [],
             "kept_numbers": selection.kept_numbers if selection is not None else [],
             "ignore_unused": selection.unused() if selection is not None else [],
+            "head_dtype": self._flashrl_head_dtype(),
             "quantized_bytes": quantized_bytes,
             "quantized_bytes_as_bf16": bf16_bytes,
             "weight_bytes": sum(p.numel() * p.element_size() for p in model.parameters()),
         }
+
+    def _flashrl_head_dtype(self) -> str:
+        config = self.model_runner.vllm_config.model_config
+        model = self.model_runner.model
+        found = head_dtype(model, config.get_hidden_size(), config.dtype, next(model.parameters()).device)
+        self.flashrl_forget_padded_vocab_mass()  # of hidden states that mean nothing
+        return found
 
     def flashrl_receipt(self) -> dict:
         """The receipt of the last whole update; empty when there was none or the last one failed."""

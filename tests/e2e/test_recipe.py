@@ -52,6 +52,22 @@ def test_bf16_rollouts_run_from_the_same_command(recipe):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_logits_in_fp32_on_both_sides_train_and_their_mismatch_is_not_larger(assets, tmp_path):
+    kl = {}
+    for head in ("true", "false"):
+        folder = tmp_path / head
+        folder.mkdir()
+        words = command(assets, folder, "flashrl.precision=bf16", f"flashrl.fp32_lm_head={head}")
+        run = finish(start(words, folder), folder, timeout=1100)
+        assert_healthy(run, steps=2)
+        metrics = run.metrics()
+        assert metrics[2]["flashrl/fp32_lm_head"] == int(head == "true")
+        kl[head] = metrics[1]["rollout_corr/k3_kl"] + metrics[2]["rollout_corr/k3_kl"]
+    assert kl["true"] <= kl["false"], kl
+
+
+@pytest.mark.slow
 def test_without_tis_the_mismatch_is_still_measured(recipe):
     run = recipe("algorithm.rollout_correction.rollout_is=null")
     assert_healthy(run, steps=2)

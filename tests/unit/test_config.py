@@ -54,6 +54,7 @@ def test_settings_cannot_be_changed_after_they_were_checked():
         ({"max_num_gen_batches": None}, ["flashrl.max_num_gen_batches=None", "integer"]),
         ({"self_check": 1}, ["flashrl.self_check=1", "true or false"]),
         ({"self_check": "false"}, ["flashrl.self_check='false'", "true or false"]),
+        ({"fp32_lm_head": "true"}, ["flashrl.fp32_lm_head='true'", "true or false"]),
         ({"padded_vocab_mass_limit": 1.5}, ["flashrl.padded_vocab_mass_limit=1.5", "between 0 and 1"]),
         ({"padded_vocab_mass_limit": math.nan}, ["flashrl.padded_vocab_mass_limit=nan", "between 0 and 1"]),
         ({"precison": "int8"}, ["flashrl.precison", "precision, ignore"]),

@@ -12,6 +12,7 @@ from flashrl_verl.config import FlashRLConfig, Precision
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.plugin_vllm import register
 from flashrl_verl.quantization.config import FlashRLQuantizationConfig, quantization_config_dict
+from flashrl_verl.quantization.head import Fp32HeadMethod
 from flashrl_verl.quantization.linear import RowQuantizedLinearMethod
 from flashrl_verl.quantization.selection import LayerSelection
 
@@ -53,6 +54,12 @@ def test_embeddings_and_lm_head_use_vllms_own_method(precision):
 
 
 @pytest.mark.parametrize("precision", [*QUANTIZING, Precision.BF16])
+def test_with_fp32_lm_head_the_head_and_an_embedding_that_may_be_tied_to_it_get_the_fp32_method(precision):
+    for kind in (VocabParallelEmbedding, ParallelLMHead):
+        assert isinstance(method(kind, precision, fp32_lm_head=True), Fp32HeadMethod)
+
+
+@pytest.mark.parametrize("precision", [*QUANTIZING, Precision.BF16])
 def test_multi_head_latent_attention_is_refused_in_every_precision(precision):
     with pytest.raises(ConfigError, match="multi-head latent attention .*actor_rollout_ref.rollout.name=vllm"):
         method(MLAAttention, precision)
@@ -60,9 +67,10 @@ def test_multi_head_latent_attention_is_refused_in_every_precision(precision):
 
 def test_the_config_survives_the_way_through_the_engine_arguments():
     register()
-    settings = FlashRLConfig(precision="fp8", ignore=("re:.*down_proj",), keep_first_layers=1, keep_last_layers=2)
+    kept = {"ignore": ("re:.*down_proj",), "keep_first_layers": 1, "keep_last_layers": 2}
+    settings = FlashRLConfig(precision="fp8", fp32_lm_head=True, **kept)
     config = get_quantization_config("flashrl").from_config(quantization_config_dict(settings))
-    assert config.precision is Precision.FP8 and config.get_name() == "flashrl"
+    assert config.precision is Precision.FP8 and config.get_name() == "flashrl" and config.fp32_lm_head
     assert config.selection == LayerSelection(ignore=("re:.*down_proj",), keep_first=1, keep_last=2)
 
 

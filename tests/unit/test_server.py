@@ -16,6 +16,7 @@ HELD = {
     "kept_layers": [],
     "kept_numbers": [],
     "ignore_unused": [],
+    "head_dtype": "bfloat16",
 }
 """What ``flashrl_layers`` says of a small INT8 model; tests/e2e/test_engine_refit.py compares the keys with an engine's."""
 
@@ -67,6 +68,25 @@ def test_a_model_that_is_something_else_stops_the_run_with_the_reason(precision,
         require(precision, changes)
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "wanted, found, words",
+    [
+        (True, "bfloat16", ["flashrl.fp32_lm_head=true", "in bfloat16", "quantization config", "fp32_lm_head=false"]),
+        (True, "unknown (TypeError: x)", ["in unknown (TypeError: x)", "fp32_lm_head=false"]),
+        (False, "float32", ["flashrl.fp32_lm_head=false", "head_dtype", "fp32_lm_head=true"]),
+    ],
+)
+def test_a_head_that_is_not_the_one_asked_for_stops_the_run(wanted, found, words):
+    with pytest.raises(FlashRLError) as caught:
+        require_precision(FlashRLConfig(fp32_lm_head=wanted), {**HELD, "head_dtype": found})
+    for word in words:
+        assert word in str(caught.value)
+    right = "float32" if wanted else "bfloat16"
+    require_precision(FlashRLConfig(fp32_lm_head=wanted), {**HELD, "head_dtype": right})
+    if not wanted:
+        require_precision(FlashRLConfig(), {**HELD, "head_dtype": "unknown (TypeError: x)"})
 
 
 @pytest.mark.parametrize("kept, accepted", [([0, 1, 27], True), ([0, 1], False), ([], False)])

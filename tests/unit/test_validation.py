@@ -68,6 +68,19 @@ def test_base_is_valid_on_both_kinds_of_hardware(composed):
     assert validate_config(composed["cpu"]) == FlashRLConfig()
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"actor_rollout_ref.actor.fsdp_config.mixed_precision": {"param_dtype": "bfloat16"}},
+        {"actor_rollout_ref.actor.fsdp_config.mixed_precision": {"reduce_dtype": "fp32"}},
+        {"actor_rollout_ref.actor.fsdp_config.mixed_precision": {"param_dtype": "fp16"}, f"{ROLLOUT}.dtype": "float16"},
+    ],
+)
+def test_an_fp32_head_is_accepted_where_both_sides_multiply_the_same_operands(changed, settings):
+    assert validate_config(changed({"flashrl.fp32_lm_head": True, **settings})).fp32_lm_head
+
+
 def test_a_configuration_without_flashrl_is_refused():
     message = _refusal(OmegaConf.create({"trainer": {"use_v1": True}}))
     assert "flashrl is missing" in message and "+experiment=base" in message
@@ -105,6 +118,22 @@ REFUSED = [
         {f"{ROLLOUT}.checkpoint_engine.backend": "nccl"},
         f"{ROLLOUT}.checkpoint_engine.backend=nccl",
         f"{ROLLOUT}.checkpoint_engine.backend=naive",
+    ),
+    # one side would compute its logits otherwise
+    (
+        {"flashrl.fp32_lm_head": True, "actor_rollout_ref.model.use_fused_kernels": True},
+        "use_fused_kernels=true",
+        "actor_rollout_ref.model.use_fused_kernels=false, or flashrl.fp32_lm_head=false",
+    ),
+    (
+        {"flashrl.fp32_lm_head": True, "actor_rollout_ref.actor.fsdp_config.mixed_precision": {"param_dtype": "fp32"}},
+        "mixed_precision.param_dtype=float32",
+        "mixed_precision.param_dtype=bfloat16, or flashrl.fp32_lm_head=false",
+    ),
+    (
+        {"flashrl.fp32_lm_head": True, f"{ROLLOUT}.dtype": "float16"},
+        "mixed_precision.param_dtype=bfloat16",
+        f"{ROLLOUT}.dtype=bfloat16",
     ),
     # number formats that contradict ours
     ({f"{ROLLOUT}.dtype": "float32"}, f"{ROLLOUT}.dtype=float32", f"{ROLLOUT}.dtype=bfloat16"),
