@@ -59,7 +59,7 @@ def test_logits_in_fp32_on_both_sides_train_and_their_mismatch_is_not_larger(ass
         folder = tmp_path / head
         folder.mkdir()
         words = command(assets, folder, "flashrl.precision=bf16", f"flashrl.fp32_lm_head={head}")
-        run = finish(start(words, folder), folder, timeout=1100)
+        run = finish(start(words, folder), folder, timeout=400)
         assert_healthy(run, steps=2)
         metrics = run.metrics()
         assert metrics[2]["flashrl/fp32_lm_head"] == int(head == "true")
