@@ -66,7 +66,7 @@ def test_a_learning_rate_that_ruins_the_policy_is_stopped_within_the_patience(re
     """At 1.0 the first update moves every weight by about 1, and the policy that comes of it says the same token with
     certainty, whatever the prompt: k3 KL is 0, and the correlation of the probabilities is not a number."""
     guard = ("flashrl.guard.action=stop", "flashrl.guard.patience=2")
-    run = recipe(NO_FILTER, *guard, "actor_rollout_ref.actor.optim.lr=1.0", "trainer.total_training_steps=8")
+    run = recipe(NO_FILTER, *guard, "actor_rollout_ref.actor.optim.lr=1.0", "trainer.total_training_steps=8", timeout=500)
     assert run.returncode != 0
     assert re.search(r"GuardError: step \d: .* is beyond flashrl\.guard\.\w+=\S+ for 2 steps in a row", run.output), run.failure
     assert "a lower actor_rollout_ref.actor.optim.lr" in run.output
