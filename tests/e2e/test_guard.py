@@ -63,17 +63,17 @@ def test_a_resumed_run_goes_on_counting_and_warns_once(assets, tmp_path):
 
 
 def test_a_learning_rate_that_ruins_the_policy_is_stopped_within_the_patience(recipe):
-    """At 1.0 the first update moves every weight by about 1, and the policy that comes of it says the same token with
-    certainty, whatever the prompt: k3 KL is 0, and the correlation of the probabilities is not a number."""
+    """At 1.0 the first update moves every weight by about 1, and the policy soon says the same token with certainty,
+    whatever the prompt: k3 KL is 0, and the correlation of the probabilities is not a number."""
     guard = ("flashrl.guard.action=stop", "flashrl.guard.patience=2")
-    run = recipe(NO_FILTER, *guard, "actor_rollout_ref.actor.optim.lr=1.0", "trainer.total_training_steps=8")
+    run = recipe(NO_FILTER, *guard, "actor_rollout_ref.actor.optim.lr=1.0", "trainer.total_training_steps=8", timeout=500)
     assert run.returncode != 0
     assert re.search(r"GuardError: step \d: .* is beyond flashrl\.guard\.\w+=\S+ for 2 steps in a row", run.output), run.failure
     assert "a lower actor_rollout_ref.actor.optim.lr" in run.output
     metrics = run.metrics()
     assert metrics[1]["flashrl/guard_events"] == 0, "the first step samples from the weights it started with"
-    last = max(metrics)
-    assert last <= 4 and metrics[last]["flashrl/guard_events"] >= 1
+    last = metrics[max(metrics)]
+    assert last["flashrl/guard_correlation_steps"] == 2 and last["flashrl/guard_events"] >= 1
 
 
 @pytest.mark.timeout(2400)
