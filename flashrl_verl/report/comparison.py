@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,14 +36,41 @@ class Picture:
 class Comparison:
     """What `page.py` and `markdown.py` write, each in its own form."""
 
-    runs: list[NamedRun]
-    summary: Summary
-    pictures: list[Picture]
-    overview: bytes | None
-    """PNG of the chief panels together; None where no run logged a learning curve."""
+    arms: list[Arm]
+    panels: list[Panel]
     absent: list[str]
     """Titles of the panels that no run has data for."""
-    notes: list[str]
+    smooth: int
+
+    @property
+    def runs(self) -> list[NamedRun]:
+        """Every run, those of an arm together."""
+        return [run for arm in self.arms for run in arm.runs]
+
+    @cached_property
+    def summary(self) -> Summary:
+        """The table."""
+        return summarize(self.arms)
+
+    @cached_property
+    def pictures(self) -> list[Picture]:
+        """Every panel, drawn when it is asked for.
+
+        Raises:
+            FlashRLError: matplotlib is not installed.
+        """
+        drawing = Drawing(arms=self.arms, smooth=self.smooth)
+        return [Picture(panel=panel, alt=alt_text(panel, self.arms), svg=drawing.picture(panel)) for panel in self.panels]
+
+    @cached_property
+    def overview(self) -> bytes | None:
+        """PNG of the chief panels together; None where no run logged a learning curve."""
+        return Drawing(arms=self.arms, smooth=self.smooth).overview(self.panels)
+
+    @cached_property
+    def notes(self) -> list[str]:
+        """What a reader of the curves has to know, a line each."""
+        return list(_notes(self.arms, self.smooth))
 
     def sections(self) -> Iterator[tuple[str, list[Picture]]]:
         """The parts of the report that have pictures, with them."""
@@ -75,7 +103,7 @@ class Comparison:
 
 
 def compare(paths: Sequence[Path], names: Sequence[str] = (), smooth: int = 1, group: bool = False) -> Comparison:
-    """Read, summarize and draw.
+    """Read the runs, and see what there is to show.
 
     Args:
         paths: run directories or metrics files.
@@ -84,19 +112,11 @@ def compare(paths: Sequence[Path], names: Sequence[str] = (), smooth: int = 1, g
         group: runs of the same name are drawn as mean and range.
 
     Raises:
-        FlashRLError: see `load_arms`; or matplotlib is missing.
+        FlashRLError: see `load_arms`.
     """
     arms = load_arms(paths, names, group)
     there, absent = panels(arms)
-    drawing = Drawing(arms=arms, smooth=smooth)
-    return Comparison(
-        runs=[run for arm in arms for run in arm.runs],
-        summary=summarize(arms),
-        pictures=[Picture(panel=panel, alt=alt_text(panel, arms), svg=drawing.picture(panel)) for panel in there],
-        overview=drawing.overview(there),
-        absent=absent,
-        notes=list(_notes(arms, smooth)),
-    )
+    return Comparison(arms=arms, panels=there, absent=absent, smooth=smooth)
 
 
 def write(comparison: Comparison, folder: Path) -> list[Path]:
@@ -118,7 +138,6 @@ def write(comparison: Comparison, folder: Path) -> list[Path]:
 
 
 def _notes(arms: Sequence[Arm], smooth: int) -> Iterator[str]:
-    """What a reader of the curves has to know."""
     if smooth > 1:
         yield f"Thick: means of the last {smooth} values, shown as thin lines. Held-out values and the table: as logged."
     for arm in arms:

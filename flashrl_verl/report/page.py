@@ -18,7 +18,7 @@ TITLE = "FlashRL runs compared"
 STYLE = """\
 :root { color-scheme: light dark; --page: #ffffff; --ink: #222222; --line: #cccccc; --band: #f4f4f4; }
 @media (prefers-color-scheme: dark) { :root { --page: #1b1b1b; --ink: #e6e6e6; --line: #4a4a4a; --band: #262626; } }
-body { margin: 0 auto; max-width: 84rem; padding: 1.5rem; background: var(--page); color: var(--ink);
+body { margin: 0 auto; max-width: 90rem; padding: 1.5rem; background: var(--page); color: var(--ink);
   font: 16px/1.5 system-ui, sans-serif; }
 h1 { margin: 0 0 .25rem; font-size: 1.6rem; }
 h2 { margin: 2.2rem 0 .8rem; padding-bottom: .2rem; border-bottom: 1px solid var(--line); font-size: 1.2rem; }
@@ -105,7 +105,7 @@ def _table(summary: Summary) -> str:
 
 def _cell(text: str) -> str:
     # Words may break, figures may not.
-    return f"<td>{escape(text)}</td>" if text[:1].isdigit() and len(text) < 25 else f'<td class="words">{escape(text)}</td>'
+    return f"<td>{escape(text)}</td>" if len(text) < 18 else f'<td class="words">{escape(text)}</td>'
 
 
 def _line(style: Style) -> str:

@@ -29,17 +29,18 @@ HEALTHY_KL = 1e-2
 shown."""
 
 SHADES = {
-    "gen": "#00224E",
-    "reward": "#9C9374",
-    "old_log_prob": "#DAC45F",
-    "ref": "#575D6D",
-    "adv": "#3B496C",
-    "update_actor": "#7D7C78",
-    "update_weights": "#FEE838",
-    "save_checkpoint": "#575D6D",
+    "gen": ("#00224E", ""),
+    "reward": ("#9C9374", "..."),
+    "old_log_prob": ("#DAC45F", "///"),
+    "ref": ("#575D6D", ""),
+    "adv": ("#FFFFFF", ""),
+    "update_actor": ("#7D7C78", ""),
+    "update_weights": ("#FEE838", "xxx"),
+    "save_checkpoint": ("#3B496C", ""),
+    "other": ("#BBBBBB", ""),
 }
-"""The parts of a step where colours already mean runs: cividis (https://doi.org/10.1371/journal.pone.0199239), whose lightness
-tells its shades apart in grey, neighbours far apart. What is left of a step is `GREY`."""
+"""Fill and hatch of the parts of a step where colours already mean runs: cividis (https://doi.org/10.1371/journal.pone.0199239),
+whose lightness tells its shades apart in grey."""
 
 COLOURS = (BLUE, VERMILION, GREEN, "#000000", PURPLE, ORANGE, SKY)
 LINES = ("-", "--", "-.", ":")

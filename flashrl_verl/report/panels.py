@@ -127,7 +127,7 @@ def _learning(arms: Sequence[Arm]) -> list[Panel]:
             ),
             Panel(
                 name=f"{slug}_speed",
-                title=f"{title}, last, by speed",
+                title=f"Last {name} by speed",
                 caption=f"{why} One point a run, its last value; an update is a training step, 3600 s over the mean step time.",
                 kind=Kind.AGAINST_SPEED,
                 **common,

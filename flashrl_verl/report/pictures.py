@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from flashrl_verl.errors import FlashRLError
 from flashrl_verl.report.arms import Arm, curve
-from flashrl_verl.report.palette import GREY, PHASES, SHADES, TITLE
+from flashrl_verl.report.palette import PHASES, SHADES, TITLE
 from flashrl_verl.report.panels import Kind, Panel, Section, step_parts, updates_per_hour
 
 if TYPE_CHECKING:
@@ -37,16 +37,25 @@ class Drawing:
         Raises:
             FlashRLError: matplotlib is not installed.
         """
+        return _saved(self.figure(panel), "svg")
+
+    def figure(self, panel: Panel) -> Figure:
+        """The panel alone, its legend above it."""
         bars = panel.kind is Kind.STEP_BARS
         runs = sum(len(arm.runs) for arm in self.arms)
         figure = new_figure(WIDTH, max(2.2, 1.3 + 0.42 * runs) if bars else HEIGHT + 0.16 * len(self.arms))
         axes = figure.subplots()
         self.draw(axes, panel)
         _legend_above(figure, [axes])
-        return _saved(figure, "svg")
+        return figure
 
     def overview(self, panels: Sequence[Panel]) -> bytes | None:
-        """Learning curve and mismatch under it, by step and by time; accuracy against speed over the parts of a step; PNG.
+        """`overview_figure` as PNG."""
+        figure = self.overview_figure(panels)
+        return _saved(figure, "png") if figure is not None else None
+
+    def overview_figure(self, panels: Sequence[Panel]) -> Figure | None:
+        """Learning curve and mismatch under it, by step and by time; accuracy against speed over the parts of a step.
 
         The layouts of FlashRL's figures 2 and 4 (https://fengyao.notion.site/flash-rl). None without a learning curve.
         """
@@ -75,7 +84,7 @@ class Drawing:
             _mark_bars(axes, self.arms)
             axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=3, fontsize=8, frameon=False)
         _legend_above(figure, [axes for axes in grid.flat if axes not in bars])
-        return _saved(figure, "png")
+        return figure
 
     def draw(self, axes: Axes, panel: Panel) -> None:
         """The panel in these axes; the legend is the figure's affair."""
@@ -156,17 +165,18 @@ class Drawing:
         parts = [merge_small(step_parts(run.metrics), keep) for keep in [_worth_a_bar(runs)] for run in runs]
         left = [0.0] * len(runs)
         labels = list(dict.fromkeys(label for run in parts for label in run if label != "other"))
-        shades = {label: SHADES[phase] for phase, (label, _) in PHASES.items()}
+        shades = {label: SHADES[phase] for phase, (label, _) in PHASES.items()} | {"other": SHADES["other"]}
         for label in [*labels, "other"]:
-            widths = [run.get(label, 0.0) for run in parts]
+            widths, (fill, hatch) = [run.get(label, 0.0) for run in parts], shades[label]
             axes.barh(
                 range(len(runs)),
                 widths,
                 left=left,
                 height=0.62,
-                color=shades.get(label, GREY),
-                edgecolor="white",
-                linewidth=0.8,
+                color=fill,
+                edgecolor=INK,
+                linewidth=0.5,
+                hatch=hatch,
                 label=label,
             )
             left = [a + b for a, b in zip(left, widths, strict=True)]
