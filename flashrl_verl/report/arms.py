@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flashrl_verl.errors import FlashRLError
-from flashrl_verl.report.metrics import HELD_OUT_CORE, SCORE, Metrics
+from flashrl_verl.report.metrics import HELD_OUT_CORE, SCORE, STEP_TIME, Metrics
 from flashrl_verl.report.palette import Style, style
 from flashrl_verl.report.run import METRICS_FILE, Report, load
 
@@ -134,7 +134,7 @@ def curve(arm: Arm, values: Values, against_time: bool, smooth: int = 1) -> Curv
     series, clocks = [], []
     for run in arm.runs:
         steps, numbers = values(run.metrics)
-        if steps:
+        if steps and not (against_time and not run.metrics.series(STEP_TIME)[0]):  # all of it at hour 0 would mislead
             series.append(dict(zip(steps, trailing_mean(numbers, smooth), strict=True)))
             clocks.append(run.metrics.clock())
     common = sorted(set.intersection(*map(set, series))) if series else []

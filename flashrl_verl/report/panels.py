@@ -14,7 +14,7 @@ from flashrl_verl.report.arms import Arm, Values, accuracy_keys, accuracy_name, 
 from flashrl_verl.report.metrics import CORRELATION, MISMATCH_KL, SCORE, STEP_TIME, Metrics
 from flashrl_verl.report.palette import HEALTHY_KL, PHASES
 
-GUARD = re.compile(r"flashrl/guard_.+")
+GUARD_EVENTS, GUARD_STEPS = "flashrl/guard_events", re.compile(r"flashrl/guard_(.+)_steps")
 EFFECTIVE, TRUNCATED = "rollout_corr/rollout_is_eff_sample_size", "rollout_corr/rollout_is_ratio_fraction_high"
 REFIT, CODES = "flashrl/refit_seconds", "flashrl/code_change_rate"
 
@@ -60,7 +60,8 @@ class Panel:
 def panels(arms: Sequence[Arm]) -> tuple[list[Panel], list[str]]:
     """The panels that have data in at least one run, and the titles of those that have none."""
     wanted = [*_learning(arms), *MISMATCH, *SPEED, *WEIGHTS, *_guard(arms)]
-    there = [panel for panel in wanted if logged(arms, panel.values)]
+    timed = logged(arms, of_key(STEP_TIME))
+    there = [p for p in wanted if logged(arms, p.values) and (timed or p.kind not in (Kind.OVER_TIME, Kind.AGAINST_SPEED))]
     return there, [panel.title for panel in wanted if panel not in there]
 
 
@@ -171,9 +172,20 @@ def _line(name: str, section: Section, title: str, quantity: str, key: str, capt
 
 
 def _guard(arms: Sequence[Arm]) -> list[Panel]:
-    keys = sorted({key for arm in arms for run in arm.runs for key in run.metrics.keys(GUARD)})
+    """The guard's count of events, and by watch the steps in a row beyond its limit where there are any."""
+    runs = [run.metrics for arm in arms for run in arm.runs]
+    beyond = {
+        key: match[1]
+        for key in sorted({key for metrics in runs for key in metrics.keys(GUARD_STEPS)})
+        if (match := GUARD_STEPS.fullmatch(key)) and any(any(metrics.series(key)[1]) for metrics in runs)
+    }
+    section, why = Section.WEIGHTS, "All so far. Steps in a row beyond a limit have pictures of their own where there are any."
     return [
-        _line(key.rpartition("/")[2], Section.WEIGHTS, f"Guard: {key.partition('guard_')[2]}", "value", key, "") for key in keys
+        _line("guard_events", section, "Guard events", "events so far", GUARD_EVENTS, why),
+        *(
+            _line(f"guard_{name}", section, f"Guard: beyond the limit of {name}", "steps in a row", key, "The guard's count.")
+            for key, name in beyond.items()
+        ),
     ]
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from flashrl_verl.errors import FlashRLError
-from flashrl_verl.report.arms import Arm, curve
+from flashrl_verl.report.arms import Arm, NamedRun, curve
 from flashrl_verl.report.palette import PHASES, SHADES, TITLE
 from flashrl_verl.report.panels import Kind, Panel, Section, step_parts, updates_per_hour
 
@@ -72,7 +72,7 @@ class Drawing:
         columns = [(top, bottom) for top, bottom in zip(above, below, strict=True) if top or bottom]
         figure = new_figure(4.7 * len(columns), 6.6)
         grid = figure.subplots(2, len(columns), squeeze=False)
-        for pair, column in zip(columns, range(len(columns)), strict=True):
+        for column, pair in enumerate(columns):
             for row, panel in enumerate(pair):
                 if panel is None:
                     grid[row, column].set_axis_off()
@@ -162,7 +162,8 @@ class Drawing:
 
     def _bars(self, axes: Axes, panel: Panel) -> None:
         runs = [run for arm in self.arms for run in arm.runs]
-        parts = [merge_small(step_parts(run.metrics), keep) for keep in [_worth_a_bar(runs)] for run in runs]
+        keep = _worth_a_bar(runs)
+        parts = [merge_small(step_parts(run.metrics), keep) for run in runs]
         left = [0.0] * len(runs)
         labels = list(dict.fromkeys(label for run in parts for label in run if label != "other"))
         shades = {label: SHADES[phase] for phase, (label, _) in PHASES.items()} | {"other": SHADES["other"]}
@@ -185,7 +186,7 @@ class Drawing:
             axes.text(total, y, text, va="center", fontsize=8, color=INK)
         axes.set_yticks(range(len(runs)), [run.label for run in runs])
         axes.set_ylim(len(runs) - 0.5, -0.5)  # the first run on top
-        axes.set_xlim(0, 1.15 * max(left))
+        axes.set_xlim(0, 1.15 * max(left) or 1.0)
         axes.set_xlabel(Kind.STEP_BARS.value)
         axes.grid(axis="x", color=FAINT, linewidth=0.8)
 
@@ -213,7 +214,7 @@ def merge_small(parts: dict[str, float], keep: set[str]) -> dict[str, float]:
     return {**kept, "other": sum(parts.values()) - sum(kept.values())} if parts else {}
 
 
-def _worth_a_bar(runs: Sequence) -> set[str]:
+def _worth_a_bar(runs: Sequence[NamedRun]) -> set[str]:
     """Parts that are at least a hundredth of a step in one of the runs: thinner ones cannot be seen."""
     worth = set()
     for run in runs:

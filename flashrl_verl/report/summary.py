@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from flashrl_verl.report.arms import LAYERS, Arm, NamedRun, accuracy_keys, accuracy_name, mean
 from flashrl_verl.report.metrics import IS_WEIGHTS, MISMATCH_KL, MISSING, STEP_TIME, Metrics, show
 from flashrl_verl.report.palette import Style
-from flashrl_verl.report.panels import EFFECTIVE, GUARD, REFIT, TRUNCATED, step_parts, updates_per_hour
+from flashrl_verl.report.panels import EFFECTIVE, GUARD_EVENTS, REFIT, TRUNCATED, step_parts, updates_per_hour
 from flashrl_verl.report.run import correction_words, held_precision
 
 
@@ -28,7 +28,7 @@ def summarize(arms: Sequence[Arm]) -> Summary:
     """The table of these runs. Nothing in it is smoothed."""
     keys = accuracy_keys(arms)
     runs = [(run, arm.style) for arm in arms for run in arm.runs]
-    guarded = any(run.metrics.keys(GUARD) for run, _ in runs)
+    guarded = any(run.metrics.series(GUARD_EVENTS)[0] for run, _ in runs)
     rows = [_row(run, keys, guarded) for run, _ in runs]
     return Summary(header=list(rows[0]), rows=[list(row.values()) for row in rows], styles=[style for _, style in runs])
 
@@ -57,8 +57,7 @@ def _row(run: NamedRun, keys: Sequence[str], guarded: bool) -> dict[str, str]:
         "refit s, mean": show(_mean(metrics, REFIT), ".3g"),
     }
     if guarded:
-        last = {key.partition("guard_")[2]: show(metrics.last(key), ".3g") for key in metrics.keys(GUARD)}
-        row["guard, last"] = "; ".join(f"{name} {value}" for name, value in last.items()) or MISSING
+        row["guard events"] = show(metrics.last(GUARD_EVENTS), ".0f")
     return row
 
 

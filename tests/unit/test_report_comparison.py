@@ -141,6 +141,21 @@ def test_values_that_are_not_finite_or_not_positive_are_drawn_and_said(tmp_path)
     assert cells(broken, 0)["k3 KL, last"] == "NOT FINITE (nan)"
 
 
+def test_runs_without_times_or_without_steps_are_shown_as_far_as_they_go(two, tmp_path):
+    untimed = [re.sub(r'"timing_s/\w+": [\d.]+, ', "", line) for line in metrics(0.5, (4.0, 6.0))]
+    only_validation = make_run(tmp_path / "validated", metrics(0.5, ()))
+    alone = comparison.compare([make_run(tmp_path / "untimed", untimed), only_validation])
+    assert not {panel.kind for panel in alone.panels} & {
+        panels.Kind.OVER_TIME,
+        panels.Kind.AGAINST_SPEED,
+        panels.Kind.STEP_BARS,
+    }
+    assert alone.overview and cells(alone, 0)["updates/hour"] == "not logged"
+    assert cells(alone, 1)["held-out accuracy, first -> last"] == "0.250 (step 0 only)"
+    beside = comparison.compare([*two, tmp_path / "untimed"]).arms[-1]
+    assert arms.curve(beside, arms.of_key(HELD_OUT), against_time=True).x == []
+
+
 # ---- names and mistakes ----
 
 
@@ -217,7 +232,7 @@ def test_torn_lines_are_left_out_by_number(two):
 
 def test_a_panel_without_data_is_left_out_and_said_in_one_line(two):
     result = comparison.compare(two)
-    names = {picture.panel.name for picture in result.pictures}
+    names = {panel.name for panel in result.panels}
     assert {"mismatch_kl", "step_time", "refit_seconds", "throughput"} <= names
     assert not {"response_length", "code_change_rate", "correlation"} & names
     line = result.absent_line()
@@ -225,12 +240,13 @@ def test_a_panel_without_data_is_left_out_and_said_in_one_line(two):
     assert line in markdown.render(result)
 
 
-def test_guard_metrics_are_drawn_where_a_run_has_them(two, tmp_path):
-    guarded = make_run(tmp_path / "guarded", metrics(0.5, (1.0, 1.0), **{"flashrl/guard_events": 2.0}))
-    result = comparison.compare([*two, guarded])
-    assert "guard_events" in {picture.panel.name for picture in result.pictures}
-    assert [cells(result, i)["guard, last"] for i in range(3)] == ["not logged", "not logged", "events 2"]
-    assert "guard, last" not in comparison.compare(two).summary.header
+def test_the_guards_events_are_shown_and_its_counts_where_they_are_not_zero(two, tmp_path):
+    counts = {"flashrl/guard_events": 2, "flashrl/guard_k3_kl_steps": 3, "flashrl/guard_correlation_steps": 0}
+    result = comparison.compare([*two, make_run(tmp_path / "guarded", metrics(0.5, (1.0, 1.0), **counts))])
+    assert [panel.name for panel in result.panels if "guard" in panel.name] == ["guard_events", "guard_k3_kl"]
+    assert [cells(result, i)["guard events"] for i in range(3)] == ["not logged", "not logged", "2"]
+    plain = comparison.compare(two)
+    assert "guard events" not in plain.summary.header and "Guard events" in plain.absent
 
 
 def test_a_run_has_its_colour_in_every_picture_that_has_its_values(two):
