@@ -34,7 +34,7 @@ def _row(cells: list[str]) -> str:
 
 def _plain(text: str) -> str:
     """Text that Markdown takes as it is: no cell ends early, no name becomes a link, emphasis or a tag."""
-    for mark in "\\`*_[]<>|":
+    for mark in "\\`*_[]<|":
         text = text.replace(mark, "\\" + mark)
     return text.replace("\n", " ")
 

@@ -270,5 +270,5 @@ def _saved(figure: Figure, form: str) -> bytes:
     buffer = io.BytesIO()
     # The same data give the same bytes: no date, and names inside the SVG that are not random.
     with matplotlib.rc_context({"svg.hashsalt": "flashrl"}):
-        figure.savefig(buffer, format=form, dpi=150, metadata={"Date": None} if form == "svg" else None)
+        figure.savefig(buffer, format=form, dpi=120, metadata={"Date": None} if form == "svg" else None)
     return buffer.getvalue()
