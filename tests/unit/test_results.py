@@ -87,4 +87,5 @@ def test_signal_to_noise_ratios_are_the_raw_datas(row):
 def test_the_quickstarts_are_in_the_table_with_their_figures():
     runs = sorted(path for path in (RESULTS / "quickstart").iterdir() if path.is_dir())
     summary = comparison.compare(runs).summary
-    assert tables("quickstart.md")[0] == [summary.header, *summary.rows]
+    shown = [[cell.replace("\\", "") for cell in row] for row in tables("quickstart.md")[0]]  # without Markdown's escapes
+    assert shown == [summary.header, *summary.rows]
