@@ -31,7 +31,7 @@ thead th { vertical-align: bottom; }
 tbody tr:nth-child(odd) { background: var(--band); }
 tbody th, td { white-space: nowrap; }
 td.words { min-width: 6.5rem; white-space: normal; }
-.pictures { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(26rem, 100%), 1fr)); gap: 1.2rem; }
+.pictures { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(30rem, 100%), 1fr)); gap: 1.2rem; }
 figure { margin: 0; }
 .pictures figure { max-width: 46rem; }
 figure img { display: block; box-sizing: border-box; width: 100%; padding: .5rem; border: 1px solid var(--line);
