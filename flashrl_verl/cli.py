@@ -52,17 +52,41 @@ def quickstart(
 
 @app.command()
 def report(
-    paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Run directories, or metrics.jsonl files.")],
+    paths: Annotated[list[Path], typer.Argument(metavar="RUN_OR_JSONL...", help="Run directories, or metrics .jsonl files.")],
+    name: Annotated[
+        list[str] | None,
+        typer.Option(help="Name of a run, once for each in their order; else from what it recorded."),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Folder for report.html, report.md, overview.png and pictures/ (several runs: outputs/report)."),
+    ] = None,
+    smooth: Annotated[int, typer.Option(min=1, help="Draw means of so many last logged values.")] = 1,
+    group: Annotated[bool, typer.Option("--group", help="Draw runs of one name (seeds) as mean and range.")] = False,
 ) -> None:
-    """Print a table of each run, and write report.md and curves.png beside its metrics."""
-    from flashrl_verl import report as reports
+    """Compare runs in one HTML page and in Markdown.
 
+    One run without --output: its table, and report.md and curves.png beside its metrics, as the quickstart makes them.
+    """
     console = _console()
-    for path in paths:
-        result = reports.load(path)
+    if len(paths) == 1 and output is None and not (name or group or smooth > 1):
+        from flashrl_verl import report as reports
+
+        result = reports.load(paths[0])
         console.print(result.table())
         written = reports.write(result)
-        console.print("report: " + ", ".join(map(str, written)), highlight=False, soft_wrap=True)
+    else:
+        from flashrl_verl.report import comparison
+        from flashrl_verl.run_directory import check_output
+
+        folder = output or Path("outputs/report")
+        check_output(folder)
+        result = comparison.compare(paths, name or (), smooth, group)
+        console.print(result.table())
+        for note in filter(None, [*result.notes, result.absent_line()]):
+            console.print(note, markup=False, highlight=False, style="dim", soft_wrap=True)
+        written = comparison.write(result, folder)
+    console.print("report: " + ", ".join(map(str, written)), highlight=False, soft_wrap=True)
 
 
 bench = typer.Typer(help="Benchmarks of the weight update and of log-probs; nothing is downloaded.", no_args_is_help=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 from rich.table import Table
 
 from flashrl_verl.bench.correction import PARTS, Report, median_seconds
-from flashrl_verl.plots import BLUE, ORANGE, TITLE, VERMILION
+from flashrl_verl.report.palette import BLUE, ORANGE, TITLE, VERMILION
 
 _STYLES = {"padding": (ORANGE, "s", ":"), "verl": (VERMILION, "o", "-"), "flashrl": (BLUE, "^", "--")}
 

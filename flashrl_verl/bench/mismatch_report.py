@@ -12,7 +12,7 @@ from rich.table import Table
 from flashrl_verl.bench.mismatch import PrecisionResult, Report
 from flashrl_verl.bench.mismatch_metrics import CORRELATION, K3_ERROR, K3_KL, PROBS_DIFF
 from flashrl_verl.bench.mismatch_noise import Spread
-from flashrl_verl.plots import BLUE, GREEN, HEALTHY_KL, TITLE, VERMILION
+from flashrl_verl.report.palette import BLUE, GREEN, HEALTHY_KL, TITLE, VERMILION
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from flashrl_verl.report import comparison
+
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
 
@@ -80,3 +82,10 @@ def test_signal_to_noise_ratios_are_the_raw_datas(row):
     header = tables("mismatch.md")[1][0][1:]
     assert [noise["kind"] for noise in result["noise"]] == header
     assert row[1:] == [f"{noise[kind]['median']:.1f}" for noise in result["noise"]]
+
+
+def test_the_quickstarts_are_in_the_table_with_their_figures():
+    runs = sorted(path for path in (RESULTS / "quickstart").iterdir() if path.is_dir())
+    summary = comparison.compare(runs).summary
+    shown = [[cell.replace("\\", "") for cell in row] for row in tables("quickstart.md")[0]]  # without Markdown's escapes
+    assert shown == [summary.header, *summary.rows]

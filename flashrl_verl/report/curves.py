@@ -8,33 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flashrl_verl.errors import FlashRLError
-from flashrl_verl.report import HELD_OUT, MISMATCH_KL, SCORE, Metrics
+from flashrl_verl.report.metrics import HELD_OUT, MISMATCH_KL, SCORE, STEP_TIME, Metrics
+from flashrl_verl.report.palette import BLUE, GREEN, GREY, HEALTHY_KL, ORANGE, PHASES, PURPLE, TITLE, VERMILION
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-# Okabe and Ito's palette (https://jfly.uni-koeln.de/color), black and yellow left out: yellow is faint on
-# white.
-BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9"
-GREY = "#BBBBBB"
-TITLE = {"loc": "left", "fontsize": 11, "fontweight": "bold"}
-
-PHASES = {
-    "gen": ("rollout", SKY),
-    "reward": ("reward", PURPLE),
-    "old_log_prob": ("old log-prob", ORANGE),
-    "ref": ("reference log-prob", PURPLE),
-    "adv": ("advantage", GREEN),
-    "update_actor": ("actor update", BLUE),
-    "update_weights": ("refit", VERMILION),
-    "save_checkpoint": ("checkpoint", "#666666"),
-}
-"""Parts of a step in their order: verl's `timing_s/<name>` to label and colour. What is left of a step is
-"other"."""
-
-HEALTHY_KL = 1e-2
-"""Mismatch KL above which a rollout no longer samples the trainer's policy, for all that runs so far have
-shown."""
 
 
 def plot_curves(metrics: Metrics, path: Path) -> None:
@@ -114,7 +92,7 @@ def _draw_mismatch(axes: Axes, metrics: Metrics) -> None:
 def _draw_time(axes: Axes, metrics: Metrics) -> None:
     axes.set_title("Step time", **TITLE)
     axes.set_ylabel("seconds")
-    steps, totals = metrics.series("timing_s/step")
+    steps, totals = metrics.series(STEP_TIME)
     rows = [metrics.rows[step] for step in steps]
     floor = [0.0] * len(steps)
     for name, (label, color) in PHASES.items():

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run's metrics file turned into a table, a Markdown report and curves.
-
-A value that is missing or not finite is shown as such: a report that leaves it out would look better than the run was.
-"""
+"""One run's metrics turned into a table, a Markdown report and curves."""
 
 from __future__ import annotations
 
@@ -15,93 +12,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flashrl_verl.errors import FlashRLError
+from flashrl_verl.report.metrics import (
+    CORRELATION,
+    HELD_OUT,
+    IS_WEIGHTS,
+    MISMATCH_KL,
+    MISSING,
+    REPLACED,
+    SCORE,
+    STEP_TIME,
+    Metrics,
+    read_metrics,
+    show,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 METRICS_FILE, RUN_FILE, REPORT_FILE, CURVES_FILE = "metrics.jsonl", "run.json", "report.md", "curves.png"
-HELD_OUT = re.compile(r"val-core/(?P<source>.+)/acc/mean@\d+")
-"""verl's name for the accuracy on the held-out prompts, greedy unless `rollout.val_kwargs` says otherwise."""
-SCORE, MISMATCH_KL = "critic/score/mean", "rollout_corr/k3_kl"
-CORRELATION = "training/rollout_actor_probs_pearson_corr"
-REPLACED = "training/filter_groups/evicted_samples"
-"""Groups that dynamic sampling drew in vain in a step: all of their samples were right, or all wrong."""
-IS_WEIGHTS = "rollout_corr/rollout_is_mean"
-"""Mean importance weight; logged only where weights were computed."""
-MISSING = "not logged"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Metrics:
-    """Metrics by step, steps ascending."""
-
-    rows: dict[int, dict[str, float]]
-    """Step to metrics. verl's logger writes NaN and infinities as null; they are NaN here."""
-    unreadable_lines: int = 0
-    """Lines that are not a record: one torn line at the end is what an interrupted run leaves behind."""
-
-    @property
-    def last_step(self) -> int:
-        """The last step that was trained; 0 when there is only the validation before it."""
-        return max(self.rows, default=0)
-
-    def keys(self, pattern: re.Pattern[str]) -> list[str]:
-        """Names that match the whole pattern, sorted."""
-        return sorted({key for row in self.rows.values() for key in row if pattern.fullmatch(key)})
-
-    def series(self, key: str) -> tuple[list[int], list[float]]:
-        """Steps that logged `key`, and its values there, NaN included."""
-        points = [(step, row[key]) for step, row in self.rows.items() if key in row]
-        return [step for step, _ in points], [value for _, value in points]
-
-    def first(self, key: str) -> float | None:
-        """The first logged value, or None."""
-        return next(iter(self.series(key)[1]), None)
-
-    def last(self, key: str) -> float | None:
-        """The last logged value, or None."""
-        return next(reversed(self.series(key)[1]), None)
-
-
-def read_metrics(path: Path) -> Metrics:
-    """Read verl's JSON lines, `{"step": n, "data": {...}}`.
-
-    A step may occur twice, after a resume: its lines are merged and the later value of a metric wins. Lines
-    that cannot be read are counted, not fatal. Values that are not numbers are left out.
-
-    Raises:
-        FlashRLError: the file is not there.
-    """
-    if not path.is_file():
-        raise FlashRLError(f"{path} is not there: the run logged nothing, or trainer.logger lacks `file`.")
-    rows: dict[int, dict[str, float]] = {}
-    unreadable = 0
-    for line in path.read_bytes().splitlines():
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-            step, data = int(record["step"]), dict(record["data"])
-        except (ValueError, KeyError, TypeError):
-            unreadable += 1
-            continue
-        rows.setdefault(step, {}).update(_numbers(data))
-    return Metrics(rows=dict(sorted(rows.items())), unreadable_lines=unreadable)
-
-
-def _numbers(data: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    for key, value in data.items():
-        if value is None:
-            yield key, math.nan
-        elif isinstance(value, int | float):
-            yield key, float(value)
-
-
-def show(value: float | None, form: str = ".3f") -> str:
-    """The number in the given format; `not logged` for None, and NaN and infinities by name."""
-    if value is None:
-        return MISSING
-    return format(value, form) if math.isfinite(value) else f"NOT FINITE ({value})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +89,7 @@ class Report:
         yield "weight update (refit)", _seconds(last("flashrl/refit_seconds"), 3)
 
     def _costs(self) -> Iterator[tuple[str, str]]:
-        _, steps = self.metrics.series("timing_s/step")
+        _, steps = self.metrics.series(STEP_TIME)
         finite = sorted(value for value in steps if math.isfinite(value))
         yield "step time, median", _seconds(finite[len(finite) // 2] if finite else None)
         attempts = self.run.get("attempts", [])
@@ -185,6 +113,11 @@ class Report:
             yield "training ended with exit code", str(self.run["exit_code"])
         if self.metrics.unreadable_lines:
             yield "unreadable lines in the metrics", str(self.metrics.unreadable_lines)
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Where the run is from: its file, hardware, seed, versions and command, as far as they are recorded."""
+        command = [("command", self.run["command"])] if "command" in self.run else []
+        return [("metrics", str(self.metrics_path)), *self._origin(), *command]
 
     def table(self) -> Table:
         """The rows for a terminal."""
@@ -278,6 +211,9 @@ def load(path: Path) -> Report:
     metrics_path = path / METRICS_FILE if path.is_dir() else path
     metrics = read_metrics(metrics_path)
     if not metrics.rows:
+        if metrics.unreadable:
+            record, line = '{"step": n, "data": {...}}', metrics.unreadable[0]
+            raise FlashRLError(f"{metrics_path} is not a metrics file: line {line} is not {record}, nor is any other.")
         raise FlashRLError(f"{metrics_path} holds no step: the run ended before its first validation or step.")
     run_path = metrics_path.parent / RUN_FILE
     run = json.loads(run_path.read_text()) if run_path.is_file() and metrics_path.name == METRICS_FILE else {}
@@ -290,7 +226,7 @@ def write(report: Report) -> tuple[Path, Path]:
     Raises:
         FlashRLError: the curves cannot be drawn (matplotlib is missing); `report.md` is there.
     """
-    from flashrl_verl.plots import plot_curves
+    from flashrl_verl.report.curves import plot_curves
 
     directory = report.metrics_path.parent
     markdown, curves = directory / REPORT_FILE, directory / CURVES_FILE
