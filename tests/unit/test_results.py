@@ -51,6 +51,19 @@ def test_every_refit_is_in_the_table_with_its_figures():
     assert sorted(table[1:]) == sorted(expected)
 
 
+def test_every_cost_of_the_correction_is_in_the_table_with_its_figures():
+    from flashrl_verl.bench.correction import PARTS
+
+    expected = []
+    for report in raw("correction"):
+        for cost in report["costs"]:
+            low, median, high = (f"{f(cost['seconds']):.2f}" for f in (min, statistics.median, max))
+            where, peak = PARTS[cost["part"]].format(ranks=report["ranks"]), f"{cost['peak_bytes'] / 2**30:.2f}"
+            expected.append([where, f"{cost['tokens']}", f"{cost['rows']}", f"{median} ({low}-{high})", peak])
+    (table,) = tables("correction.md")
+    assert sorted(table[1:]) == sorted(expected)
+
+
 def test_every_mismatch_is_in_the_table_with_its_figures():
     expected = []
     for report in raw("mismatch"):
