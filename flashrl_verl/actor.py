@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The actor's worker: importance weights are put beside the log-probs before verl's update, once per batch.
+"""The actor's worker: importance weights and rejections are put beside the log-probs before verl's update, once per batch.
 
 verl's batch reaches `update_actor` with `old_log_probs` and `rollout_log_probs`, and its `ppo_loss`
 multiplies the policy loss by `rollout_is_weights` when it finds them, under the `response_mask`. So one override suffices:
@@ -32,7 +32,7 @@ class FlashRLActorWorker(ActorRolloutRefWorker):
     # that super() calls, and a second profiler inside a running one fails.
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
     def update_actor(self, data: TensorDict) -> TensorDict | None:
-        """Adds the importance weights to `data`, updates the policy, and adds their metrics to verl's.
+        """Adds the correction to `data`, updates the policy, and adds their metrics to verl's.
 
         Args:
             data: this data-parallel rank's rows: `old_log_probs`, `rollout_log_probs`, `response_mask` jagged

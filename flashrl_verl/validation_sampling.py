@@ -3,7 +3,7 @@
 
 from omegaconf import DictConfig
 
-from flashrl_verl.correction_settings import CorrectionSettings
+from flashrl_verl.correction_settings import CorrectionSettings, LossType
 from flashrl_verl.rules import ACTOR, CORRECTION, ROLLOUT, Rule, apply, get, one_of, refuse, words
 
 ENGINE = f"{ROLLOUT}.engine_kwargs.vllm"
@@ -19,6 +19,7 @@ def check_correction(cfg: DictConfig) -> None:
         ConfigError: The correction contradicts itself or the sampler.
     """
     settings = CorrectionSettings.from_config(get(cfg, CORRECTION, {}))
+    _check_without_effect(cfg, settings)
     if settings.bypass:
         _check_bypass(cfg, settings)
     elif get(cfg, f"{ACTOR}.policy_loss.loss_mode") == "bypass_mode":
@@ -38,6 +39,20 @@ def check_correction(cfg: DictConfig) -> None:
         apply(cfg, _SAMPLED_POLICY)
 
 
+def _check_without_effect(cfg: DictConfig, settings: CorrectionSettings) -> None:
+    """Refuse what would be ignored: whoever sets it expects something of it."""
+    without_effect = (
+        ("loss_type", "ppo_clip", settings.bypass, "bypass_mode", "correction=bypass"),
+        ("rollout_rs_threshold", None, settings.rejections, "rollout_rs", "correction=geo_rs"),
+        ("rollout_is_batch_normalize", False, settings.level, "rollout_is", "correction=tis"),
+    )
+    for name, default, used, needs, preset in without_effect:
+        value = get(cfg, f"{CORRECTION}.{name}", default)
+        if value != default and not used:
+            reason = f"without {CORRECTION}.{needs} it has no effect"
+            refuse(f"{CORRECTION}.{name}", value, reason, f"{CORRECTION}.{name}={words(default)}, or {preset} with it")
+
+
 def _check_bypass(cfg: DictConfig, settings: CorrectionSettings) -> None:
     """V1 takes the rollout's log-probs for the old ones, but leaves the loss that knows of it to the user."""
     mode = get(cfg, f"{ACTOR}.policy_loss.loss_mode", "vanilla")
@@ -46,15 +61,36 @@ def _check_bypass(cfg: DictConfig, settings: CorrectionSettings) -> None:
             f"{CORRECTION}.bypass_mode",
             True,
             f"{ACTOR}.policy_loss.loss_mode={mode} takes old log-probs for the trainer's, and neither weights nor rejects",
-            f"correction=bypass, or {ACTOR}.policy_loss.loss_mode=bypass_mode",
+            f"correction=bypass, which sets {ACTOR}.policy_loss.loss_mode=bypass_mode and takes the weights away",
+        )
+    level, loss = get(cfg, f"{CORRECTION}.rollout_is"), f"{CORRECTION}.loss_type"
+    if settings.bypass is LossType.PPO_CLIP and settings.level:
+        refuse(
+            f"{CORRECTION}.rollout_is",
+            level,
+            "in bypass mode PPO's clipped ratio corrects, and verl computes these weights for its metrics only",
+            f"correction=bypass, {CORRECTION}.rollout_is=null, or {loss}=reinforce",
+        )
+    if settings.bypass is LossType.REINFORCE and not settings.level:
+        refuse(
+            loss,
+            "reinforce",
+            f"this loss has neither ratio nor clip: without {CORRECTION}.rollout_is nothing corrects",
+            f"{CORRECTION}.rollout_is=token with {CORRECTION}.rollout_is_threshold=2.0, or {loss}=ppo_clip",
+        )
+    if settings.batch_normalize:
+        refuse(
+            f"{CORRECTION}.rollout_is_batch_normalize",
+            True,
+            "in bypass mode verl divides by the mean of a micro-batch, so that the gradient would depend on its size",
+            f"{CORRECTION}.rollout_is_batch_normalize=false, or a preset without bypass (correction=tis)",
         )
     if settings.lower is not None:
         refuse(
             f"{CORRECTION}.rollout_is_threshold",
             settings.threshold,
             "in bypass mode verl divides by zero when every weight of a micro-batch falls outside these bounds",
-            f"{CORRECTION}.rollout_is_threshold=2.0, or {CORRECTION}.bypass_mode=false with "
-            f"{ACTOR}.policy_loss.loss_mode=vanilla",
+            f"{CORRECTION}.rollout_is_threshold=2.0, or a preset without bypass (correction=icepop)",
         )
 
 

@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import torch
@@ -102,7 +103,7 @@ def _in_own_process(part: str, rows: int, tokens: int, repeats: int) -> Cost:
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         try:
             return pool.submit(measure, part, rows, tokens, repeats).result()
-        except (BrokenPipeError, EOFError, RuntimeError, MemoryError) as error:
+        except (BrokenProcessPool, MemoryError) as error:  # the system ended it, or it found no room
             need = rows * tokens * 60 / 2**30
             raise FlashRLError(
                 f"measuring {part!r} on {rows} x {tokens} tokens failed ({type(error).__name__}: {error}); it needs about "

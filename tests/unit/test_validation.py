@@ -88,6 +88,7 @@ def test_a_configuration_without_flashrl_is_refused():
 
 NO_CORRECTION = {f"{CORRECTION}.rollout_is": None, f"{CORRECTION}.rollout_is_threshold": None}
 REJECTION = {f"{CORRECTION}.rollout_rs": "seq_mean_k1", f"{CORRECTION}.rollout_rs_threshold": "0.999_1.001"}
+BYPASS = {f"{CORRECTION}.bypass_mode": True, f"{ACTOR}.policy_loss.loss_mode": "bypass_mode"}
 
 REFUSED = [
     # precision reaches the whole-config check
@@ -161,20 +162,35 @@ REFUSED = [
         f"'${{{CORRECTION}}}'",
     ),
     # the correction itself
-    ({f"{CORRECTION}.bypass_mode": True}, "bypass_mode=true", f"{ACTOR}.policy_loss.loss_mode=bypass_mode"),
+    ({f"{CORRECTION}.bypass_mode": True}, "bypass_mode=true", "correction=bypass"),
     (
         {f"{ACTOR}.policy_loss.loss_mode": "bypass_mode"},
         "loss_mode=bypass_mode",
         f"{ACTOR}.policy_loss.loss_mode=vanilla",
     ),
     (
-        {
-            f"{CORRECTION}.bypass_mode": True,
-            f"{ACTOR}.policy_loss.loss_mode": "bypass_mode",
-            f"{CORRECTION}.rollout_is_threshold": "0.5_5.0",
-        },
+        {f"{CORRECTION}.rollout_is_threshold": "0.5_5.0", **BYPASS, f"{CORRECTION}.loss_type": "reinforce"},
         "rollout_is_threshold=0.5_5.0",
         f"{CORRECTION}.rollout_is_threshold=2.0",
+    ),
+    ({**BYPASS}, "rollout_is=token", f"{CORRECTION}.rollout_is=null"),
+    (
+        {**BYPASS, f"{CORRECTION}.rollout_is": None, f"{CORRECTION}.loss_type": "reinforce"},
+        "loss_type=reinforce",
+        f"{CORRECTION}.rollout_is=token",
+    ),
+    (
+        {**BYPASS, f"{CORRECTION}.loss_type": "reinforce", f"{CORRECTION}.rollout_is_batch_normalize": True},
+        "rollout_is_batch_normalize=true",
+        f"{CORRECTION}.rollout_is_batch_normalize=false",
+    ),
+    # settings that nothing would read
+    ({f"{CORRECTION}.loss_type": "reinforce"}, "loss_type=reinforce", "correction=bypass"),
+    ({f"{CORRECTION}.rollout_rs_threshold": 0.1}, "rollout_rs_threshold=0.1", "correction=geo_rs"),
+    (
+        {f"{CORRECTION}.rollout_is_batch_normalize": True, f"{CORRECTION}.rollout_is": None},
+        "rollout_is_batch_normalize=true",
+        "correction=tis",
     ),
     (
         {f"{CORRECTION}.bypass_mode": True, f"{CORRECTION}.loss_type": "clip"},
