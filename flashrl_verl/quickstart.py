@@ -179,12 +179,14 @@ def run_quickstart(config: QuickstartConfig, console: Console) -> int:
 
 
 def _facts(config: QuickstartConfig, overrides: list[str], composed: DictConfig) -> dict[str, Any]:
+    from omegaconf import OmegaConf
+
     correction = composed.algorithm.rollout_correction
     return {
         "command": shlex.join(["python", "-m", "recipe.flashrl.main_flashrl", *overrides]),
         "hardware": f"{composed.trainer.device}, {os.cpu_count()} CPU cores, {platform.machine()}",
         "precision": str(composed.flashrl.precision),
-        "correction": {name: correction[name] for name in ("rollout_is", "rollout_is_threshold")},
+        "correction": OmegaConf.to_container(correction, resolve=True),
         "seed": config.seed,
         "total_steps": composed.trainer.total_training_steps,
         "versions": {finding.component.module: finding.installed for finding in check_versions()},

@@ -100,12 +100,15 @@ def derived_name(report: Report) -> str:
 
 def short_correction(settings: dict[str, Any]) -> str:
     """The correction in two or three words, for a legend."""
-    level, threshold = settings.get("rollout_is"), settings.get("rollout_is_threshold")
-    if level is None:
-        return "no correction"
-    lower, _, upper = str(threshold).partition("_")
-    words = f"IcePop {lower}-{upper}" if upper else f"TIS C={float(threshold):g}"
-    return words if level == "token" else f"{words} per {level}"
+    level, threshold, rejection = (settings.get(key) for key in ("rollout_is", "rollout_is_threshold", "rollout_rs"))
+    words = ["bypass"] if settings.get("bypass_mode") else []
+    if level is not None:
+        lower, _, upper = str(threshold).partition("_")
+        weights = f"IcePop {lower}-{upper}" if upper else f"TIS C={float(threshold):g}"
+        words.append(weights if level == "token" else f"{weights} per {level}")
+    if rejection is not None:
+        words.append(f"reject {rejection}")
+    return ", ".join(words) or "no correction"
 
 
 def unique(names: Sequence[str], reports: Sequence[Report]) -> list[str]:

@@ -181,17 +181,22 @@ def correction_words(settings: dict[str, Any] | None, applied: bool) -> str:
     """The correction of a run in words.
 
     Args:
-        settings: `rollout_is` and `rollout_is_threshold` as they were composed, None when they are not recorded.
+        settings: verl's `algorithm.rollout_correction` as it was composed, None when it is not recorded.
         applied: whether the metrics hold importance weights.
     """
     if settings is None:
         return "importance weights, level and threshold not recorded" if applied else "no importance weights logged"
-    level, threshold = settings.get("rollout_is"), settings.get("rollout_is_threshold")
-    if level is None:
-        return "none (rollout_is=null)"
-    lower, _, upper = str(threshold).partition("_")
-    how = f"IcePop, weights outside {lower} to {upper} become 0" if upper else f"TIS, cap C = {lower}"
-    return f"{how}, per {level}" + ("" if applied else "; weights were NOT logged")
+    level, threshold, rejection = (settings.get(key) for key in ("rollout_is", "rollout_is_threshold", "rollout_rs"))
+    words = []
+    if settings.get("bypass_mode"):
+        words.append(f"bypass mode, {settings.get('loss_type', 'ppo_clip')} on the rollout's log-probs")
+    if level is not None:
+        lower, _, upper = str(threshold).partition("_")
+        how = f"IcePop, weights outside {lower} to {upper} become 0" if upper else f"TIS, cap C = {lower}"
+        words.append(f"{how}, per {level}" + ("" if applied else "; weights were NOT logged"))
+    if rejection is not None:
+        words.append(f"rejection by {rejection} beyond {settings.get('rollout_rs_threshold')}")
+    return "; ".join(words) or "none (rollout_is=null)"
 
 
 def _seconds(value: float | None, digits: int = 1) -> str:

@@ -102,8 +102,8 @@ def test_bypass_mode_trains_on_the_rollouts_log_probs(recipe, words):
         assert metrics["flashrl/receipt_step"] == step
         # Of the policy in training, one update at a learning rate of 5e-4 away from the one that sampled.
         assert 0 < metrics["rollout_corr/k3_kl"] < 0.2
-        assert "timing_s/old_log_prob" not in metrics or metrics["timing_s/old_log_prob"] < metrics["timing_s/update_actor"] / 4
-        assert "training/rollout_actor_probs_pearson_corr" not in metrics, "there is no pass of the trainer to compare with"
+        trainers_pass = ("training/rollout_actor_probs_pearson_corr", "actor/entropy")
+        assert not any(key in metrics for key in trainers_pass), "there is no pass of the trainer that computes old log-probs"
         assert ("rollout_corr/rollout_is_mean" in metrics) == bool(words)
         assert all(math.isfinite(v) for v in metrics.values())
 

@@ -118,6 +118,21 @@ def test_the_precision_is_what_the_engine_held_not_what_was_chosen(chosen, layer
             "IcePop, weights outside 0.5 to 5.0 become 0, per sequence",
         ),
         ({"rollout_is": None, "rollout_is_threshold": 2.0}, False, "none (rollout_is=null)"),
+        (
+            {"rollout_is": None, "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.999_1.001"},
+            False,
+            "rejection by seq_mean_k1 beyond 0.999_1.001",
+        ),
+        (
+            {"rollout_is": "token", "rollout_is_threshold": 2.0, "rollout_rs": "token_k3", "rollout_rs_threshold": 0.1},
+            True,
+            "TIS, cap C = 2.0, per token; rejection by token_k3 beyond 0.1",
+        ),
+        (
+            {"rollout_is": None, "bypass_mode": True, "loss_type": "ppo_clip"},
+            False,
+            "bypass mode, ppo_clip on the rollout's log-probs",
+        ),
         (None, True, "importance weights, level and threshold not recorded"),
         (None, False, "no importance weights logged"),
     ],

@@ -450,3 +450,20 @@ def test_a_browser_shows_the_page_without_an_error(two, tmp_path):
     for colour in palette.COLOURS[:2]:  # the SVG inside was drawn, not only the table's samples of it
         assert tuple(round(255 * c) for c in to_rgb(colour)) in colours
     assert (0x00, 0x22, 0x4E) in colours
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"rollout_is": "token", "rollout_is_threshold": 2.0}, "TIS C=2"),
+        ({"rollout_is": "sequence", "rollout_is_threshold": "0.5_5.0"}, "IcePop 0.5-5.0 per sequence"),
+        ({"rollout_is": None, "rollout_rs": "seq_mean_k1"}, "reject seq_mean_k1"),
+        ({"rollout_is": "token", "rollout_is_threshold": 8.0, "rollout_rs": "token_k2"}, "TIS C=8, reject token_k2"),
+        ({"rollout_is": None, "bypass_mode": True}, "bypass"),
+        ({"rollout_is": None}, "no correction"),
+    ],
+)
+def test_a_legend_tells_corrections_apart(settings, words):
+    from flashrl_verl.report.arms import short_correction
+
+    assert short_correction(settings) == words
