@@ -63,6 +63,15 @@ def _check_bypass(cfg: DictConfig, settings: CorrectionSettings) -> None:
             f"{ACTOR}.policy_loss.loss_mode={mode} takes old log-probs for the trainer's, and neither weights nor rejects",
             f"correction=bypass, which sets {ACTOR}.policy_loss.loss_mode=bypass_mode and takes the weights away",
         )
+    prompts, mini_batch = (get(cfg, key) for key in ("data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size"))
+    if isinstance(prompts, int) and isinstance(mini_batch, int) and mini_batch > 0 and prompts % mini_batch:
+        refuse(
+            f"{ACTOR}.ppo_mini_batch_size",
+            mini_batch,
+            f"it does not divide data.train_batch_size={prompts}: verl fills up with rows without a token, where its loss of "
+            "bypass mode fails",
+            f"{ACTOR}.ppo_mini_batch_size that divides data.train_batch_size, or a preset without bypass (correction=tis)",
+        )
     level, loss = get(cfg, f"{CORRECTION}.rollout_is"), f"{CORRECTION}.loss_type"
     if settings.bypass is LossType.PPO_CLIP and settings.level:
         refuse(

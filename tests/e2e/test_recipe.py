@@ -81,6 +81,9 @@ def test_presets_correct_on_the_actors(recipe, preset, metric):
     assert_healthy(run, steps=2)
     for step in (1, 2):
         assert 0 <= run.metrics()[step][f"rollout_corr/{metric}"] <= 1
+        assert preset != "geo_rs" or run.metrics()[step][f"rollout_corr/{metric}"] > 0, (
+            "short responses scatter beyond the bounds"
+        )
         assert not any(key.startswith("actor/rollout_corr/") for key in run.metrics()[step])
 
 

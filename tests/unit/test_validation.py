@@ -175,6 +175,11 @@ REFUSED = [
     ),
     ({**BYPASS}, "rollout_is=token", f"{CORRECTION}.rollout_is=null"),
     (
+        {f"{ACTOR}.ppo_mini_batch_size": 7, **BYPASS, f"{CORRECTION}.rollout_is": None},
+        "ppo_mini_batch_size=7",
+        "divides data.train_batch_size",
+    ),
+    (
         {**BYPASS, f"{CORRECTION}.rollout_is": None, f"{CORRECTION}.loss_type": "reinforce"},
         "loss_type=reinforce",
         f"{CORRECTION}.rollout_is=token",
