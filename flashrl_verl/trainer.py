@@ -17,14 +17,15 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from flashrl_verl.cluster import check_cluster
 from flashrl_verl.compat import Status, check_versions
-from flashrl_verl.errors import ConfigError, DynamicSamplingError, FlashRLError, GuardError
+from flashrl_verl.errors import DynamicSamplingError, FlashRLError, GuardError
 from flashrl_verl.guard import Guard
 from flashrl_verl.guard_watches import Moment
-from flashrl_verl.lm_head import FP32, require_trainer_heads
+from flashrl_verl.lm_head import require_trainer_heads
 from flashrl_verl.local_paths import check_paths
 from flashrl_verl.metrics_file import MetricsFile, metrics_path
 from flashrl_verl.rollout.receipt import verify_ranks
 from flashrl_verl.self_check import LEVEL_1_BYTES, require_same, sleeps_between_steps
+from flashrl_verl.step_metrics import describe_rollout, phase_metrics, refit_metrics, summarize_layers
 from flashrl_verl.validation import validate_config
 
 # Under "verl", whose handler verl keeps apart from the root logger: imported libraries silence that one.
@@ -89,9 +90,9 @@ class FlashRLTrainer(PPOTrainerSync):
         super().on_init_end()
         metrics = self._verify_refit()
         workers = [worker for replica in self._ask_servers("flashrl_layers") for worker in replica]
-        self._layer_metrics = _summarize_layers(workers)
+        self._layer_metrics = summarize_layers(workers)
         require_trainer_heads(self.flashrl.fp32_lm_head, self.actor_rollout_wg.flashrl_fp32_head())
-        log.info(_describe(self.flashrl.precision.value, self._layer_metrics, metrics))
+        log.info(describe_rollout(self.flashrl.precision.value, self._layer_metrics, metrics))
         if self.flashrl.self_check:
             self._self_check(max(worker["weight_bytes"] for worker in workers))
 
@@ -129,6 +130,7 @@ class FlashRLTrainer(PPOTrainerSync):
         return batch
 
     def prepare_step(self) -> dict:
+        self._generated_before = sum(self._ask_servers("flashrl_generated_tokens"))
         self._prompts_this_step = self.config.data.train_batch_size
         return super().prepare_step()
 
@@ -148,6 +150,7 @@ class FlashRLTrainer(PPOTrainerSync):
     def on_sample_end(self) -> None:
         self._check_padded_vocabulary()  # before the engine sleeps
         super().on_sample_end()
+        self._generated_tokens = sum(self._ask_servers("flashrl_generated_tokens")) - self._generated_before
 
     def _update_actor(self, batch, metrics: dict):
         batch = super()._update_actor(batch, metrics)
@@ -172,6 +175,10 @@ class FlashRLTrainer(PPOTrainerSync):
         refit = self._verify_refit()
         self._look(Moment.REFITTED, refit)
         self._pending_sync_metrics = {**refit, **self._layer_metrics, **self.guard.metrics()}
+
+    def _compute_metrics(self, batch, metrics: dict, timing_raw: dict, global_steps: int, epoch: int) -> None:
+        super()._compute_metrics(batch, metrics, timing_raw, global_steps=global_steps, epoch=epoch)
+        metrics.update(phase_metrics(timing_raw, self._generated_tokens, metrics["perf/total_num_tokens"]))
 
     # ---- ours ----
 
@@ -244,60 +251,3 @@ class FlashRLTrainer(PPOTrainerSync):
         if not self._warned_padding:
             self._warned_padding = True
             log.warning("%s (allowed: flashrl.padded_vocab_mass_limit=%g)", text, limit)
-
-
-def refit_metrics(reports: list[dict]) -> dict[str, float]:
-    """Metrics of one weight update from the engine workers' reports: the slowest worker's seconds, one worker's bytes."""
-    slowest = max(reports, key=lambda r: r["seconds"]["total"])
-    seconds, receipt = slowest["seconds"], slowest["receipt"]
-    metrics = {
-        "flashrl/refit_seconds": seconds["total"],
-        # FSDP's gathering and the cast on the trainer, moving the bytes, quantizing and loading, verification in the engine.
-        "flashrl/refit_gather_seconds": seconds["gather"],
-        "flashrl/refit_cast_seconds": seconds["cast"],
-        "flashrl/refit_transfer_seconds": seconds["transfer"],
-        "flashrl/refit_quantize_seconds": seconds["load"],
-        "flashrl/refit_verify_seconds": seconds["finish"],
-        "flashrl/refit_gigabytes": receipt["bytes"] / 1e9,
-        "flashrl/refit_gigabytes_per_second": receipt["bytes"] / 1e9 / max(seconds["total"], 1e-9),
-        "flashrl/refit_quantize_gigabytes_per_second": receipt["bytes"] / 1e9 / max(seconds["load"], 1e-9),
-        "flashrl/refit_tensors": receipt["tensors"],
-        "flashrl/refit_updated": slowest["updated"],
-        "flashrl/refit_quantized": slowest["quantized"],
-        "flashrl/refit_left_alone": len(slowest["left_alone"]),
-        "flashrl/receipt_step": receipt["step"],
-        "flashrl/receipt_checksums": len(receipt["checksums"]),
-        # One number for "the same weights": equal for equal weights at the same step, also after a resume.
-        "flashrl/receipt_sum": sum(receipt["checksums"].values()) % 2**32,
-    }
-    rates = [report["code_change_rate"] for report in reports if report["code_change_rate"] is not None]
-    if rates:
-        metrics["flashrl/code_change_rate"] = sum(rates) / len(rates)
-    return metrics
-
-
-def _summarize_layers(workers: list[dict]) -> dict[str, float]:
-    """Metrics of what the rollout is; every worker of every replica must be the same."""
-    counts = {(w["precision"], w["quantized_layers"], w["head_dtype"]) for w in workers}
-    if len(counts) != 1:
-        raise ConfigError(f"the rollout's workers differ in precision, quantized layers or lm_head: {sorted(counts)}")
-    first = workers[0]
-    return {
-        "flashrl/quantized_layers": first["quantized_layers"],
-        "flashrl/unquantized_layers": len(first["unquantized_layers"]),
-        "flashrl/fp32_lm_head": int(first["head_dtype"] == FP32),
-        "flashrl/weight_bytes": sum(w["weight_bytes"] for w in workers),
-        "flashrl/quantized_bytes": sum(w["quantized_bytes"] for w in workers),
-        "flashrl/quantized_bytes_as_bf16": sum(w["quantized_bytes_as_bf16"] for w in workers),
-    }
-
-
-def _describe(precision: str, layers: dict[str, float], refit: dict[str, float]) -> str:
-    share = layers["flashrl/quantized_bytes"] / max(1, layers["flashrl/quantized_bytes_as_bf16"])
-    kept = f"{share:.3f} of their BF16 bytes" if layers["flashrl/quantized_layers"] else "nothing quantized"
-    return (
-        f"[flashrl] rollout precision {precision}: {layers['flashrl/quantized_layers']} quantized layers ({kept}), "
-        f"{layers['flashrl/weight_bytes'] / 1e6:.2f} MB of weights; first refit {refit['flashrl/refit_tensors']} tensors in "
-        f"{refit['flashrl/refit_seconds']:.2f} s, receipt of step {refit['flashrl/receipt_step']} verified "
-        f"(sum {refit['flashrl/receipt_sum']})"
-    )

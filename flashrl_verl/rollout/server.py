@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import ray
+from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
 from flashrl_verl import self_check
@@ -30,6 +31,7 @@ class FlashRLHttpServer(vLLMHttpServer):
     def _validate_configs(self) -> None:
         super()._validate_configs()
         self.flashrl = FlashRLConfig.from_mapping((self.config.custom or {}).get("flashrl", {}))
+        self._generated_tokens = 0
 
     def _apply_quantization(self) -> tuple[str | None, dict]:
         register()
@@ -58,6 +60,16 @@ class FlashRLHttpServer(vLLMHttpServer):
         self._layers = await self.collective_rpc("flashrl_layers")
         for layers in self._layers:
             require_precision(self.flashrl, layers)
+
+    async def generate(self, *args, **kwargs) -> TokenOutput:
+        """verl's; counts what it returns, as the trainer sees only the groups that dynamic sampling kept."""
+        output = await super().generate(*args, **kwargs)
+        self._generated_tokens += len(output.token_ids)
+        return output
+
+    async def flashrl_generated_tokens(self) -> int:
+        """Response tokens returned since the server started, validation included."""
+        return self._generated_tokens
 
     async def collective_rpc(
         self,

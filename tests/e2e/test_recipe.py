@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from recipe_runs import ROOT, TWO_RANKS, command, finish, make_assets, start
+from trackers import tensorboard_scalars, wandb_history
 
 LAYERS = 2
 PADDED_VOCABULARY = 320
@@ -32,8 +33,17 @@ def assert_healthy(run, steps: int) -> None:
     assert any(key.startswith("val-core/") for key in metrics[steps])
 
 
-def test_int8_rollouts_train_with_tis_on_the_actor(recipe):
-    run = recipe()
+@pytest.fixture(scope="module")
+def logged_everywhere(assets, tmp_path_factory):
+    """The smoke experiment, INT8 with TIS, with each of verl's trackers that needs no account."""
+    folder = tmp_path_factory.mktemp("smoke")
+    words = command(assets, folder, "trainer.logger=[console,file,tensorboard,wandb]")
+    variables = {"TENSORBOARD_DIR": f"{folder}/tensorboard", "WANDB_DIR": str(folder), "WANDB_MODE": "offline"}
+    return finish(start(words, folder, variables=variables), folder)
+
+
+def test_int8_rollouts_train_with_tis_on_the_actor(logged_everywhere):
+    run = logged_everywhere
     assert_healthy(run, steps=2)
     last = run.metrics()[2]
     assert last["flashrl/quantized_layers"] == 8
@@ -41,6 +51,33 @@ def test_int8_rollouts_train_with_tis_on_the_actor(recipe):
     assert "rollout_corr/rollout_is_mean" in last and "actor/rollout_corr/rollout_is_mean" not in last
     assert "rollout precision int8: 8 quantized layers" in run.output
     assert "self-check passed" in run.output
+
+
+def test_shares_and_speeds_are_those_of_verls_timers(logged_everywhere):
+    for step in (1, 2):
+        metrics = logged_everywhere.metrics()[step]
+        shares = {key: value for key, value in metrics.items() if key.startswith("flashrl/share_")}
+        assert sum(shares.values()) == pytest.approx(1.0)
+        assert metrics["flashrl/share_gen"] == pytest.approx(metrics["timing_s/gen"] / metrics["timing_s/step"])
+        # 4 prompts x 4 samples were kept; what was dropped was generated too.
+        generated = metrics["flashrl/tokens_per_second_gen"] * metrics["timing_s/gen"]
+        kept = 16 * metrics["response_length/mean"]
+        assert generated == pytest.approx(round(generated), abs=1e-6) and generated >= kept - 1e-6
+        assert generated == pytest.approx(kept) or metrics.get("training/filter_groups/evicted_samples", 0) > 0
+
+
+def test_tensorboard_wandb_and_console_have_what_the_file_has(logged_everywhere):
+    folder = logged_everywhere.metrics_file.parent
+    (offline,) = folder.glob("wandb/offline-run-*/*.wandb")
+    told = {"tensorboard": tensorboard_scalars(folder / "tensorboard"), "wandb": wandb_history(offline)}
+    for step in (1, 2):
+        ours = {key: v for key, v in logged_everywhere.metrics()[step].items() if key.startswith(("flashrl/", "rollout_corr/"))}
+        assert len(ours) > 40
+        line = next(line for line in logged_everywhere.output.splitlines() if f"step:{step} - " in line)
+        for key, value in ours.items():
+            assert f" - {key}:" in line
+            for tracker, steps in told.items():
+                assert steps[step][key] == pytest.approx(value, rel=1e-6), (tracker, key)
 
 
 @pytest.mark.slow

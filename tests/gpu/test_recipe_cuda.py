@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recipe on one GPU and on two: FSDP2, vLLM with CUDA graphs and sleep mode, five steps in each precision.
+"""The recipe on one GPU and on two: FSDP2, vLLM with CUDA graphs and sleep mode; each precision, preset and head.
 
 Metrics are left in ``<basetemp>/<precision>/metrics.jsonl``.
 """
@@ -26,31 +26,41 @@ def large_assets(tmp_path_factory):
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
-@pytest.mark.parametrize(
-    "precision, ranks",
-    [("int8", 1), ("fp8", 1), ("bf16", 1), pytest.param("int8", 2, marks=two_gpus), pytest.param("fp8", 2, marks=two_gpus)],
-)
-def test_five_steps_with_cuda_graphs_and_sleep_mode(large_assets, tmp_path, precision, ranks):
+def train(assets, folder, *overrides: str, steps: int) -> dict[int, dict]:
     words = command(
-        large_assets,
-        tmp_path,
+        assets,
+        folder,
         "hardware=cuda",
-        f"trainer.n_gpus_per_node={ranks}",
-        f"actor_rollout_ref.rollout.tensor_model_parallel_size={ranks}",
-        f"flashrl.precision={precision}",
-        f"trainer.total_training_steps={STEPS}",
+        f"trainer.total_training_steps={steps}",
         "data.train_batch_size=16",
         "actor_rollout_ref.actor.ppo_mini_batch_size=16",
         "actor_rollout_ref.rollout.n=8",
         "actor_rollout_ref.actor.optim.lr=1e-5",
         "actor_rollout_ref.rollout.gpu_memory_utilization=0.3",
         "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=512",
+        *overrides,
     )
-    run = finish(start(words, tmp_path), tmp_path, timeout=540)
+    run = finish(start(words, folder), folder, timeout=540)
     assert run.returncode == 0, run.failure
     assert "self-check passed" in run.output
     metrics = run.metrics()
-    assert sorted(metrics) == list(range(STEPS + 1))
+    assert sorted(metrics) == list(range(steps + 1))
+    return metrics
+
+
+@pytest.mark.parametrize(
+    "precision, ranks",
+    [("int8", 1), ("fp8", 1), ("bf16", 1), pytest.param("int8", 2, marks=two_gpus), pytest.param("fp8", 2, marks=two_gpus)],
+)
+def test_five_steps_with_cuda_graphs_and_sleep_mode(large_assets, tmp_path, precision, ranks):
+    metrics = train(
+        large_assets,
+        tmp_path,
+        f"trainer.n_gpus_per_node={ranks}",
+        f"actor_rollout_ref.rollout.tensor_model_parallel_size={ranks}",
+        f"flashrl.precision={precision}",
+        steps=STEPS,
+    )
     for step in range(1, STEPS + 1):
         assert metrics[step]["flashrl/receipt_step"] == step
         assert metrics[step]["flashrl/receipts_verified"] == ranks
@@ -60,3 +70,39 @@ def test_five_steps_with_cuda_graphs_and_sleep_mode(large_assets, tmp_path, prec
         assert 0 <= metrics[step]["rollout_corr/k3_kl"] < kl
         assert metrics[step]["training/rollout_actor_probs_pearson_corr"] > correlation
         assert all(math.isfinite(v) for v in metrics[step].values())
+
+
+@pytest.mark.parametrize(
+    "preset, metric",
+    [
+        ("seq_tis", "rollout_corr/rollout_is_seq_mean"),
+        ("icepop", "rollout_corr/rollout_is_oob_ratio"),
+        ("geo_rs", "rollout_corr/rollout_rs_seq_masked_fraction"),
+        ("bypass", "rollout_corr/k3_kl"),
+        ("none", "rollout_corr/k3_kl"),
+    ],
+)
+def test_two_steps_with_each_preset(large_assets, tmp_path, preset, metric):
+    words = (f"correction={preset}", "flashrl.precision=int8", "flashrl.guard.patience=1", "flashrl.guard.action=stop")
+    metrics = train(large_assets, tmp_path, *words, "flashrl.guard.rejected_share_max=null", steps=2)
+    for step in (1, 2):
+        assert math.isfinite(metrics[step][metric])
+        assert all(math.isfinite(v) for v in metrics[step].values())
+        assert metrics[step]["flashrl/guard_events"] == 0
+
+
+def test_logits_in_fp32_on_both_sides_shrink_the_mismatch(large_assets, tmp_path):
+    """BF16 rollouts: what the head's rounding adds is a large part of the mismatch; an INT8 rollout trains with it, too."""
+    kl = {}
+    for name, words in {
+        "fp32": ["flashrl.precision=bf16", "flashrl.fp32_lm_head=true"],
+        "bf16": ["flashrl.precision=bf16", "flashrl.fp32_lm_head=false"],
+        "int8": ["flashrl.precision=int8", "flashrl.fp32_lm_head=true"],
+    }.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        metrics = train(large_assets, folder, *words, steps=2)
+        assert metrics[2]["flashrl/fp32_lm_head"] == int(name != "bf16")
+        kl[name] = metrics[1]["rollout_corr/k3_kl"] + metrics[2]["rollout_corr/k3_kl"]
+    assert kl["fp32"] < kl["bf16"], kl
+    assert 0 <= kl["int8"] < 2e-2, kl

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``flashrl/*`` of a step, from numbers that the trainer has: what the rollout is, its refit, and where the time went.
+
+Plain functions without Ray or verl; ``trainer.py`` says when they are called.
+"""
+
+from collections.abc import Mapping
+
+from flashrl_verl.errors import ConfigError
+from flashrl_verl.lm_head import FP32
+
+PHASES = (
+    *("gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor"),
+    *("save_checkpoint", "update_weights"),
+)
+"""verl's timers (``timing_s/<phase>``) that follow one another within its timer ``step``. Validation is not part of a step."""
+
+_TRAINER_PHASES = ("old_log_prob", "ref", "values", "update_critic", "update_actor")
+"""Those that pass every prompt and response through a model of the trainer."""
+
+
+def phase_metrics(seconds: Mapping[str, float], generated_tokens: int, trained_tokens: int) -> dict[str, float]:
+    """Speed and share of the step of each phase.
+
+    Args:
+        seconds: verl's timers of the step; ``step`` is the whole of it.
+        generated_tokens: response tokens that the engines returned, those of groups that dynamic sampling dropped included.
+        trained_tokens: prompt and response tokens of the batch.
+
+    Returns:
+        ``flashrl/share_<phase>``, 0 to 1, which sum to 1 with ``flashrl/share_other``; and, of all devices together,
+        ``flashrl/tokens_per_second_<phase>``: generated tokens for ``gen``, the batch's for the trainer's passes and ``step``.
+    """
+    there = {phase: seconds[phase] for phase in PHASES if phase in seconds}
+    whole = max(seconds["step"], 1e-9)
+    metrics = {f"flashrl/share_{phase}": spent / whole for phase, spent in there.items()}
+    metrics["flashrl/share_other"] = max(0.0, 1.0 - sum(there.values()) / whole)
+    tokens = {"gen": generated_tokens, "step": trained_tokens, **dict.fromkeys(_TRAINER_PHASES, trained_tokens)}
+    for phase, count in tokens.items():
+        if phase in seconds:
+            metrics[f"flashrl/tokens_per_second_{phase}"] = count / max(seconds[phase], 1e-9)
+    return metrics
+
+
+def refit_metrics(reports: list[dict]) -> dict[str, float]:
+    """Metrics of one weight update from the engine workers' reports: the slowest worker's seconds, one worker's bytes."""
+    slowest = max(reports, key=lambda r: r["seconds"]["total"])
+    seconds, receipt = slowest["seconds"], slowest["receipt"]
+    metrics = {
+        "flashrl/refit_seconds": seconds["total"],
+        # FSDP's gathering and the cast on the trainer, moving the bytes, quantizing and loading, verification in the engine.
+        "flashrl/refit_gather_seconds": seconds["gather"],
+        "flashrl/refit_cast_seconds": seconds["cast"],
+        "flashrl/refit_transfer_seconds": seconds["transfer"],
+        "flashrl/refit_quantize_seconds": seconds["load"],
+        "flashrl/refit_verify_seconds": seconds["finish"],
+        "flashrl/refit_gigabytes": receipt["bytes"] / 1e9,
+        "flashrl/refit_gigabytes_per_second": receipt["bytes"] / 1e9 / max(seconds["total"], 1e-9),
+        "flashrl/refit_quantize_gigabytes_per_second": receipt["bytes"] / 1e9 / max(seconds["load"], 1e-9),
+        "flashrl/refit_tensors": receipt["tensors"],
+        "flashrl/refit_updated": slowest["updated"],
+        "flashrl/refit_quantized": slowest["quantized"],
+        "flashrl/refit_left_alone": len(slowest["left_alone"]),
+        "flashrl/receipt_step": receipt["step"],
+        "flashrl/receipt_checksums": len(receipt["checksums"]),
+        # One number for "the same weights": equal for equal weights at the same step, also after a resume.
+        "flashrl/receipt_sum": sum(receipt["checksums"].values()) % 2**32,
+    }
+    rates = [report["code_change_rate"] for report in reports if report["code_change_rate"] is not None]
+    if rates:
+        metrics["flashrl/code_change_rate"] = sum(rates) / len(rates)
+    return metrics
+
+
+def summarize_layers(workers: list[dict]) -> dict[str, float]:
+    """Metrics of what the rollout is; every worker of every replica must be the same."""
+    counts = {(w["precision"], w["quantized_layers"], w["head_dtype"]) for w in workers}
+    if len(counts) != 1:
+        raise ConfigError(f"the rollout's workers differ in precision, quantized layers or lm_head: {sorted(counts)}")
+    first = workers[0]
+    return {
+        "flashrl/quantized_layers": first["quantized_layers"],
+        "flashrl/unquantized_layers": len(first["unquantized_layers"]),
+        "flashrl/fp32_lm_head": int(first["head_dtype"] == FP32),
+        "flashrl/weight_bytes": sum(w["weight_bytes"] for w in workers),
+        "flashrl/quantized_bytes": sum(w["quantized_bytes"] for w in workers),
+        "flashrl/quantized_bytes_as_bf16": sum(w["quantized_bytes_as_bf16"] for w in workers),
+    }
+
+
+def describe_rollout(precision: str, layers: dict[str, float], refit: dict[str, float]) -> str:
+    share = layers["flashrl/quantized_bytes"] / max(1, layers["flashrl/quantized_bytes_as_bf16"])
+    kept = f"{share:.3f} of their BF16 bytes" if layers["flashrl/quantized_layers"] else "nothing quantized"
+    return (
+        f"[flashrl] rollout precision {precision}: {layers['flashrl/quantized_layers']} quantized layers ({kept}), "
+        f"{layers['flashrl/weight_bytes'] / 1e6:.2f} MB of weights; first refit {refit['flashrl/refit_tensors']} tensors in "
+        f"{refit['flashrl/refit_seconds']:.2f} s, receipt of step {refit['flashrl/receipt_step']} verified "
+        f"(sum {refit['flashrl/receipt_sum']})"
+    )
