@@ -6,6 +6,7 @@ from pathlib import Path
 from rich.table import Table
 
 from flashrl_verl.bench.correction import PARTS, Report, median_seconds
+from flashrl_verl.report.figure import new_figure
 from flashrl_verl.report.palette import BLUE, ORANGE, TITLE, VERMILION
 
 _STYLES = {"padding": (ORANGE, "s", ":"), "verl": (VERMILION, "o", "-"), "flashrl": (BLUE, "^", "--")}
@@ -30,7 +31,11 @@ def table(report: Report) -> Table:
 
 
 def write(report: Report, folder: Path) -> list[Path]:
-    """Write ``correction.json`` and ``correction.png``; returns their paths."""
+    """Write ``correction.json`` and ``correction.png``; returns their paths.
+
+    Raises:
+        FlashRLError: matplotlib is not installed; ``correction.json`` is there.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     data, picture = folder / "correction.json", folder / "correction.png"
     data.write_text(report.to_json())
@@ -39,12 +44,7 @@ def write(report: Report, folder: Path) -> list[Path]:
 
 
 def _plot(report: Report, path: Path) -> None:
-    # The object interface: pyplot would choose a backend for the whole process.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(10, 4)
     seconds, memory = figure.subplots(1, 2)
     for axes, title, value in (
         (seconds, "Seconds a step", median_seconds),

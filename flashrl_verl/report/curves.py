@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flashrl_verl.errors import FlashRLError
+from flashrl_verl.report.figure import new_figure
 from flashrl_verl.report.metrics import HELD_OUT, MISMATCH_KL, SCORE, STEP_TIME, Metrics
 from flashrl_verl.report.palette import BLUE, GREEN, GREY, HEALTHY_KL, ORANGE, PHASES, PURPLE, TITLE, VERMILION
 
@@ -26,15 +26,7 @@ def plot_curves(metrics: Metrics, path: Path) -> None:
     Raises:
         FlashRLError: matplotlib is not installed.
     """
-    try:
-        # The object interface: pyplot would choose a backend for the whole process.
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise FlashRLError(f"{path} cannot be drawn: {error}. Remedy: pip install 'matplotlib>=3.8'.") from error
-
-    figure = Figure(figsize=(13, 3.9), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(13, 3.9)
     learning, mismatch, time = figure.subplots(1, 3)
     _draw_learning(learning, metrics)
     _draw_mismatch(mismatch, metrics)

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from flashrl_verl.errors import FlashRLError
 from flashrl_verl.report.arms import Arm, NamedRun, curve
+from flashrl_verl.report.figure import new_figure
 from flashrl_verl.report.palette import PHASES, SHADES, TITLE
 from flashrl_verl.report.panels import Kind, Panel, Section, step_parts, updates_per_hour
 
@@ -189,23 +189,6 @@ class Drawing:
         axes.set_xlim(0, 1.15 * max(left) or 1.0)
         axes.set_xlabel(Kind.STEP_BARS.value)
         axes.grid(axis="x", color=FAINT, linewidth=0.8)
-
-
-def new_figure(width: float, height: float) -> Figure:
-    """A figure of that many inches.
-
-    Raises:
-        FlashRLError: matplotlib is not installed.
-    """
-    try:
-        # The object interface: pyplot would choose a backend for the whole process.
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise FlashRLError(f"no picture can be drawn: {error}. Remedy: pip install 'matplotlib>=3.8'.") from error
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
 
 
 def merge_small(parts: dict[str, float], keep: set[str]) -> dict[str, float]:
