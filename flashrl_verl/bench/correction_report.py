@@ -7,7 +7,7 @@ from rich.table import Table
 
 from flashrl_verl.bench.correction import PARTS, Report, median_seconds
 from flashrl_verl.report.figure import new_figure
-from flashrl_verl.report.palette import BLUE, ORANGE, TITLE, VERMILION
+from flashrl_verl.report.palette import BLUE, FAINT, ORANGE, TITLE, VERMILION
 
 _STYLES = {"padding": (ORANGE, "s", ":"), "verl": (VERMILION, "o", "-"), "flashrl": (BLUE, "^", "--")}
 
@@ -59,7 +59,7 @@ def _plot(report: Report, path: Path) -> None:
             )
         axes.set_xlabel("longest response, tokens")
         axes.set_ylim(bottom=0)
-        axes.grid(axis="y", color="#E5E5E5", linewidth=0.8)
+        axes.grid(axis="y", color=FAINT, linewidth=0.8)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
     seconds.legend(fontsize=8, frameon=False, loc="upper left")

@@ -13,7 +13,7 @@ from flashrl_verl.bench.mismatch import PrecisionResult, Report
 from flashrl_verl.bench.mismatch_metrics import CORRELATION, K3_ERROR, K3_KL, PROBS_DIFF
 from flashrl_verl.bench.mismatch_noise import Spread
 from flashrl_verl.report.figure import new_figure
-from flashrl_verl.report.palette import BLUE, GREEN, HEALTHY_KL, TITLE, VERMILION
+from flashrl_verl.report.palette import BLUE, FAINT, GREEN, HEALTHY_KL, TITLE, VERMILION
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -108,7 +108,7 @@ def _plot(report: Report, path: Path) -> None:
     _draw_kl(kl, report)
     _draw_noise(noise, report)
     for axes in (kl, noise):
-        axes.grid(axis="y", color="#E5E5E5", linewidth=0.8)
+        axes.grid(axis="y", color=FAINT, linewidth=0.8)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(f"{report.model} on {report.device}", fontsize=9, x=0.01, ha="left", color="#666666")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from flashrl_verl.report.figure import new_figure
 from flashrl_verl.report.metrics import HELD_OUT, MISMATCH_KL, SCORE, STEP_TIME, Metrics
-from flashrl_verl.report.palette import BLUE, GREEN, GREY, HEALTHY_KL, ORANGE, PHASES, PURPLE, TITLE, VERMILION
+from flashrl_verl.report.palette import BLUE, FAINT, GREEN, GREY, HEALTHY_KL, ORANGE, PHASES, PURPLE, TITLE, VERMILION
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,7 +34,7 @@ def plot_curves(metrics: Metrics, path: Path) -> None:
     for axes in (learning, mismatch, time):
         axes.set_xlabel("training step")
         axes.xaxis.get_major_locator().set_params(integer=True)
-        axes.grid(axis="y", color="#E5E5E5", linewidth=0.8)
+        axes.grid(axis="y", color=FAINT, linewidth=0.8)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)

@@ -5,6 +5,7 @@ import json
 
 HELD_OUT = "val-core/toy_addition/acc/mean@1"
 KL, ESS, CUT = "rollout_corr/k3_kl", "rollout_corr/rollout_is_eff_sample_size", "rollout_corr/rollout_is_ratio_fraction_high"
+DROPPED, REJECTED = "rollout_corr/rollout_is_oob_ratio", "rollout_corr/rollout_rs_masked_fraction"
 
 
 def metrics(score: float, seconds: tuple[float, ...], layers: int = 8, **more) -> list[str]:
@@ -29,7 +30,7 @@ def make_run(folder, lines, **facts):
 
 def two_runs(tmp_path):
     """INT8 with TIS as the quickstart records it, and a plain metrics file of a BF16 run without a correction."""
-    int8 = make_run(tmp_path / "first", metrics(0.5, (4.0, 6.0)), seed=3, command="python -m x 'a|b'", total_steps=5)
+    int8 = make_run(tmp_path / "first", metrics(0.5, (4.0, 6.0)), seed=3, command="python -m x 'a|b' y.z=1", total_steps=5)
     plain = [json.loads(line) for line in metrics(0.6, (2.0, 2.0, 2.0), layers=0)]
     for line in plain:
         line["data"] = {key: v for key, v in line["data"].items() if key not in (ESS, CUT) and "rollout_is" not in key}

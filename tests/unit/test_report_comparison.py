@@ -5,9 +5,9 @@ import json
 import re
 
 import pytest
-from report_runs import HELD_OUT, KL, cells, make_run, metrics, two_runs
+from report_runs import CUT, DROPPED, HELD_OUT, KL, REJECTED, cells, make_run, metrics, two_runs
 
-from flashrl_verl.report import arms, comparison, panels
+from flashrl_verl.report import arms, comparison, panels, step_time
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_a_step_without_a_time_is_said(tmp_path):
 
 def test_parts_of_a_step_add_up_to_it(two):
     run = arms.load_arms(two)[0].runs[0]
-    parts = panels.step_parts(run.metrics)
+    parts = step_time.step_parts(run.metrics)
     assert parts == pytest.approx({"rollout": 3.0, "actor update": 1.5, "other": 0.5})
 
 
@@ -80,6 +80,61 @@ def test_a_group_is_drawn_as_mean_and_range_where_all_of_it_has_values(tmp_path)
     named = arms.load_arms([*runs, make_run(tmp_path / "c", metrics(0.5, (1.0,)))], ["a", "a", "b"], group=True)
     assert [(arm.label, len(arm.runs)) for arm in named] == [("a", 2), ("b", 1)]
     assert len(comparison.compare(runs, group=True).summary.rows) == 2
+
+
+def test_a_mean_of_fewer_runs_than_the_group_has_is_said_where_it_is_shown(tmp_path):
+    lines = metrics(0.5, (2.0, 4.0))
+    blind = [line for line in lines if HELD_OUT not in line] + [json.dumps({"step": 2, "data": {KL: 1e-4}})]
+    untimed = [re.sub(r'"timing_s/step": [\d.]+, ', "", line) for line in lines]
+    contents = {"whole": lines, "blind": blind, "untimed": untimed}
+    runs = [make_run(tmp_path / name, content, seed=0) for name, content in contents.items()]
+    result = comparison.compare(runs, group=True)
+    arm = result.arms[0]
+    counts = {key: arms.curve(arm, arms.of_key(key), against_time=False).runs for key in (KL, HELD_OUT, "absent")}
+    assert counts == {KL: 3, HELD_OUT: 2, "absent": 0}
+    captions = {picture.panel.name: picture.caption for picture in result.pictures}
+    said = "INT8, TIS C=2: mean of {} of its 3 runs (the others logged no such values"
+    assert captions["toy_addition_acc_mean_1_steps"].endswith(said.format(2) + ").")
+    assert captions["toy_addition_acc_mean_1_time"].endswith(said.format(1) + ", or no step time).")
+    assert captions["updates_per_hour"].endswith(said.format(2) + ").")
+    silent = set(captions) - {name for name, text in captions.items() if "of its 3 runs" in text}
+    assert silent >= {"mismatch_kl", "training_score", "toy_addition_acc_mean_1_speed", "step_time"}
+    title = "Held-out accuracy by step; Updates per hour by step."
+    assert f"{said.format(2)}) in: {title}" in result.notes
+    assert not any("of its" in note for note in comparison.compare(runs).notes)
+
+
+def test_runs_of_a_group_without_a_common_step_are_not_drawn_and_that_is_said(tmp_path):
+    lines = [json.dumps({"step": step, "data": {KL: 1e-4, HELD_OUT: 0.5}}) for step in (1, 2)]
+    runs = [make_run(tmp_path / name, [line], seed=0) for name, line in zip("ab", lines, strict=True)]
+    result = comparison.compare(runs, ["x", "x"], group=True)
+    assert "x: not drawn (its 2 runs with values have no step in common) in: " in "\n".join(result.notes)
+    [alt] = [picture.alt for picture in result.pictures if picture.panel.name == "mismatch_kl"]
+    assert alt.endswith("x not drawn.")
+
+
+def test_of_icepop_the_dropped_share_is_shown_and_not_its_part_above_the_upper_bound(two, tmp_path):
+    lines = metrics(0.5, (1.0, 1.0), **{DROPPED: 0.5, CUT: 0.15})
+    correction = {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"}
+    result = comparison.compare([*two, make_run(tmp_path / "icepop", lines, correction=correction)])
+    assert [cells(result, i)["truncated, last"] for i in range(3)] == ["0.002", "not logged", "0.5 dropped"]
+    alts = {picture.panel.name: picture.alt for picture in result.pictures}
+    assert "INT8, TIS C=2 from 0.001 to 0.002" in alts["truncated_share"]
+    assert alts["truncated_share"].endswith("INT8, IcePop 0.5-5.0 not logged.")
+    assert "INT8, TIS C=2 not logged" in alts["dropped_share"] and alts["dropped_share"].endswith("from 0.5 to 0.5.")
+    assert "Tokens dropped for their importance weight (IcePop)" in comparison.compare(two).absent
+
+
+def test_what_only_some_runs_log_has_a_column_and_a_picture_where_any_does(two, tmp_path):
+    plain = comparison.compare(two)
+    more = {REJECTED: 0.25, "flashrl/tokens_per_second_rollout": 12345.6}
+    result = comparison.compare([*two, make_run(tmp_path / "more", metrics(0.5, (1.0, 1.0), **more))])
+    shown = {"rejected, last": "0.25", "rollout tokens/s, mean": "12346"}
+    assert {name: cells(result, 2)[name] for name in shown} == shown
+    assert {cells(result, 0)[name] for name in shown} == {"not logged"} and not set(shown) & set(plain.summary.header)
+    drawn = [panel.name for panel in result.panels]
+    assert drawn[drawn.index("throughput") + 1] == "rollout_speed" and "rejected_share" in drawn
+    assert {"Rollout speed", "Tokens rejected"} <= set(plain.absent)
 
 
 def test_values_that_are_not_finite_or_not_positive_are_drawn_and_said(tmp_path):

@@ -2,7 +2,7 @@
 """Runs have names that tell them apart and claim nothing that was not held; what is no run is one error."""
 
 import pytest
-from report_runs import cells, make_run, metrics, two_runs
+from report_runs import REJECTED, cells, make_run, metrics, two_runs
 
 from flashrl_verl.errors import FlashRLError
 from flashrl_verl.report import arms, comparison
@@ -18,6 +18,14 @@ def test_a_name_never_claims_a_precision_that_the_engine_did_not_hold(tmp_path):
     assert arm.label == "folder"
     shown = cells(comparison.compare([tmp_path / "folder"]), 0)
     assert shown["precision"].endswith("NOT the precision that was chosen")
+
+
+def test_a_name_never_says_no_correction_of_a_run_that_rejected(tmp_path):
+    settings = {"rollout_is": None, "rollout_is_threshold": None}
+    lines = metrics(0.5, (1.0,), **{REJECTED: 0.1})
+    old = make_run(tmp_path / "folder", lines, correction=settings)
+    new = make_run(tmp_path / "other", lines, correction=settings | {"rollout_rs": "token_k3"})
+    assert [arm.label for arm in arms.load_arms([old, new])] == ["folder", "INT8, reject token_k3"]
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,13 @@ def test_names_and_commands_cannot_become_markup(two):
     assert len(bars.findall(row)) == len(bars.findall(header)) and "\\[d\\](http://e)" in row
 
 
+def test_a_command_is_a_block_that_scrolls_and_the_keyboard_reaches(two):
+    parsed = Page(page.render(comparison.compare(two)))
+    [block] = parsed.all("pre")  # the second run has no command
+    assert (block["class"], block["tabindex"], block["role"]) == ("scroll", "0", "region") and "TIS" in block["aria-label"]
+    assert "python -m x 'a|b' \\\n    y.z=1" in parsed.words
+
+
 def test_what_markdown_points_at_is_written(two, tmp_path):
     written = comparison.write(comparison.compare(two), tmp_path / "out")
     assert [path.name for path in written] == ["report.html", "report.md", "overview.png"]

@@ -4,7 +4,7 @@
 import itertools
 
 import pytest
-from matplotlib.colors import to_rgb
+from matplotlib.colors import to_hex, to_rgb
 from report_runs import cells, make_run, metrics, two_runs
 
 from flashrl_verl.report import arms, comparison, markdown, page, palette, panels
@@ -74,6 +74,19 @@ def test_parts_of_a_step_differ_from_their_neighbours_in_grey():
             {palette.SHADES[x][1] for x in (a, b)},
         )
         assert (light + 0.05) / (dark + 0.05) > 1.5 or len(hatches) == 2, (a, b)
+
+
+def test_percentages_of_a_step_are_its_parts_shares_and_can_be_read(two):
+    loaded = arms.load_arms(two)
+    [panel] = [panel for panel in panels.panels(loaded)[0] if panel.name == "step_time"]
+    [axes] = Drawing(arms=loaded).figure(panel).axes
+    shares = [text for text in axes.texts if text.get_text().endswith("%")]
+    by_run = [[text.get_text() for text in shares if text.get_position()[1] == run] for run in (0, 1)]
+    assert by_run == [["60%", "30%", "10%"], ["60%", "30%"]]  # 10 % of the shorter bar would be too narrow
+    for text in shares:
+        fill = to_hex(text.get_bbox_patch().get_facecolor())
+        lighter, darker = sorted((luminance(fill), luminance(text.get_color())), reverse=True)
+        assert (lighter + 0.05) / (darker + 0.05) > 4.5, fill  # of WCAG 2, for small text
 
 
 @pytest.mark.parametrize("runs", [1, 4, 9])
