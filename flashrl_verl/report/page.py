@@ -103,7 +103,7 @@ def _run(run: NamedRun) -> str:
 
 
 def _table(summary: Summary) -> str:
-    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in summary.header)
+    head = "".join(f'<th scope="col">{escape(_arrows(name))}</th>' for name in summary.header)
     rows = "\n".join(
         f'<tr><th scope="row">{_line(style)} {escape(name)}</th>{"".join(map(_cell, cells))}</tr>'
         for (name, *cells), style in zip(summary.rows, summary.styles, strict=True)
@@ -118,7 +118,12 @@ def _table(summary: Summary) -> str:
 
 def _cell(text: str) -> str:
     # Words may break, figures may not.
-    return f"<td>{escape(text)}</td>" if len(text) < 18 else f'<td class="words">{escape(text)}</td>'
+    return f"<td>{escape(_arrows(text))}</td>" if len(text) < 18 else f'<td class="words">{escape(_arrows(text))}</td>'
+
+
+def _arrows(text: str) -> str:
+    """A browser breaks a line within ``->``."""
+    return text.replace("->", "\N{RIGHTWARDS ARROW}")
 
 
 def _line(style: Style) -> str:
