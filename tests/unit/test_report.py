@@ -151,7 +151,7 @@ def test_the_correction_is_said_as_far_as_it_is_known(settings, logged, words):
 def test_a_run_says_how_much_it_rejected(run):
     assert "rejected tokens, share, last" not in dict(report.load(run).rows())
     with open(run / "metrics.jsonl", "a") as file:
-        file.writelines(json.dumps({"step": s, "data": {REJECTED: v}}) + "\n" for s, v in ((4, 0.75), (5, 0.125), (6, None)))
+        file.writelines(line(4 + i, **{REJECTED: share}) + "\n" for i, share in enumerate((None, 0.75, 0.125, None)))
     assert dict(report.load(run).rows())["rejected tokens, share, last"] == "NOT FINITE (nan), largest 0.75"
 
 

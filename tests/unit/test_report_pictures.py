@@ -2,12 +2,17 @@
 """What a comparison draws: every panel with data, runs that stay apart, nothing cut or covered."""
 
 import itertools
+import re
+import sys
+from pathlib import Path
 
 import pytest
 from matplotlib.colors import to_hex, to_rgb
 from report_runs import cells, make_run, metrics, two_runs
 
+from flashrl_verl.errors import FlashRLError
 from flashrl_verl.report import arms, comparison, markdown, page, palette, panels
+from flashrl_verl.report.figure import new_figure
 from flashrl_verl.report.pictures import Drawing
 
 
@@ -108,6 +113,17 @@ def test_legends_cover_no_data_and_no_text_is_cut(tmp_path, runs):
             drawn = axes.get_tightbbox(figure.canvas.get_renderer())  # with its title, labels and ticks
             assert inside.x0 <= drawn.x0 and drawn.x1 <= inside.x1, axes.get_title(loc="left")
             assert inside.y0 <= drawn.y0 and drawn.y1 <= inside.y1, axes.get_title(loc="left")
+
+
+def test_figures_are_set_up_in_one_place_which_says_the_remedy_without_matplotlib(monkeypatch):
+    package = Path(comparison.__file__).parents[1]
+    makers = [
+        path.name for path in package.rglob("*.py") if re.search(r"backend_agg|matplotlib\.(pyplot|use)", path.read_text())
+    ]
+    assert makers == ["figure.py"]
+    monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+    with pytest.raises(FlashRLError, match="pip install 'matplotlib>=3.8'"):
+        new_figure(1, 1)
 
 
 def test_every_plot_has_a_title_and_units(two):
