@@ -6,7 +6,8 @@ from pathlib import Path
 from rich.table import Table
 
 from flashrl_verl.bench.correction import PARTS, Report, median_seconds
-from flashrl_verl.report.palette import BLUE, ORANGE, TITLE, VERMILION
+from flashrl_verl.report.figure import new_figure
+from flashrl_verl.report.palette import BLUE, FAINT, ORANGE, TITLE, VERMILION
 
 _STYLES = {"padding": (ORANGE, "s", ":"), "verl": (VERMILION, "o", "-"), "flashrl": (BLUE, "^", "--")}
 
@@ -30,7 +31,11 @@ def table(report: Report) -> Table:
 
 
 def write(report: Report, folder: Path) -> list[Path]:
-    """Write ``correction.json`` and ``correction.png``; returns their paths."""
+    """Write ``correction.json`` and ``correction.png``; returns their paths.
+
+    Raises:
+        FlashRLError: matplotlib is not installed; ``correction.json`` is there.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     data, picture = folder / "correction.json", folder / "correction.png"
     data.write_text(report.to_json())
@@ -39,12 +44,7 @@ def write(report: Report, folder: Path) -> list[Path]:
 
 
 def _plot(report: Report, path: Path) -> None:
-    # The object interface: pyplot would choose a backend for the whole process.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(10, 4)
     seconds, memory = figure.subplots(1, 2)
     for axes, title, value in (
         (seconds, "Seconds a step", median_seconds),
@@ -59,7 +59,7 @@ def _plot(report: Report, path: Path) -> None:
             )
         axes.set_xlabel("longest response, tokens")
         axes.set_ylim(bottom=0)
-        axes.grid(axis="y", color="#E5E5E5", linewidth=0.8)
+        axes.grid(axis="y", color=FAINT, linewidth=0.8)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
     seconds.legend(fontsize=8, frameon=False, loc="upper left")

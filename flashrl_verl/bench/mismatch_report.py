@@ -12,7 +12,8 @@ from rich.table import Table
 from flashrl_verl.bench.mismatch import PrecisionResult, Report
 from flashrl_verl.bench.mismatch_metrics import CORRELATION, K3_ERROR, K3_KL, PROBS_DIFF
 from flashrl_verl.bench.mismatch_noise import Spread
-from flashrl_verl.report.palette import BLUE, GREEN, HEALTHY_KL, TITLE, VERMILION
+from flashrl_verl.report.figure import new_figure
+from flashrl_verl.report.palette import BLUE, FAINT, GREEN, HEALTHY_KL, TITLE, VERMILION
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,7 +29,11 @@ def tables(report: Report) -> list[Table]:
 
 
 def write(report: Report, folder: Path) -> list[Path]:
-    """Write ``mismatch.json`` and ``mismatch.png``; returns their paths."""
+    """Write ``mismatch.json`` and ``mismatch.png``; returns their paths.
+
+    Raises:
+        FlashRLError: matplotlib is not installed; ``mismatch.json`` is there.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     data, picture = folder / "mismatch.json", folder / "mismatch.png"
     data.write_text(report.to_json())
@@ -98,17 +103,12 @@ def _decibels(spread: Spread | None) -> str:
 
 
 def _plot(report: Report, path: Path) -> None:
-    # The object interface: pyplot would choose a backend for the whole process.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(11, 4.2)
     kl, noise = figure.subplots(1, 2, width_ratios=(2, 3))
     _draw_kl(kl, report)
     _draw_noise(noise, report)
     for axes in (kl, noise):
-        axes.grid(axis="y", color="#E5E5E5", linewidth=0.8)
+        axes.grid(axis="y", color=FAINT, linewidth=0.8)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(f"{report.model} on {report.device}", fontsize=9, x=0.01, ha="left", color="#666666")

@@ -7,6 +7,8 @@ from pathlib import Path
 from rich.table import Table
 
 from flashrl_verl.bench.refit import Report, Result
+from flashrl_verl.report.figure import new_figure
+from flashrl_verl.report.palette import BLUE, ORANGE
 
 _MIB = 2**20
 
@@ -42,7 +44,11 @@ def table(report: Report) -> Table:
 
 
 def write(report: Report, folder: Path) -> list[Path]:
-    """Write ``refit.json`` and ``refit.png``; returns their paths."""
+    """Write ``refit.json`` and ``refit.png``; returns their paths.
+
+    Raises:
+        FlashRLError: matplotlib is not installed; ``refit.json`` is there.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     data, picture = folder / "refit.json", folder / "refit.png"
     data.write_text(report.to_json())
@@ -60,21 +66,16 @@ def _floor_seconds(result: Result, copy: float) -> float:
 
 
 def _plot(report: Report, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     copy = statistics.median(report.copy_gigabytes_per_second)
     results = report.results[::-1]
-    figure, axes = plt.subplots(figsize=(8, 1.2 + 0.55 * len(results)))
+    figure = new_figure(8, 1.2 + 0.55 * len(results))
+    axes = figure.subplots()
     medians = [statistics.median(r.refit_seconds) * 1e3 for r in results]
     spread = [
         [m - min(r.refit_seconds) * 1e3 for m, r in zip(medians, results, strict=True)],
         [max(r.refit_seconds) * 1e3 - m for m, r in zip(medians, results, strict=True)],
     ]
-    # Okabe-Ito colours: told apart by colour-blind readers, and by lightness in grey.
-    colours = ["#0072B2" if r.arm.startswith("flashrl") else "#E69F00" for r in results]
+    colours = [BLUE if r.arm.startswith("flashrl") else ORANGE for r in results]
     rows = range(len(results))
     axes.barh(rows, medians, xerr=spread, color=colours, capsize=3, height=0.6)
     for row, median, result in zip(rows, medians, results, strict=True):
@@ -96,6 +97,4 @@ def _plot(report: Report, path: Path) -> None:
     axes.set_ylim(-0.6, len(results))  # room for the legend above the bars
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8, loc="upper right", bbox_to_anchor=(1, 0.98))
-    figure.tight_layout()
     figure.savefig(path, dpi=150)
-    plt.close(figure)

@@ -2,7 +2,8 @@
 """Reports from metrics files: `run.py` and `curves.py` of one run, `comparison.py` of any number of runs.
 
 A metric's way into a comparison: ``metrics.py`` (file to values by step) -> ``arms.py`` (runs with a name and a style) ->
-``panels.py`` and ``summary.py`` (what is shown) -> ``pictures.py`` (drawn) -> ``page.py`` and ``markdown.py`` (written).
+``panels.py`` and ``summary.py`` (what is shown) -> ``pictures.py`` (drawn) and ``captions.py`` (said) -> ``page.py`` and
+``markdown.py`` (written).
 """
 
 from flashrl_verl.report.metrics import HELD_OUT, MISMATCH_KL, MISSING, SCORE, Metrics, read_metrics, show

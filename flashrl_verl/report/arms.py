@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flashrl_verl.errors import FlashRLError
-from flashrl_verl.report.metrics import HELD_OUT_CORE, SCORE, STEP_TIME, Metrics
+from flashrl_verl.report.metrics import HELD_OUT_CORE, REJECTED, SCORE, STEP_TIME, Metrics
 from flashrl_verl.report.palette import Style, style
 from flashrl_verl.report.run import METRICS_FILE, Report, load
 
@@ -40,12 +40,14 @@ class Arm:
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """An arm's values. With several runs: their mean, lowest and highest where each of them has a value."""
+    """An arm's values. With several runs: their mean, lowest and highest where each of those that have any has one."""
 
     x: list[float]
     y: list[float]
     low: list[float]
     high: list[float]
+    runs: int
+    """Of how many runs: those without any of these values (or without a time, against time) are left out."""
 
 
 Values = Callable[[Metrics], tuple[list[int], list[float]]]
@@ -92,7 +94,8 @@ def derived_name(report: Report) -> str:
     """Precision and correction where they are recorded and the engine held that precision; else the file's name."""
     chosen, layers, correction = report.run.get("precision"), report.metrics.last(LAYERS), report.run.get("correction")
     held = layers is not None and (layers > 0) == (chosen != "bf16")
-    if chosen and correction is not None and held:
+    whole = correction is not None and ("rollout_rs" in correction or not report.metrics.series(REJECTED)[0])
+    if chosen and whole and held:
         return f"{chosen.upper()}, {short_correction(correction)}"
     path = report.metrics_path.resolve()
     return path.parent.name if path.name == METRICS_FILE else path.stem
@@ -147,6 +150,7 @@ def curve(arm: Arm, values: Values, against_time: bool, smooth: int = 1) -> Curv
         y=[mean(column) for column in columns],
         low=[min(column) for column in columns],
         high=[max(column) for column in columns],
+        runs=len(series),
     )
 
 

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flashrl_verl.report.arms import Arm, NamedRun, load_arms
+from flashrl_verl.report.captions import alt_text, incomplete_means
 from flashrl_verl.report.metrics import IS_WEIGHTS, MISMATCH_KL
 from flashrl_verl.report.palette import DISTINCT
-from flashrl_verl.report.panels import Panel, Section, alt_text, panels
+from flashrl_verl.report.panels import Panel, Section, panels
 from flashrl_verl.report.pictures import Drawing
 from flashrl_verl.report.summary import Summary, summarize
 
@@ -28,6 +29,8 @@ class Picture:
     """A drawn panel."""
 
     panel: Panel
+    caption: str
+    """The panel's, and of which runs its means are where that are not all."""
     alt: str
     svg: bytes
 
@@ -60,7 +63,15 @@ class Comparison:
             FlashRLError: matplotlib is not installed.
         """
         drawing = Drawing(arms=self.arms, smooth=self.smooth)
-        return [Picture(panel=panel, alt=alt_text(panel, self.arms), svg=drawing.picture(panel)) for panel in self.panels]
+        return [
+            Picture(
+                panel=panel,
+                caption=" ".join([panel.caption, *(f"{words}." for words in incomplete_means(panel, self.arms))]),
+                alt=alt_text(panel, self.arms),
+                svg=drawing.picture(panel),
+            )
+            for panel in self.panels
+        ]
 
     @cached_property
     def overview(self) -> bytes | None:
@@ -70,7 +81,7 @@ class Comparison:
     @cached_property
     def notes(self) -> list[str]:
         """What a reader of the curves has to know, a line each."""
-        return list(_notes(self.arms, self.smooth))
+        return list(_notes(self.arms, self.panels, self.smooth))
 
     def sections(self) -> Iterator[tuple[str, list[Picture]]]:
         """The parts of the report that have pictures, with them."""
@@ -137,13 +148,19 @@ def write(comparison: Comparison, folder: Path) -> list[Path]:
     return written
 
 
-def _notes(arms: Sequence[Arm], smooth: int) -> Iterator[str]:
+def _notes(arms: Sequence[Arm], panels: Sequence[Panel], smooth: int) -> Iterator[str]:
     if smooth > 1:
         yield f"Thick: means of the last {smooth} values, shown as thin lines. Held-out values and the table: as logged."
     for arm in arms:
         if len(arm.runs) > 1:
             names = "; ".join(run.label for run in arm.runs)
             yield f"{arm.label}: mean of {len(arm.runs)} runs, shaded from lowest to highest, at steps that all have ({names})."
+    incomplete: dict[str, list[str]] = {}
+    for panel in panels:
+        for words in incomplete_means(panel, arms):
+            incomplete.setdefault(words, []).append(panel.title)
+    for words, titles in incomplete.items():
+        yield f"{words} in: {'; '.join(titles)}."
     for run in (run for arm in arms for run in arm.runs):
         metrics, planned = run.metrics, run.report.run.get("total_steps")
         if planned and metrics.last_step < planned:

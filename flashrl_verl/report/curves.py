@@ -7,9 +7,9 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flashrl_verl.errors import FlashRLError
+from flashrl_verl.report.figure import new_figure
 from flashrl_verl.report.metrics import HELD_OUT, MISMATCH_KL, SCORE, STEP_TIME, Metrics
-from flashrl_verl.report.palette import BLUE, GREEN, GREY, HEALTHY_KL, ORANGE, PHASES, PURPLE, TITLE, VERMILION
+from flashrl_verl.report.palette import BLUE, FAINT, GREEN, GREY, HEALTHY_KL, ORANGE, PHASES, PURPLE, TITLE, VERMILION
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,15 +26,7 @@ def plot_curves(metrics: Metrics, path: Path) -> None:
     Raises:
         FlashRLError: matplotlib is not installed.
     """
-    try:
-        # The object interface: pyplot would choose a backend for the whole process.
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise FlashRLError(f"{path} cannot be drawn: {error}. Remedy: pip install 'matplotlib>=3.8'.") from error
-
-    figure = Figure(figsize=(13, 3.9), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(13, 3.9)
     learning, mismatch, time = figure.subplots(1, 3)
     _draw_learning(learning, metrics)
     _draw_mismatch(mismatch, metrics)
@@ -42,7 +34,7 @@ def plot_curves(metrics: Metrics, path: Path) -> None:
     for axes in (learning, mismatch, time):
         axes.set_xlabel("training step")
         axes.xaxis.get_major_locator().set_params(integer=True)
-        axes.grid(axis="y", color="#E5E5E5", linewidth=0.8)
+        axes.grid(axis="y", color=FAINT, linewidth=0.8)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from flashrl_verl.report.comparison import OVERVIEW_FILE, PICTURES, Comparison
+from flashrl_verl.report.run import fenced
 
 
 def render(comparison: Comparison) -> str:
@@ -20,11 +21,13 @@ def render(comparison: Comparison) -> str:
         parts.append(f"## {title}")
         for picture in pictures:
             file = f"{PICTURES}/{picture.panel.name}.svg"
-            parts += [f"![{_plain(picture.alt)}]({file})", _plain(picture.panel.caption)]
+            parts += [f"![{_plain(picture.alt)}]({file})", _plain(picture.caption)]
     parts += [comparison.absent_line(), "## Runs"]
     for run in comparison.runs:
         facts = [f"- {_plain(label)}: {_code(text)}" for label, text in run.report.facts()]
         parts.append("\n".join([f"### {_plain(run.label)}", "", *facts]))
+        if command := run.report.command():
+            parts.append(fenced(command))
     return "\n\n".join(part for part in parts if part) + "\n"
 
 

@@ -28,6 +28,8 @@ STEP_TIME = "timing_s/step"
 """Seconds of a step: rollout to weight update, checkpoint included, validation left out."""
 IS_WEIGHTS = "rollout_corr/rollout_is_mean"
 """Mean importance weight; logged only where weights were computed."""
+REJECTED = "rollout_corr/rollout_rs_masked_fraction"
+"""Share of the tokens that rejection takes out of the loss; logged only where a criterion (`rollout_rs`) was chosen."""
 MISSING = "not logged"
 
 

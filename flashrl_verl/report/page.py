@@ -11,6 +11,7 @@ from flashrl_verl import __version__
 from flashrl_verl.report.palette import DASHES, Style
 
 if TYPE_CHECKING:
+    from flashrl_verl.report.arms import NamedRun
     from flashrl_verl.report.comparison import Comparison, Picture
     from flashrl_verl.report.summary import Summary
 
@@ -38,7 +39,9 @@ figure img { display: block; box-sizing: border-box; width: 100%; padding: .5rem
   border-radius: 4px; background: #ffffff; }
 figcaption, .notes { font-size: .875rem; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1rem; margin: 0; font-size: .875rem; }
-dd { margin: 0; overflow-wrap: anywhere; }
+dd { margin: 0; min-width: 0; overflow-wrap: anywhere; }
+pre { margin: 0; padding: .5rem .7rem; border-radius: 4px; background: var(--band);
+  font: .8125rem/1.45 ui-monospace, monospace; }
 """
 
 
@@ -60,8 +63,7 @@ def render(comparison: Comparison) -> str:
         body.append(f'<section>\n<h2>{escape(title)}</h2>\n<div class="pictures">\n{figures}\n</div>\n</section>')
     body.append("<section>\n<h2>Runs</h2>")
     for run in comparison.runs:
-        facts = "\n".join(f"<dt>{escape(label)}</dt><dd>{escape(text)}</dd>" for label, text in run.report.facts())
-        body.append(f"<h3>{escape(run.label)}</h3>\n<dl>\n{facts}\n</dl>")
+        body.append(_run(run))
     body.append("</section>")
     return "\n".join(
         [
@@ -90,8 +92,18 @@ def _runs(number: int) -> str:
     return "1 run" if number == 1 else f"{number} runs"
 
 
+def _run(run: NamedRun) -> str:
+    facts = [f"<dt>{escape(label)}</dt><dd>{escape(text)}</dd>" for label, text in run.report.facts()]
+    if command := run.report.command():
+        # Lines stay whole, for the clipboard: the block scrolls, and the keyboard can reach it.
+        name = escape(f"Command of {run.label}")
+        block = f'<pre class="scroll" role="region" aria-label="{name}" tabindex="0">{escape(command)}</pre>'
+        facts.append(f"<dt>command</dt><dd>{block}</dd>")
+    return "\n".join([f"<h3>{escape(run.label)}</h3>", "<dl>", *facts, "</dl>"])
+
+
 def _table(summary: Summary) -> str:
-    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in summary.header)
+    head = "".join(f'<th scope="col">{escape(_arrows(name))}</th>' for name in summary.header)
     rows = "\n".join(
         f'<tr><th scope="row">{_line(style)} {escape(name)}</th>{"".join(map(_cell, cells))}</tr>'
         for (name, *cells), style in zip(summary.rows, summary.styles, strict=True)
@@ -106,7 +118,12 @@ def _table(summary: Summary) -> str:
 
 def _cell(text: str) -> str:
     # Words may break, figures may not.
-    return f"<td>{escape(text)}</td>" if len(text) < 18 else f'<td class="words">{escape(text)}</td>'
+    return f"<td>{escape(_arrows(text))}</td>" if len(text) < 18 else f'<td class="words">{escape(_arrows(text))}</td>'
+
+
+def _arrows(text: str) -> str:
+    """A browser breaks a line within ``->``."""
+    return text.replace("->", "\N{RIGHTWARDS ARROW}")
 
 
 def _line(style: Style) -> str:
@@ -120,7 +137,7 @@ def _line(style: Style) -> str:
 
 def _figure(picture: Picture) -> str:
     image = _image("image/svg+xml", picture.svg, picture.alt)
-    return f"<figure>\n{image}\n<figcaption>{escape(picture.panel.caption)}</figcaption>\n</figure>"
+    return f"<figure>\n{image}\n<figcaption>{escape(picture.caption)}</figcaption>\n</figure>"
 
 
 def _image(kind: str, data: bytes, alt: str) -> str:

@@ -25,8 +25,12 @@ PHASES = {
 "other"."""
 
 HEALTHY_KL = 1e-2
-"""Mismatch KL above which a rollout no longer samples the trainer's policy, for all that runs so far have
-shown."""
+"""Mismatch KL that healthy runs stayed below, the line that curves are read by: the largest of any so far is FP8's 9.2e-3
+on one GPU (docs/LOG.md). The guard's alarm, `flashrl.guard.k3_kl_max`, is five times that: it is not to go off because a run is
+the worst one yet."""
+
+INK, FAINT = "#333333", "#E5E5E5"
+"""Of words and outlines, and of grids."""
 
 SHADES = {
     "gen": ("#00224E", ""),
@@ -69,3 +73,15 @@ def style(index: int) -> Style:
         line=LINES[index % len(LINES)],
         marker=MARKERS[index % len(MARKERS)],  # 4 and 7 have no common factor: every pair occurs before one repeats
     )
+
+
+def ink_on(fill: str) -> str:
+    """White or black, whichever stands out more from this ``#rrggbb``: at least 4.5 to 1, as WCAG 2 asks of small text."""
+    return "#FFFFFF" if 1.05 / (luminance(fill) + 0.05) > (luminance(fill) + 0.05) / 0.05 else "#000000"
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance of ``#rrggbb``, 0 to 1 (https://www.w3.org/TR/WCAG21/#dfn-relative-luminance)."""
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+    return sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))

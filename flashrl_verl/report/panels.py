@@ -3,19 +3,22 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from flashrl_verl.report.arms import Arm, Values, accuracy_keys, accuracy_name, curve, logged, of_key
-from flashrl_verl.report.metrics import CORRELATION, MISMATCH_KL, SCORE, STEP_TIME, Metrics
-from flashrl_verl.report.palette import HEALTHY_KL, PHASES
+from flashrl_verl.report.arms import Arm, Values, accuracy_keys, accuracy_name, logged, of_key
+from flashrl_verl.report.metrics import CORRELATION, MISMATCH_KL, REJECTED, SCORE, STEP_TIME, Metrics
+from flashrl_verl.report.palette import HEALTHY_KL
+from flashrl_verl.report.step_time import updates_by_step
 
 GUARD_EVENTS, GUARD_STEPS = "flashrl/guard_events", re.compile(r"flashrl/guard_(.+)_steps")
 EFFECTIVE, TRUNCATED = "rollout_corr/rollout_is_eff_sample_size", "rollout_corr/rollout_is_ratio_fraction_high"
+DROPPED = "rollout_corr/rollout_is_oob_ratio"
+"""Logged only where the weights have two bounds (IcePop). There `TRUNCATED` is but a part: what is above the upper one."""
+ROLLOUT_SPEED = "flashrl/tokens_per_second_rollout"
 REFIT, CODES = "flashrl/refit_seconds", "flashrl/code_change_rate"
 
 
@@ -63,44 +66,6 @@ def panels(arms: Sequence[Arm]) -> tuple[list[Panel], list[str]]:
     timed = logged(arms, of_key(STEP_TIME))
     there = [p for p in wanted if logged(arms, p.values) and (timed or p.kind not in (Kind.OVER_TIME, Kind.AGAINST_SPEED))]
     return there, [panel.title for panel in wanted if panel not in there]
-
-
-def step_parts(metrics: Metrics) -> dict[str, float]:
-    """Mean seconds of each part of a step, by label, over the steps that logged their time; `other` is what is left."""
-    rows = [row for row in metrics.rows.values() if math.isfinite(row.get(STEP_TIME, math.nan))]
-    if not rows:
-        return {}
-    parts: dict[str, float] = {}
-    for phase, (label, _) in PHASES.items():
-        seconds = [row.get(f"timing_s/{phase}", 0.0) for row in rows]
-        if any(seconds):
-            parts[label] = sum(s for s in seconds if math.isfinite(s)) / len(rows)
-    total = sum(row[STEP_TIME] for row in rows) / len(rows)
-    return {**parts, "other": max(0.0, total - sum(parts.values()))}
-
-
-def updates_per_hour(metrics: Metrics) -> float | None:
-    """Training steps per hour of training: 3600 over the mean step time."""
-    total = sum(step_parts(metrics).values())
-    return 3600 / total if total > 0 else None
-
-
-def alt_text(panel: Panel, arms: Sequence[Arm]) -> str:
-    """What the picture shows, for those who do not see it."""
-    if panel.kind is Kind.STEP_BARS:
-        told = [f"{run.label} {sum(step_parts(run.metrics).values()):.3g} s" for arm in arms for run in arm.runs]
-        return f"Stacked bars. {panel.title}: {'; '.join(told)}."
-    told = []
-    for arm in arms:
-        points = curve(arm, panel.values, against_time=False)
-        if not points.y:
-            told.append(f"{arm.label} not logged")
-        elif panel.kind is Kind.AGAINST_SPEED:
-            told.append(f"{arm.label} ends at {points.y[-1]:.3g}")
-        else:
-            told.append(f"{arm.label} from {points.y[0]:.3g} to {points.y[-1]:.3g}")
-    shape = "Points" if panel.kind is Kind.AGAINST_SPEED else "Lines"
-    return f"{shape}. {panel.title}: {'; '.join(told)}."
 
 
 def _learning(arms: Sequence[Arm]) -> list[Panel]:
@@ -189,9 +154,8 @@ def _guard(arms: Sequence[Arm]) -> list[Panel]:
     ]
 
 
-def _updates_by_step(metrics: Metrics) -> tuple[list[int], list[float]]:
-    steps, seconds = metrics.series(STEP_TIME)
-    return steps, [3600 / s if s > 0 else math.nan for s in seconds]
+def _truncated(metrics: Metrics) -> tuple[list[int], list[float]]:
+    return ([], []) if metrics.series(DROPPED)[0] else metrics.series(TRUNCATED)
 
 
 MISMATCH = [
@@ -201,7 +165,8 @@ MISMATCH = [
         "Mismatch KL, rollout to trainer (k3)",
         "k3 KL, nats per token",
         MISMATCH_KL,
-        "Mean of exp(d) - d - 1 over the sampled tokens, d = log p_trainer - log p_rollout.",
+        "Mean of exp(d) - d - 1 over the sampled tokens, d = log p_trainer - log p_rollout. In bypass mode with "
+        "what the policy itself moved within a step.",
         log=True,
         limit=HEALTHY_KL,
     ),
@@ -213,13 +178,30 @@ MISMATCH = [
         EFFECTIVE,
         "Kish's, after truncation; only where weights are computed.",
     ),
+    Panel(
+        name="truncated_share",
+        section=Section.MISMATCH,
+        title="Tokens whose importance weight was truncated",
+        quantity="fraction of the tokens",
+        caption=f"Metric {TRUNCATED}. Share above the cap; of responses where the weights are per sequence. "
+        "Runs with two bounds (IcePop) truncate nothing.",
+        values=_truncated,
+    ),
     _line(
-        "truncated_share",
+        "dropped_share",
         Section.MISMATCH,
-        "Tokens whose importance weight was truncated",
+        "Tokens dropped for their importance weight (IcePop)",
         "fraction of the tokens",
-        TRUNCATED,
-        "Share above the cap; of responses where the weights are per sequence.",
+        DROPPED,
+        "Share outside the two bounds, below or above: their weight is 0.",
+    ),
+    _line(
+        "rejected_share",
+        Section.MISMATCH,
+        "Tokens rejected",
+        "fraction of the tokens",
+        REJECTED,
+        "Share that rejection (rollout_rs) takes out of the loss.",
     ),
     _line(
         "correlation",
@@ -236,7 +218,8 @@ SPEED = [
         section=Section.SPEED,
         title="Parts of a step",
         quantity="",
-        caption="Metrics timing_s/*, mean over all steps of a run. Parts below 1 % in every run are in other.",
+        caption="Metrics timing_s/*, mean over all steps of a run; percentages are of the run's own step. Parts below 1 % in "
+        "every run are in other.",
         values=of_key(STEP_TIME),
         kind=Kind.STEP_BARS,
     ),
@@ -246,7 +229,7 @@ SPEED = [
         title="Updates per hour by step",
         quantity="updates per hour",
         caption=f"3600 s over {STEP_TIME} of the step.",
-        values=_updates_by_step,
+        values=updates_by_step,
     ),
     _line(
         "throughput",
@@ -255,6 +238,15 @@ SPEED = [
         "tokens per second per device",
         "perf/throughput",
         "Prompt and response tokens of the batch over the time of the step.",
+    ),
+    _line(
+        "rollout_speed",
+        Section.SPEED,
+        "Rollout speed",
+        "tokens per second",
+        ROLLOUT_SPEED,
+        "Response tokens that the engines generated, all devices together, over the time of the rollout; also for groups that "
+        "dynamic sampling dropped.",
     ),
 ]
 WEIGHTS = [

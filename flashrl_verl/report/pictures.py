@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from flashrl_verl.errors import FlashRLError
 from flashrl_verl.report.arms import Arm, NamedRun, curve
-from flashrl_verl.report.palette import PHASES, SHADES, TITLE
-from flashrl_verl.report.panels import Kind, Panel, Section, step_parts, updates_per_hour
+from flashrl_verl.report.figure import new_figure
+from flashrl_verl.report.palette import FAINT, INK, PHASES, SHADES, TITLE, ink_on
+from flashrl_verl.report.panels import Kind, Panel, Section
+from flashrl_verl.report.step_time import step_parts, updates_per_hour
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
 WIDTH, HEIGHT = 6.4, 3.6
 """Of a picture with one panel, inches."""
-INK, FAINT = "#333333", "#E5E5E5"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +164,7 @@ class Drawing:
         runs = [run for arm in self.arms for run in arm.runs]
         keep = _worth_a_bar(runs)
         parts = [merge_small(step_parts(run.metrics), keep) for run in runs]
-        left = [0.0] * len(runs)
+        left, longest = [0.0] * len(runs), max(sum(run.values()) for run in parts)
         labels = list(dict.fromkeys(label for run in parts for label in run if label != "other"))
         shades = {label: SHADES[phase] for phase, (label, _) in PHASES.items()} | {"other": SHADES["other"]}
         for label in [*labels, "other"]:
@@ -180,32 +180,20 @@ class Drawing:
                 hatch=hatch,
                 label=label,
             )
+            for y, width in enumerate(widths):
+                if width > 0.08 * longest:  # else its percentage would be wider than the part
+                    where, share = left[y] + width / 2, width / sum(parts[y].values())
+                    box = {"facecolor": fill, "edgecolor": "none", "pad": 1.5}  # over a hatch no figure could be read
+                    axes.text(where, y, f"{share:.0%}", ha="center", va="center", fontsize=7, color=ink_on(fill), bbox=box)
             left = [a + b for a, b in zip(left, widths, strict=True)]
         for y, total in enumerate(left):
             text = f" {total:.3g} s" if total else " not logged"
             axes.text(total, y, text, va="center", fontsize=8, color=INK)
         axes.set_yticks(range(len(runs)), [run.label for run in runs])
         axes.set_ylim(len(runs) - 0.5, -0.5)  # the first run on top
-        axes.set_xlim(0, 1.15 * max(left) or 1.0)
+        axes.set_xlim(0, 1.15 * longest or 1.0)
         axes.set_xlabel(Kind.STEP_BARS.value)
         axes.grid(axis="x", color=FAINT, linewidth=0.8)
-
-
-def new_figure(width: float, height: float) -> Figure:
-    """A figure of that many inches.
-
-    Raises:
-        FlashRLError: matplotlib is not installed.
-    """
-    try:
-        # The object interface: pyplot would choose a backend for the whole process.
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise FlashRLError(f"no picture can be drawn: {error}. Remedy: pip install 'matplotlib>=3.8'.") from error
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
 
 
 def merge_small(parts: dict[str, float], keep: set[str]) -> dict[str, float]:

@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flashrl_verl.errors import FlashRLError
+from flashrl_verl.report.command import broken_at_overrides
 from flashrl_verl.report.metrics import (
     CORRELATION,
     HELD_OUT,
     IS_WEIGHTS,
     MISMATCH_KL,
     MISSING,
+    REJECTED,
     REPLACED,
     SCORE,
     STEP_TIME,
@@ -74,8 +76,10 @@ class Report:
         lost = f", {len(values) - len(finite)} NOT FINITE" if len(values) > len(finite) else ""
         yield "mismatch KL (k3), last", show(self.metrics.last(MISMATCH_KL), ".2e") + worst + lost
         yield "probability correlation, last", show(self.metrics.last(CORRELATION), ".5f")
-        applied = IS_WEIGHTS in {key for row in self.metrics.rows.values() for key in row}
-        yield "correction of the mismatch", correction_words(self.run.get("correction"), applied)
+        yield "correction of the mismatch", correction_words(self.run.get("correction"), self.metrics)
+        if rejected := self.metrics.series(REJECTED)[1]:
+            largest = max((share for share in rejected if math.isfinite(share)), default=math.nan)
+            yield "rejected tokens, share, last", f"{show(rejected[-1], '.2g')}, largest {show(largest, '.2g')}"
 
     def _weights(self) -> Iterator[tuple[str, str]]:
         last = self.metrics.last
@@ -115,9 +119,12 @@ class Report:
             yield "unreadable lines in the metrics", str(self.metrics.unreadable_lines)
 
     def facts(self) -> list[tuple[str, str]]:
-        """Where the run is from: its file, hardware, seed, versions and command, as far as they are recorded."""
-        command = [("command", self.run["command"])] if "command" in self.run else []
-        return [("metrics", str(self.metrics_path)), *self._origin(), *command]
+        """Where the run is from: its file, hardware, seed and versions, as far as they are recorded."""
+        return [("metrics", str(self.metrics_path)), *self._origin()]
+
+    def command(self) -> str | None:
+        """The command that started it, over several lines; None when it is not recorded."""
+        return broken_at_overrides(self.run["command"]) if "command" in self.run else None
 
     def table(self) -> Table:
         """The rows for a terminal."""
@@ -141,8 +148,8 @@ class Report:
             f"![curves]({CURVES_FILE})",
             NOTES,
         ]
-        if "command" in self.run:
-            parts.append(f"Command:\n\n    {self.run['command']}")
+        if command := self.command():
+            parts.append(f"Command:\n\n{fenced(command)}")
         parts.append(f"Source: `{self.metrics_path.name}`, one JSON object a step.")
         return "\n\n".join(parts) + "\n"
 
@@ -156,6 +163,12 @@ How to read it:
 - *Mismatch KL* (k3 estimator) compares the rollout's probabilities with the trainer's for the sampled tokens.
   A healthy run stays below 1e-2, with a correlation above 0.99. A weight update that was missed shows here at
   a high learning rate."""
+
+
+def fenced(command: str) -> str:
+    """A command as a block of Markdown, whatever it holds: the fence is longer than any run of backticks in it."""
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", command)), default=0))
+    return f"{fence}bash\n{command}\n{fence}"
 
 
 def held_precision(chosen: str | None, layers: float | None) -> str:
@@ -177,15 +190,18 @@ def held_precision(chosen: str | None, layers: float | None) -> str:
     return f"{chosen}, {layers:.0f} quantized layers" if chosen else f"{layers:.0f} quantized layers, format not recorded"
 
 
-def correction_words(settings: dict[str, Any] | None, applied: bool) -> str:
+def correction_words(settings: dict[str, Any] | None, metrics: Metrics) -> str:
     """The correction of a run in words.
 
     Args:
         settings: verl's `algorithm.rollout_correction` as it was composed, None when it is not recorded.
-        applied: whether the metrics hold importance weights.
+        metrics: of the run; they tell whether there were weights and rejections.
     """
+    weighted, rejected = (bool(metrics.series(key)[0]) for key in (IS_WEIGHTS, REJECTED))
+    unnamed = ["rejection, criterion not recorded"] if rejected else []
     if settings is None:
-        return "importance weights, level and threshold not recorded" if applied else "no importance weights logged"
+        weights = "importance weights, level and threshold not recorded" if weighted else "no importance weights logged"
+        return "; ".join([weights, *unnamed])
     level, threshold, rejection = (settings.get(key) for key in ("rollout_is", "rollout_is_threshold", "rollout_rs"))
     words = []
     if settings.get("bypass_mode"):
@@ -193,9 +209,12 @@ def correction_words(settings: dict[str, Any] | None, applied: bool) -> str:
     if level is not None:
         lower, _, upper = str(threshold).partition("_")
         how = f"IcePop, weights outside {lower} to {upper} become 0" if upper else f"TIS, cap C = {lower}"
-        words.append(f"{how}, per {level}" + ("" if applied else "; weights were NOT logged"))
+        words.append(f"{how}, per {level}" + ("" if weighted else "; weights were NOT logged"))
     if rejection is not None:
         words.append(f"rejection by {rejection} beyond {settings.get('rollout_rs_threshold')}")
+        words += [] if rejected else ["rejections were NOT logged"]
+    else:
+        words += unnamed
     return "; ".join(words) or "none (rollout_is=null)"
 
 

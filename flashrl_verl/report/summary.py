@@ -8,10 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flashrl_verl.report.arms import LAYERS, Arm, NamedRun, accuracy_keys, accuracy_name, mean
-from flashrl_verl.report.metrics import IS_WEIGHTS, MISMATCH_KL, MISSING, STEP_TIME, Metrics, show
+from flashrl_verl.report.metrics import MISMATCH_KL, MISSING, REJECTED, STEP_TIME, Metrics, show
 from flashrl_verl.report.palette import Style
-from flashrl_verl.report.panels import EFFECTIVE, GUARD_EVENTS, REFIT, TRUNCATED, step_parts, updates_per_hour
+from flashrl_verl.report.panels import DROPPED, EFFECTIVE, GUARD_EVENTS, REFIT, ROLLOUT_SPEED, TRUNCATED
 from flashrl_verl.report.run import correction_words, held_precision
+from flashrl_verl.report.step_time import step_parts, updates_per_hour
+
+REJECTED_COLUMN, SPEED_COLUMN, GUARD_COLUMN = "rejected, last", "rollout tokens/s, mean", "guard events"
+OPTIONAL = {REJECTED_COLUMN, SPEED_COLUMN, GUARD_COLUMN}
+"""Columns that are left out where no run logged what they show."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,17 +33,17 @@ def summarize(arms: Sequence[Arm]) -> Summary:
     """The table of these runs. Nothing in it is smoothed."""
     keys = accuracy_keys(arms)
     runs = [(run, arm.style) for arm in arms for run in arm.runs]
-    guarded = any(run.metrics.series(GUARD_EVENTS)[0] for run, _ in runs)
-    rows = [_row(run, keys, guarded) for run, _ in runs]
-    return Summary(header=list(rows[0]), rows=[list(row.values()) for row in rows], styles=[style for _, style in runs])
+    rows = [_row(run, keys) for run, _ in runs]
+    header = [name for name in rows[0] if name not in OPTIONAL or any(row[name] != MISSING for row in rows)]
+    return Summary(header=header, rows=[[row[name] for name in header] for row in rows], styles=[style for _, style in runs])
 
 
-def _row(run: NamedRun, keys: Sequence[str], guarded: bool) -> dict[str, str]:
+def _row(run: NamedRun, keys: Sequence[str]) -> dict[str, str]:
     metrics, facts = run.metrics, run.report.run
     row = {
         "run": run.label,
         "precision": held_precision(facts.get("precision"), metrics.last(LAYERS)),
-        "correction": correction_words(facts.get("correction"), bool(metrics.series(IS_WEIGHTS)[0])),
+        "correction": correction_words(facts.get("correction"), metrics),
         "steps": str(metrics.last_step),
     }
     for key in keys:
@@ -47,18 +52,24 @@ def _row(run: NamedRun, keys: Sequence[str], guarded: bool) -> dict[str, str]:
         row["best (step)" if len(keys) == 1 else f"{name}, best (step)"] = _best(metrics, key)
     parts = step_parts(metrics)
     total = sum(parts.values())
-    row |= {
+    return row | {
         "k3 KL, last": show(metrics.last(MISMATCH_KL), ".2e"),
         "ESS, last": show(metrics.last(EFFECTIVE), ".4f"),
-        "truncated, last": show(metrics.last(TRUNCATED), ".2g"),
+        "truncated, last": _truncated(metrics),
+        REJECTED_COLUMN: show(metrics.last(REJECTED), ".2g"),
         "s/step, mean": show(_mean(metrics, STEP_TIME), ".2f"),
         "updates/hour": show(updates_per_hour(metrics), ".1f"),
+        SPEED_COLUMN: show(_mean(metrics, ROLLOUT_SPEED), ".0f"),
         "generation share": f"{parts['rollout'] / total:.1%}" if parts.get("rollout") else MISSING,
         "refit s, mean": show(_mean(metrics, REFIT), ".3g"),
+        GUARD_COLUMN: show(metrics.last(GUARD_EVENTS), ".0f"),
     }
-    if guarded:
-        row["guard events"] = show(metrics.last(GUARD_EVENTS), ".0f")
-    return row
+
+
+def _truncated(metrics: Metrics) -> str:
+    """Share of the weights that are cut; with two bounds it is of those that become 0, and the cell says so."""
+    dropped = metrics.last(DROPPED)
+    return show(metrics.last(TRUNCATED), ".2g") if dropped is None else f"{show(dropped, '.2g')} dropped"
 
 
 def _first_last(metrics: Metrics, key: str) -> str:

@@ -10,10 +10,12 @@ from rich.console import Console
 
 from flashrl_verl import report
 from flashrl_verl.errors import FlashRLError
+from flashrl_verl.guard_settings import GuardConfig
 from flashrl_verl.log_excerpt import last_error
+from flashrl_verl.report import palette
 
 HELD_OUT = "val-core/toy_addition/acc/mean@1"
-KL = "rollout_corr/k3_kl"
+KL, REJECTED = "rollout_corr/k3_kl", "rollout_corr/rollout_rs_masked_fraction"
 
 
 def line(step: int, **data) -> str:
@@ -107,38 +109,54 @@ def test_the_precision_is_what_the_engine_held_not_what_was_chosen(chosen, layer
     assert layers != 0 or "int8" not in words
 
 
+TOKEN_TIS = {"rollout_is": "token", "rollout_is_threshold": 2.0}
+GEO_RS = {"rollout_is": None, "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.999_1.001"}
+
+
 @pytest.mark.parametrize(
-    ("settings", "applied", "words"),
+    ("settings", "logged", "words"),
     [
-        ({"rollout_is": "token", "rollout_is_threshold": 2.0}, True, "TIS, cap C = 2.0, per token"),
-        ({"rollout_is": "token", "rollout_is_threshold": 2.0}, False, "TIS, cap C = 2.0, per token; weights were NOT logged"),
+        (TOKEN_TIS, "w", "TIS, cap C = 2.0, per token"),
+        (TOKEN_TIS, "", "TIS, cap C = 2.0, per token; weights were NOT logged"),
         (
             {"rollout_is": "sequence", "rollout_is_threshold": "0.5_5.0"},
-            True,
+            "w",
             "IcePop, weights outside 0.5 to 5.0 become 0, per sequence",
         ),
-        ({"rollout_is": None, "rollout_is_threshold": 2.0}, False, "none (rollout_is=null)"),
+        ({"rollout_is": None, "rollout_is_threshold": 2.0}, "", "none (rollout_is=null)"),
+        (GEO_RS, "r", "rejection by seq_mean_k1 beyond 0.999_1.001"),
+        (GEO_RS, "", "rejection by seq_mean_k1 beyond 0.999_1.001; rejections were NOT logged"),
         (
-            {"rollout_is": None, "rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.999_1.001"},
-            False,
-            "rejection by seq_mean_k1 beyond 0.999_1.001",
-        ),
-        (
-            {"rollout_is": "token", "rollout_is_threshold": 2.0, "rollout_rs": "token_k3", "rollout_rs_threshold": 0.1},
-            True,
+            TOKEN_TIS | {"rollout_rs": "token_k3", "rollout_rs_threshold": 0.1},
+            "wr",
             "TIS, cap C = 2.0, per token; rejection by token_k3 beyond 0.1",
         ),
+        ({"rollout_is": None}, "r", "rejection, criterion not recorded"),
         (
             {"rollout_is": None, "bypass_mode": True, "loss_type": "ppo_clip"},
-            False,
+            "",
             "bypass mode, ppo_clip on the rollout's log-probs",
         ),
-        (None, True, "importance weights, level and threshold not recorded"),
-        (None, False, "no importance weights logged"),
+        (None, "w", "importance weights, level and threshold not recorded"),
+        (None, "", "no importance weights logged"),
+        (None, "r", "no importance weights logged; rejection, criterion not recorded"),
     ],
 )
-def test_the_correction_is_said_as_far_as_it_is_known(settings, applied, words):
-    assert report.correction_words(settings, applied) == words
+def test_the_correction_is_said_as_far_as_it_is_known(settings, logged, words):
+    names = {"w": "rollout_corr/rollout_is_mean", "r": REJECTED}
+    metrics = report.Metrics(rows={1: {names[letter]: 0.5 for letter in logged}})
+    assert report.correction_words(settings, metrics) == words
+
+
+def test_a_run_says_how_much_it_rejected(run):
+    assert "rejected tokens, share, last" not in dict(report.load(run).rows())
+    with open(run / "metrics.jsonl", "a") as file:
+        file.writelines(line(4 + i, **{REJECTED: share}) + "\n" for i, share in enumerate((None, 0.75, 0.125, None)))
+    assert dict(report.load(run).rows())["rejected tokens, share, last"] == "NOT FINITE (nan), largest 0.75"
+
+
+def test_the_guards_alarm_is_as_far_above_the_line_of_healthy_runs_as_the_palette_says():
+    assert GuardConfig().k3_kl_max == pytest.approx(5 * palette.HEALTHY_KL)
 
 
 def test_wall_time_of_a_resumed_run_is_the_sum_and_says_of_what(run):
