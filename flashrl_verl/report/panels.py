@@ -18,7 +18,7 @@ GUARD_EVENTS, GUARD_STEPS = "flashrl/guard_events", re.compile(r"flashrl/guard_(
 EFFECTIVE, TRUNCATED = "rollout_corr/rollout_is_eff_sample_size", "rollout_corr/rollout_is_ratio_fraction_high"
 DROPPED = "rollout_corr/rollout_is_oob_ratio"
 """Logged only where the weights have two bounds (IcePop). There `TRUNCATED` is but a part: what is above the upper one."""
-ROLLOUT_SPEED = "flashrl/tokens_per_second_rollout"
+ROLLOUT_SPEED = "flashrl/tokens_per_second_gen"
 REFIT, CODES = "flashrl/refit_seconds", "flashrl/code_change_rate"
 
 

@@ -127,7 +127,7 @@ def test_of_icepop_the_dropped_share_is_shown_and_not_its_part_above_the_upper_b
 
 def test_what_only_some_runs_log_has_a_column_and_a_picture_where_any_does(two, tmp_path):
     plain = comparison.compare(two)
-    more = {REJECTED: 0.25, "flashrl/tokens_per_second_rollout": 12345.6}
+    more = {REJECTED: 0.25, "flashrl/tokens_per_second_gen": 12345.6}
     result = comparison.compare([*two, make_run(tmp_path / "more", metrics(0.5, (1.0, 1.0), **more))])
     shown = {"rejected, last": "0.25", "rollout tokens/s, mean": "12346"}
     assert {name: cells(result, 2)[name] for name in shown} == shown
