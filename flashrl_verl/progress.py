@@ -57,9 +57,11 @@ class Display:
             BarColumn(24),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
+            TextColumn("{task.fields[left]}"),
         )
         self._bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-        self._task = self._bar.add_task(self._phase, total=total)
+        self._task = self._bar.add_task(self._phase, total=total, left="")
+        self._first_step = 0
         self.first_line: float | None = None
         """When the first line of metrics came: the end of the start-up."""
 
@@ -79,16 +81,28 @@ class Display:
         metrics = report.read_metrics(self._metrics) if fresh else report.Metrics(rows={})
         news = bool(metrics.rows) and metrics.last_step > self._step
         if news:
-            self.first_line = self.first_line or time.monotonic()
             self._step = metrics.last_step
+            if self.first_line is None:
+                self.first_line, self._first_step = time.monotonic(), self._step
             self._phase = _progress_words(metrics)
         elif self._step < 0:
             self._phase = _startup_phase(self._log, self._log_from)
-        self._bar.update(self._task, description=self._phase, completed=max(0, self._step))
+        left = self._time_left()
+        self._bar.update(self._task, description=self._phase, completed=max(0, self._step), left=left)
         if not self._console.is_terminal and (news or time.monotonic() - self._spoke > PLAIN_INTERVAL):
             self._spoke = time.monotonic()
             step = f"step {self._step}/{self._total}: " if self._step >= 0 else "start-up: "
-            self._console.print(f"{step}{self._phase}", markup=False, highlight=False, soft_wrap=True)
+            waits = f"step {self._step + 1} is running" if self._step < self._total else "ending"
+            words = self._phase if news or self._step < 0 else waits
+            self._console.print(f"{step}{words}{left and f', {left}'}", markup=False, highlight=False, soft_wrap=True)
+
+    def _time_left(self) -> str:
+        """From the mean time of the steps seen so far; empty before the first of them ends and after the last."""
+        seen, ahead = self._step - self._first_step, self._total - self._step
+        if self.first_line is None or seen < 1 or ahead < 1:
+            return ""
+        seconds = (time.monotonic() - self.first_line) / seen * ahead
+        return f"about {seconds / 60:.0f} min left" if seconds >= 90 else f"about {seconds:.0f} s left"
 
 
 def _startup_phase(log: Path, start: int) -> str:
