@@ -25,14 +25,14 @@ from flashrl_verl.errors import FlashRLError
 
 
 class FlashRLActorWorker(ActorRolloutRefWorker):
-    """verl's hybrid worker, whose policy update corrects for the rollout's quantization."""
+    """verl's hybrid worker, whose policy update corrects for the rollout's quantization; in bypass mode verl's loss does."""
 
     # verl binds only methods that carry its dispatch attributes, so the override registers again, under
     # verl's mesh. The profiler's and the routing-replay decorators are not repeated: they are on the method
     # that super() calls, and a second profiler inside a running one fails.
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
     def update_actor(self, data: TensorDict) -> TensorDict | None:
-        """Adds the correction to `data`, updates the policy, and adds their metrics to verl's.
+        """Corrects `data` unless in bypass mode, updates the policy, and adds the correction's metrics to verl's.
 
         Args:
             data: this data-parallel rank's rows: `old_log_probs`, `rollout_log_probs`, `response_mask` jagged
@@ -40,7 +40,7 @@ class FlashRLActorWorker(ActorRolloutRefWorker):
 
         Returns:
             verl's output (None on ranks that it does not collect from), its `metrics` extended by
-            `rollout_corr/*`; verl's driver prefixes them with `actor/`.
+            `rollout_corr/*`, which in bypass mode come from verl's loss; verl's driver prefixes them with `actor/`.
 
         Raises:
             ConfigError, FlashRLError: from `correct_shard`.
@@ -60,17 +60,18 @@ def attach_correction(
 ) -> dict[str, float]:
     """Puts `rollout_is_weights` into `data`, shaped as its `old_log_probs`, takes rejected tokens out of its `response_mask`.
 
-    See `correct_shard`.
+    See `correct_shard`. In bypass mode it leaves `data` alone.
 
     Args:
         data: `old_log_probs`, `rollout_log_probs`, `response_mask`: jagged [B, *] with equal row lengths, as
             verl's transfer queue delivers them, or padded [B, T].
-        settings: level, bounds, normalization, rejections; without a level no weights are added.
+        settings: level, bounds, normalization, rejections, bypass; without a level no weights are added.
         group: the data-parallel group, or None.
         device: where `group` communicates.
 
     Returns:
-        The `rollout_corr/*` metrics of the whole batch; none when nothing is corrected and the rollout sent no log-probs.
+        The `rollout_corr/*` metrics of the whole batch; none in bypass mode, or when nothing is corrected and the rollout sent
+        no log-probs.
 
     Raises:
         ConfigError, FlashRLError: from `correct_shard`; also when the three fields differ in row lengths.

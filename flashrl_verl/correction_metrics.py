@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from flashrl_verl.correction_rejection import Judgement
-from flashrl_verl.correction_settings import CorrectionSettings, Level
+from flashrl_verl.correction_settings import CorrectionSettings, Level, Scope
 
 EPS = 1e-8  # verl's guard against division by zero, in the effective sample size and the normalization
 
@@ -222,8 +222,8 @@ def _add_rejection_terms(terms: Statistics, mask: torch.Tensor, judgements: Sequ
                 f"{name}_seq_masked_fraction": rejected.any(-1)[valid],
             }
         )
-        at_tokens = rejection.option.startswith("token")
-        values, fractions = (tokens, terms.token_sums) if at_tokens else (rows, terms.response_sums)
+        of_tokens = rejection.scope is Scope.TOKEN
+        values, fractions = (tokens, terms.token_sums) if of_tokens else (rows, terms.response_sums)
         fractions[f"{name}_fraction_high"] = values > upper
         if rejection.lower is not None:
             fractions[f"{name}_fraction_low"] = values < lower

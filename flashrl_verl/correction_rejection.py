@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flashrl_verl.correction_settings import Rejection
+from flashrl_verl.correction_settings import Estimator, Rejection, Scope
 
 
 @dataclass(frozen=True)
@@ -44,19 +44,18 @@ def _judge(log_ratio: torch.Tensor, mask: torch.Tensor, rejection: Rejection) ->
     from verl.utils.torch_functional import masked_mean, masked_sum
 
     log_ratio = log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND)
-    scope, estimator = rejection.option.rsplit("_", 1)
     divergence = {
-        "k1": lambda: -log_ratio,
-        "k2": lambda: 0.5 * log_ratio**2,
-        "k3": lambda: log_ratio.exp() - 1.0 - log_ratio,
-    }[estimator]()
+        Estimator.K1: lambda: -log_ratio,
+        Estimator.K2: lambda: 0.5 * log_ratio**2,
+        Estimator.K3: lambda: log_ratio.exp() - 1.0 - log_ratio,
+    }[rejection.estimator]()
     over_rows = {
-        "token": lambda: masked_mean(divergence, mask, axis=-1),
-        "seq_sum": lambda: masked_sum(divergence, mask, axis=-1),
-        "seq_mean": lambda: masked_mean(divergence, mask, axis=-1),
-        "seq_max": lambda: torch.where(mask.any(-1), divergence.masked_fill(~mask, -torch.inf).amax(-1), 0.0),
-    }[scope]()
-    statistic = divergence if scope == "token" else over_rows.unsqueeze(-1).expand_as(divergence)
+        Scope.TOKEN: lambda: masked_mean(divergence, mask, axis=-1),
+        Scope.SEQ_SUM: lambda: masked_sum(divergence, mask, axis=-1),
+        Scope.SEQ_MEAN: lambda: masked_mean(divergence, mask, axis=-1),
+        Scope.SEQ_MAX: lambda: torch.where(mask.any(-1), divergence.masked_fill(~mask, -torch.inf).amax(-1), 0.0),
+    }[rejection.scope]()
+    statistic = divergence if rejection.scope is Scope.TOKEN else over_rows.unsqueeze(-1).expand_as(divergence)
     lower, upper = rejection.bounds
     keep = statistic <= upper
     if rejection.lower is not None:

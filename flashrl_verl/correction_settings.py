@@ -29,25 +29,52 @@ class LossType(str, Enum):
     """Policy gradient, weighted by pi_theta / pi_rollout."""
 
 
-REJECTIONS = (
-    *("token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3"),
-    *("seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3"),
-)
-"""verl's criteria. With l = log(pi_old / pi_rollout) of a token: k1 = -l, k2 = l^2 / 2, k3 = e^l - 1 - l (Schulman 2020,
-http://joschu.net/blog/kl-approx.html), of the token or summed, averaged or maximized over its response."""
+class Scope(str, Enum):
+    """What a divergence is of: the token, or its response, over whose tokens it is summed, averaged or maximized."""
+
+    TOKEN = "token"
+    SEQ_SUM = "seq_sum"
+    SEQ_MEAN = "seq_mean"
+    SEQ_MAX = "seq_max"
+
+
+class Estimator(str, Enum):
+    """The divergence of a token, with l = log(pi_old / pi_rollout) (Schulman 2020, http://joschu.net/blog/kl-approx.html)."""
+
+    K1 = "k1"
+    """-l"""
+    K2 = "k2"
+    """l^2 / 2"""
+    K3 = "k3"
+    """e^l - 1 - l"""
+
+
+_SIGNED = (Scope.SEQ_MAX, Estimator.K1)  # verl has no maximum of what may be negative
+REJECTIONS = tuple((scope, estimator) for scope in Scope for estimator in Estimator if (scope, estimator) != _SIGNED)
+"""verl's criteria."""
+
+
+def spell(scope: Scope, estimator: Estimator) -> str:
+    """A criterion as verl spells it: seq_mean_k1."""
+    return f"{scope.value}_{estimator.value}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rejection:
-    """One criterion by which tokens or whole responses leave the loss."""
+    """One criterion by which tokens or whole responses leave the loss; scope and estimator are a pair of ``REJECTIONS``."""
 
-    option: str
-    """One of ``REJECTIONS``."""
+    scope: Scope
+    estimator: Estimator
     upper: float
     """k1: the largest ratio pi_rollout / pi_old that is kept (its geometric mean for ``seq_mean``); k2 and k3: the largest
     divergence; > 0."""
     lower: float | None = None
     """k1: the smallest ratio, > 0; None for k2 and k3, which are never negative."""
+
+    @property
+    def option(self) -> str:
+        """As verl spells it, in ``rollout_rs`` and in the names of metrics."""
+        return spell(self.scope, self.estimator)
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -60,7 +87,7 @@ class CorrectionSettings:
     """How rollout tokens are weighted and rejected: verl's `algorithm.rollout_correction`, typed and validated."""
 
     level: Level | None = None
-    """One weight per token, one per response, or None: no weights, only the off-policy metrics."""
+    """One weight per token, one per response, or None: no weights; what is rejected and measured does not depend on it."""
     upper: float = 2.0
     """The cap C on a weight (ratio of probabilities, > 0)."""
     lower: float | None = None
@@ -138,24 +165,25 @@ def _parse_rejections(options: Any, thresholds: Any) -> tuple[Rejection, ...]:
     if options is None:
         return ()
     names = list(dict.fromkeys(name.strip() for name in str(options).split(",") if name.strip()))
-    if not names or not set(names) <= set(REJECTIONS):
-        key, known = f"{CORRECTION}.rollout_rs", ", ".join(REJECTIONS)
-        refuse(key, options, f"it is not a list, with commas, of {known}", f"correction=geo_rs, or {key}=null for no rejection")
+    known = {spell(*pair): pair for pair in REJECTIONS}
+    if not names or not set(names) <= known.keys():
+        key, reason = f"{CORRECTION}.rollout_rs", f"it is not a list, with commas, of {', '.join(known)}"
+        refuse(key, options, reason, f"correction=geo_rs, or {key}=null for no rejection")
     specs = [] if thresholds is None else [spec.strip() for spec in str(thresholds).split(",") if spec.strip()]
     if len(specs) not in (1, len(names)):
         _refuse_rejection_threshold(thresholds, f"{len(names)} criteria take 1 or {len(names)} thresholds, with commas")
     specs = specs * len(names) if len(specs) == 1 else specs
-    return tuple(_parse_rejection(name, spec) for name, spec in zip(names, specs, strict=True))
+    return tuple(_parse_rejection(*known[name], spec) for name, spec in zip(names, specs, strict=True))
 
 
-def _parse_rejection(option: str, spec: str) -> Rejection:
-    ratios, bounds = option.endswith("k1"), _bounds(spec)
+def _parse_rejection(scope: Scope, estimator: Estimator, spec: str) -> Rejection:
+    ratios, bounds = estimator is Estimator.K1, _bounds(spec)
     if ratios and len(bounds) == 1 and bounds[0] >= 1:
         bounds = [1.0 / bounds[0], bounds[0]]
     if len(bounds) != 1 + ratios:
         kind = "ratios lower_upper with 0 < lower <= upper, or an upper one of at least 1" if ratios else "one positive number"
-        _refuse_rejection_threshold(spec, f"{option} takes {kind}")
-    return Rejection(option=option, upper=bounds[-1], lower=bounds[0] if ratios else None)
+        _refuse_rejection_threshold(spec, f"{spell(scope, estimator)} takes {kind}")
+    return Rejection(scope=scope, estimator=estimator, upper=bounds[-1], lower=bounds[0] if ratios else None)
 
 
 def _refuse_rejection_threshold(value: Any, reason: str) -> NoReturn:

@@ -19,10 +19,11 @@ from typing import Any
 from omegaconf import DictConfig
 
 from flashrl_verl.config import FlashRLConfig
+from flashrl_verl.correction_settings import CorrectionSettings
 from flashrl_verl.errors import FlashRLError, GuardError
 from flashrl_verl.guard_settings import NODE, Action, GuardConfig
 from flashrl_verl.guard_watches import Moment, Watch, produced, watches
-from flashrl_verl.rules import get
+from flashrl_verl.rules import CORRECTION, get
 
 log = logging.getLogger("verl.flashrl")
 
@@ -38,7 +39,7 @@ class Guard:
 
     Args:
         settings: the node ``flashrl.guard``.
-        watched: the metrics, in the order in which they are told.
+        watched: the metrics, in the order in which they are told; one whose limit says nothing is left out with a warning.
         sure: names of those that every step produces; a missing one counts as beyond its limit.
         first_step: the first step at which the actor is updated; before it nothing is watched.
     """
@@ -46,19 +47,21 @@ class Guard:
     def __init__(self, settings: GuardConfig, watched: tuple[Watch, ...], sure: frozenset[str], first_step: int = 0):
         self.settings = settings
         self.first_step = first_step
-        self._watches = [w for w in watched if settings.enable and getattr(settings, w.limit) is not None]
+        self._watches = [w for w in watched if settings.enable and self._has_limit(w)]
         self._sure = sure
         self._steps = {w.name: 0 for w in self._watches if w.name in sure}
         self._told: set[str] = set()  # those whose present episode was an event
         self._events = 0
-        self._saved_to: Path | None = None  # the checkpoint of the step that is not yet refitted
+        self._saving: Path | None = None  # the checkpoint of the step that is not yet refitted
+        self._last_saved: Path | None = None  # the last one that is whole
 
     @classmethod
     def from_config(cls, cfg: DictConfig, settings: FlashRLConfig) -> "Guard":
         """The guard of the run that ``cfg``, verl's composed configuration, describes; ``settings`` is its ``flashrl`` node."""
         # Until then verl updates the critic only: codes do not change and nothing is corrected.
         first_step = get(cfg, "trainer.critic_warmup", 0)
-        return cls(settings.guard, watches(settings.precision), produced(cfg, settings), first_step)
+        correction = CorrectionSettings.from_config(get(cfg, CORRECTION, {}))
+        return cls(settings.guard, watches(settings.precision, correction), produced(cfg, settings), first_step)
 
     def look(self, moment: Moment, step: int, metrics: Mapping[str, Any]) -> None:
         """Count what is beyond its limit, and act on what has been for too long.
@@ -69,17 +72,18 @@ class Guard:
             metrics: verl's and ours.
 
         Raises:
-            GuardError: an event under ``flashrl.guard.action=stop``; under any action, and at once, a receipt of another step.
+            GuardError: an event under ``flashrl.guard.action=stop``.
         """
         if not self.settings.enable:
             return
-        if moment is Moment.REFITTED:
-            _require_receipt(step, metrics)
+        refitted = self._saving if moment is Moment.REFITTED else None
+        if refitted is not None:
+            self._last_saved = refitted  # verl's own save has ended, or the run would have
         if step >= self.first_step:
             self._judge(moment, step, metrics)
-        if moment is Moment.REFITTED and self._saved_to is not None:
-            self.save(self._saved_to)  # verl saves before the refit: its part of the counts is added
-            self._saved_to = None
+        if refitted is not None:
+            self.save(refitted)  # verl saves before the refit: its part of the counts is added
+            self._saving = None
 
     def _judge(self, moment: Moment, step: int, metrics: Mapping[str, Any]) -> None:
         over = [
@@ -95,6 +99,17 @@ class Guard:
             self._stop(moment, step, metrics, over)
         else:
             self._warn(step, metrics, [watch for watch in over if watch in new or self._is_reminder(watch)])
+
+    def _has_limit(self, watch: Watch) -> bool:
+        limit = self._limit(watch)
+        if limit is None or watch.ordinary is None or watch.beyond(limit, watch.ordinary):
+            return limit is not None
+        log.warning(
+            "the guard does not watch %s: at this cap ordinary ratios may reach %.2g, so that %s would tell nothing. Set it "
+            "beyond that, or to null",
+            *(watch.metric, watch.ordinary, self._setting(watch)),
+        )
+        return False
 
     def _is_there(self, watch: Watch, metrics: Mapping[str, Any]) -> bool:
         return watch.metric in metrics or watch.name in self._sure
@@ -119,11 +134,17 @@ class Guard:
 
     def _stop(self, moment: Moment, step: int, metrics: Mapping[str, Any], over: list[Watch]) -> None:
         if over:
-            saved = "No checkpoint was saved from this step. " if moment is Moment.TRAINED else ""
+            text, way_back = self._describe(over, metrics), self._way_back(moment)
             raise GuardError(
-                f"step {step}: the guard stops the run: {self._describe(over, metrics)}. {saved}The last checkpoint is whole: "
-                f"resume from it, or go on regardless with {NODE}.action=warn"
+                f"step {step}: the guard stops the run: {text}. {way_back}, or go on regardless with {NODE}.action=warn"
             )
+
+    def _way_back(self, moment: Moment) -> str:
+        if self._last_saved is None:
+            return "No checkpoint was saved so far: set trainer.save_freq"
+        if moment is Moment.TRAINED:
+            return f"No checkpoint was saved from this step: resume from {self._last_saved}"
+        return f"Resume from {self._last_saved}"
 
     def _warn(self, step: int, metrics: Mapping[str, Any], over: list[Watch]) -> None:
         if over:
@@ -146,7 +167,7 @@ class Guard:
             return f"{watch.metric}, which is missing although this configuration produces it,"
         return f"{watch.metric}={float(value):.4g}"
 
-    def _limit(self, watch: Watch) -> float:
+    def _limit(self, watch: Watch) -> float | None:
         return getattr(self.settings, watch.limit)
 
     def _setting(self, watch: Watch) -> str:
@@ -173,7 +194,7 @@ class Guard:
             file.flush()
             os.fsync(file.fileno())
         scratch.replace(folder / STATE_FILE)
-        self._saved_to = folder
+        self._saving = folder
 
     def load(self, folder: Path) -> None:
         """Go on from the counts in a checkpoint's folder; a checkpoint without them is an older one, and counting starts anew.
@@ -182,6 +203,7 @@ class Guard:
             FlashRLError: the file is damaged.
         """
         path = folder / STATE_FILE
+        self._last_saved = folder
         if not self.settings.enable or not path.exists():
             return
         try:
@@ -200,15 +222,3 @@ class Guard:
 
 def _is_beyond(value: Any, watch: Watch, limit: float) -> bool:
     return value is None or not math.isfinite(value) or watch.beyond(float(value), limit)
-
-
-def _require_receipt(step: int, metrics: Mapping[str, Any]) -> None:
-    """What no patience or action excuses: the engines hold something else than this step's weights."""
-    receipt, ranks = metrics.get("flashrl/receipt_step"), metrics.get("flashrl/receipts_verified")
-    if receipt == step and ranks is not None and ranks >= 1:  # false for NaN, too
-        return
-    raise GuardError(
-        f"step {step}: the guard stops the run: flashrl/receipt_step={receipt} and flashrl/receipts_verified={ranks}, where "
-        f"the receipt of step {step} from one engine rank or more has to be: it is not known what the rollout would sample "
-        "from. Resume from the last checkpoint"
-    )

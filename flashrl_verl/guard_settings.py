@@ -29,7 +29,8 @@ class GuardConfig:
     """Limits on how far the sampling policy may be from the trained one, looked at after every step.
 
     An event is a metric that was beyond its limit for ``patience`` consecutive steps; NaN and infinity are beyond every limit.
-    A limit of null turns its metric off.
+    A limit of null turns its metric off. In bypass mode only the rejected share and the code-change rate are watched: the other
+    metrics then compare the rollout with a policy that moves within the step, and a large value is no sign of a mismatch.
 
     Why ``warn`` is the default: what is wrong for certain stops a run anyway, under any settings (a receipt that differs, NaN
     in an update, a padded vocabulary). These limits are a judgement, made on small models; a false alarm that ends a run on
@@ -50,7 +51,9 @@ class GuardConfig:
     """Consecutive steps beyond the limit that make an event; at least 1. One batch can be odd, three in a row are a state."""
 
     k3_kl_max: float | None = 0.05
-    """Largest mismatch KL (``rollout_corr/k3_kl``), in nats a token; above 0."""
+    """Largest mismatch KL (``rollout_corr/k3_kl``), in nats a token; above 0. A judgement: five times the worst step of
+    the healthy FP8 runs (9.2e-3, docs/LOG.md), all of small models. A report draws the line of a healthy run at 1e-2; that one
+    is to look at, and a step may cross it without an alarm."""
 
     correlation_min: float | None = 0.9
     """Smallest correlation of the tokens' probabilities, trainer and rollout
@@ -58,15 +61,22 @@ class GuardConfig:
 
     eff_sample_size_min: float | None = 0.3
     """Smallest effective sample size of the importance weights (``rollout_corr/rollout_is_eff_sample_size``), as a share of the
-    tokens; from 0 to below 1."""
+    tokens; from 0 to below 1. A judgement: two thirds of the batch then count for nothing. Weights per token as far apart as
+    ``k3_kl_max`` allows leave 0.9 (log-normal, cap 2), so what reaches 0.3 is heavy tails, or weights per sequence, whose
+    spread grows with the length: at a KL of 2.2 nats a response."""
 
     truncated_share_max: float | None = 0.2
-    """Largest share of ratios above the cap (``rollout_corr/rollout_is_ratio_fraction_high``), 0 to 1. Log-normal ratios
-    with mean 1, as sampling from the rollout's policy gives, exceed a cap of 2 in at most 12 % of all cases, whatever their
-    spread."""
+    """Largest share of weights that the cap C cuts (``rollout_corr/rollout_is_ratio_fraction_high``: of tokens, or of responses
+    where weights are per sequence), or of tokens that two bounds drop (``rollout_corr/rollout_is_oob_ratio``); 0 to 1.
+
+    Log-normal ratios with mean 1, as sampling from the rollout's policy gives for tokens and for whole responses, exceed C in
+    at most Phi(-sqrt(2 ln C)) of all cases, whatever their spread: 12 % at C = 2, 20 % at C = 1.43, one half at C = 1. Where
+    the limit is not above that, the share is not watched, and a warning says so. For two bounds there is no such figure:
+    ratios as far apart as ``k3_kl_max`` allows leave 0.5 to 5 in 2 % of all cases, but 0.9 to 1.1 in 75 %."""
 
     rejected_share_max: float | None = 0.5
-    """Largest share of tokens that rejection masks (``rollout_corr/rollout_rs_masked_fraction``), 0 to 1."""
+    """Largest share of tokens that rejection masks (``rollout_corr/rollout_rs_masked_fraction``), 0 to 1. A judgement:
+    beyond one half more of the batch is thrown away than learnt from."""
 
     code_change_rate_min: float | None = 0.0
     """Share of the sampled 8-bit codes that an update has to exceed (``flashrl/code_change_rate``); from 0 to below 1. At 0

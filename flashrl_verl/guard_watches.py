@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the guard watches: a metric of verl's or ours, its limit, and what to tell a user who meets it."""
 
+import math
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+from statistics import NormalDist
 
 from omegaconf import DictConfig
 
 from flashrl_verl.config import FlashRLConfig, Precision
+from flashrl_verl.correction_settings import CorrectionSettings
 from flashrl_verl.rules import CORRECTION, ROLLOUT, get
 
 LR = "actor_rollout_ref.actor.optim.lr"
@@ -37,11 +40,26 @@ class Watch:
     moment: Moment
     meaning: str
     remedy: str
+    ordinary: float | None = None
+    """What ratios of an ordinary shape may reach, however far apart they are: a limit that is not beyond it says nothing."""
 
 
-def watches(precision: Precision) -> tuple[Watch, ...]:
-    """Everything that can be watched; ``precision`` decides what to try against a large mismatch."""
-    apart = (
+def watches(precision: Precision, correction: CorrectionSettings) -> tuple[Watch, ...]:
+    """Everything whose metric tells what its limit is about.
+
+    Args:
+        precision: decides what to try against a large mismatch.
+        correction: which metrics there are, and of what.
+    """
+    # In bypass mode verl's loss compares pi_theta, which moves with every mini-batch, with pi_rollout: mismatch KL, weights and
+    # their sample size then tell the size of an update, not the rollout's distance from the trainer.
+    apart = () if correction.bypass else (*_mismatch(precision), *_weights(precision, correction))
+    return (*apart, _rejection(precision), _CODES)
+
+
+def _mismatch(precision: Precision) -> tuple[Watch, ...]:
+    """How far the sampling policy is from the trained one."""
+    remedy = (
         f"{_CLOSER[precision]}, a lower {LR}; that nothing but the temperature shapes sampling (top_p=1, top_k=-1) and that "
         f"{ROLLOUT}.logprobs_mode=processed_logprobs"
     )
@@ -53,7 +71,7 @@ def watches(precision: Precision) -> tuple[Watch, ...]:
             beyond=operator.gt,
             moment=Moment.TRAINED,
             meaning="the policy that samples is far from the one that is trained, more than quantization explains",
-            remedy=apart,
+            remedy=remedy,
         ),
         Watch(
             name="correlation",
@@ -65,52 +83,85 @@ def watches(precision: Precision) -> tuple[Watch, ...]:
                 "rollout and trainer give the same tokens unrelated probabilities, as with weights of another step (or the "
                 "policy has become deterministic: look at actor/entropy)"
             ),
-            remedy=apart,
-        ),
-        Watch(
-            name="eff_sample_size",
-            metric="rollout_corr/rollout_is_eff_sample_size",
-            limit="eff_sample_size_min",
-            beyond=operator.lt,
-            moment=Moment.TRAINED,
-            meaning="a few tokens with large importance weights outweigh the rest, so the gradient is mostly noise",
-            remedy=f"{CORRECTION}.rollout_is=token if it is sequence, a lower {CORRECTION}.rollout_is_threshold, a lower {LR}",
-        ),
-        Watch(
-            name="truncated_share",
-            metric="rollout_corr/rollout_is_ratio_fraction_high",
-            limit="truncated_share_max",
-            beyond=operator.gt,
-            moment=Moment.TRAINED,
-            meaning="so many importance weights are cut at the cap that the gradient stays biased",
-            remedy=f"a higher {CORRECTION}.rollout_is_threshold, {_CLOSER[precision]}, a lower {LR}",
-        ),
-        Watch(
-            name="rejected_share",
-            metric="rollout_corr/rollout_rs_masked_fraction",
-            limit="rejected_share_max",
-            beyond=operator.gt,
-            moment=Moment.TRAINED,
-            meaning="rejection leaves little of the batch to train on",
-            remedy=f"a wider {CORRECTION}.rollout_rs_threshold, {_CLOSER[precision]}, a lower {LR}",
-        ),
-        Watch(
-            name="code_change_rate",
-            metric="flashrl/code_change_rate",
-            limit="code_change_rate_min",
-            beyond=operator.le,
-            moment=Moment.REFITTED,
-            meaning=(
-                "updates are smaller than the quantization step, so the policy that samples stands still while the trainer's "
-                "moves away from it"
-            ),
-            remedy=(
-                f"a higher {LR} (one that is still warming up gets there by itself), algorithm.filter_groups.enable=true "
-                "(constant groups have no gradient), or flashrl.precision=bf16"
-            ),
+            remedy=remedy,
         ),
     )
 
+
+def _weights(precision: Precision, correction: CorrectionSettings) -> tuple[Watch, ...]:
+    """What the importance weights leave of the batch: a cap cuts them, two bounds drop tokens."""
+    per_token, threshold = f"{CORRECTION}.rollout_is=token if it is sequence", f"{CORRECTION}.rollout_is_threshold"
+    sample_size = Watch(
+        name="eff_sample_size",
+        metric="rollout_corr/rollout_is_eff_sample_size",
+        limit="eff_sample_size_min",
+        beyond=operator.lt,
+        moment=Moment.TRAINED,
+        meaning="a few tokens with large importance weights outweigh the rest, so the gradient is mostly noise",
+        remedy=f"{per_token}, a lower {threshold}, a lower {LR}",
+    )
+    truncated = Watch(
+        name="truncated_share",
+        metric="rollout_corr/rollout_is_ratio_fraction_high",
+        limit="truncated_share_max",
+        beyond=operator.gt,
+        moment=Moment.TRAINED,
+        meaning="so many importance weights are cut at the cap that the gradient stays biased",
+        remedy=f"a higher {threshold}, {_CLOSER[precision]}, a lower {LR}",
+        ordinary=largest_truncated_share(correction.upper),
+    )
+    if correction.lower is None:
+        return sample_size, truncated
+    wider = f"{per_token}, a {threshold} with wider bounds, {_CLOSER[precision]}, a lower {LR}"
+    few = "most tokens are dropped, or outweighed by a few, so the gradient is mostly noise"
+    return (
+        replace(sample_size, meaning=few, remedy=wider),
+        replace(
+            truncated,
+            # Outside on either side; the fraction above leaves out those below the lower bound.
+            metric="rollout_corr/rollout_is_oob_ratio",
+            meaning="so many tokens are dropped, their ratios being outside the bounds, that the gradient is of the others",
+            remedy=wider,
+            ordinary=None,
+        ),
+    )
+
+
+def largest_truncated_share(cap: float) -> float:
+    """Of log-normal ratios with mean 1, the largest share above ``cap`` (>= 1) under any spread: Phi(-sqrt(2 ln C)).
+
+    With log r ~ N(-s^2/2, s^2) the share is Phi(-(ln C + s^2/2) / s), largest at s^2 = 2 ln C. A mixture has no more.
+    """
+    return NormalDist().cdf(-math.sqrt(2 * math.log(cap)))
+
+
+def _rejection(precision: Precision) -> Watch:
+    return Watch(
+        name="rejected_share",
+        metric="rollout_corr/rollout_rs_masked_fraction",
+        limit="rejected_share_max",
+        beyond=operator.gt,
+        moment=Moment.TRAINED,
+        meaning="rejection leaves little of the batch to train on",
+        remedy=f"a wider {CORRECTION}.rollout_rs_threshold, {_CLOSER[precision]}, a lower {LR}",
+    )
+
+
+_CODES = Watch(
+    name="code_change_rate",
+    metric="flashrl/code_change_rate",
+    limit="code_change_rate_min",
+    beyond=operator.le,
+    moment=Moment.REFITTED,
+    meaning=(
+        "updates are smaller than the quantization step, so the policy that samples stands still while the trainer's moves "
+        "away from it"
+    ),
+    remedy=(
+        f"a higher {LR} (one that is still warming up gets there by itself), algorithm.filter_groups.enable=true (constant "
+        "groups have no gradient), or flashrl.precision=bf16"
+    ),
+)
 
 _KEEP = "flashrl.ignore=['re:.*down_proj'], flashrl.keep_first_layers, flashrl.keep_last_layers"
 _CLOSER = {

@@ -103,12 +103,19 @@ def _in_own_process(part: str, rows: int, tokens: int, repeats: int) -> Cost:
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         try:
             return pool.submit(measure, part, rows, tokens, repeats).result()
-        except (BrokenProcessPool, MemoryError) as error:  # the system ended it, or it found no room
+        except (RuntimeError, MemoryError) as error:
+            if not _ran_out_of_memory(error):
+                raise
             need = rows * tokens * 60 / 2**30
             raise FlashRLError(
                 f"measuring {part!r} on {rows} x {tokens} tokens failed ({type(error).__name__}: {error}); it needs about "
                 f"{need:.0f} GiB of memory. Lower --responses or --tokens."
             ) from error
+
+
+def _ran_out_of_memory(error: RuntimeError | MemoryError) -> bool:
+    """Whether the system ended the process, or it found no room: torch's allocator has words for that, but no type."""
+    return isinstance(error, BrokenProcessPool | MemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
 
 
 def measure(part: str, rows: int, tokens: int, repeats: int) -> Cost:

@@ -24,7 +24,7 @@ def model(tmp_path_factory) -> Path:
 
 def ranks_results(model: Path, folder: Path, ranks: int) -> dict:
     """Every variant's results, from ``fsdp_step.py``'s rank 0."""
-    path = os.pathsep.join([str(PROGRAM.parent), str(PROGRAM.parents[1]), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(PROGRAM.parent), os.environ.get("PYTHONPATH", "")])
     words = [str(ranks), str(folder / "store"), str(model), str(folder / "results.pt")]
     logs = [open(folder / f"rank{rank}.log", "wb") for rank in range(ranks)]
     processes = [

@@ -2,6 +2,7 @@
 """``flashrl bench correction``: the memory it reports is that of the part, and bad options are refused."""
 
 import json
+from concurrent.futures.process import BrokenProcessPool
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from typer.testing import CliRunner
 
 from flashrl_verl.bench import correction, correction_report
 from flashrl_verl.cli import app
-from flashrl_verl.errors import ConfigError
+from flashrl_verl.errors import ConfigError, FlashRLError
 
 MIB = 2**20
 
@@ -33,6 +34,22 @@ def test_what_is_synthesized_is_a_healthy_batch_of_the_lengths_asked_for():
 def test_more_ranks_than_responses_are_refused():
     with pytest.raises(ConfigError, match="--ranks 9 .* Lower --ranks"):
         correction.run(8, [16], ranks=9)
+
+
+def test_a_part_for_which_there_is_no_memory_is_told_with_what_to_lower():
+    with pytest.raises(FlashRLError, match="RuntimeError: .*needs about .* GiB of memory. Lower --responses or --tokens"):
+        correction._in_own_process("padding", 4, 10**14, 1)  # more than any address space
+
+
+def test_what_else_goes_wrong_in_a_part_is_not_taken_for_a_lack_of_memory():
+    with pytest.raises(RuntimeError, match="random_ expects 'from'") as caught:
+        correction._in_own_process("padding", 4, 0, 1)
+    assert not isinstance(caught.value, FlashRLError)
+
+
+@pytest.mark.parametrize("kind", [MemoryError, BrokenProcessPool])
+def test_a_process_that_was_ended_and_pythons_own_error_are_a_lack_of_memory(kind):
+    assert correction._ran_out_of_memory(kind("x")) and not correction._ran_out_of_memory(RuntimeError("x"))
 
 
 @pytest.mark.parametrize("words", ["", "2k", "0", "128,-1"])

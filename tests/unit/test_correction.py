@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The actor's correction is verl's correction, wherever the batch is cut; verl computes every reference."""
+"""The correction on shards is verl's correction, wherever the batch is cut; verl computes every reference."""
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import os
 import subprocess
@@ -11,54 +10,18 @@ import sys
 from functools import reduce
 from pathlib import Path
 
+import correction_cases as cases
 import pytest
 import torch
-from tensordict import TensorDict
+from correction_checks import assert_metrics_equal, assert_weights_equal
 
 from flashrl_verl.correction import correct_shard, shard_weights
 from flashrl_verl.correction_metrics import Statistics, finalize_metrics, shard_statistics
 from flashrl_verl.correction_rejection import judge
-from flashrl_verl.correction_settings import REJECTIONS as REJECTIONS_OF_VERL
 from flashrl_verl.correction_settings import CorrectionSettings, Level
 from flashrl_verl.errors import ConfigError, FlashRLError
 
-# Loaded by path: verl's wheel installs a package called `tests`.
-CASES_FILE = Path(__file__).parents[1] / "correction_cases.py"
-_spec = importlib.util.spec_from_file_location("correction_cases", CASES_FILE)
-cases = importlib.util.module_from_spec(_spec)
-sys.modules["correction_cases"] = cases
-_spec.loader.exec_module(cases)
-
 TIS = CorrectionSettings(level=Level.TOKEN, upper=2.0)
-
-
-def assert_metrics_equal(ours: dict, verls: dict, dtype: torch.dtype) -> None:
-    """float32: 1e-5 relative, 1e-6 absolute; float64: 1e-9 relative, 1e-7 absolute.
-
-    verl takes the deviation over tokens as sqrt(mean(w^2) - mean(w)^2), whose cancellation leaves an error of
-    some eps in the *variance*; ours sums in float64. So variances are compared, relative to the mean square.
-    """
-    relative, absolute = (1e-5, 1e-6) if dtype is torch.float32 else (1e-9, 1e-7)
-    assert ours.keys() == verls.keys()
-    for name, value in verls.items():
-        if name == "rollout_corr/rollout_is_std":
-            scale = verls["rollout_corr/rollout_is_mean"] ** 2 + value**2
-            assert ours[name] ** 2 == pytest.approx(value**2, abs=absolute * scale), name
-        elif name.endswith("_std") and "_rs_" in name and not name.endswith("_seq_std"):
-            # Likewise; the statistic is clamped to the bounds, which are near 1 at most here.
-            assert ours[name] ** 2 == pytest.approx(value**2, abs=2 * absolute), name
-        else:
-            assert ours[name] == pytest.approx(value, rel=relative, abs=absolute), name
-
-
-def assert_weights_equal(ours: torch.Tensor | None, verls: torch.Tensor | None) -> None:
-    """1e-6 relative; the columns that a narrower shard lacks are zero in verl's weights."""
-    if verls is None:
-        assert ours is None
-        return
-    assert ours.dtype == verls.dtype and not ours.requires_grad
-    torch.testing.assert_close(ours, verls[:, : ours.shape[1]], rtol=1e-6, atol=1e-9)
-    assert not verls[:, ours.shape[1] :].any()
 
 
 def measure(batch, settings: CorrectionSettings) -> tuple[torch.Tensor | None, torch.Tensor, Statistics]:
@@ -136,8 +99,8 @@ def test_ranks_of_a_process_group_get_verls_answer(world_size: int, batches: int
     # Each rank is a process of its own: another test may have made this one's process group.
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(CASES_FILE), str(rank), str(world_size), str(store), str(batches), str(output)],
-            env={**os.environ, "PYTHONPATH": str(CASES_FILE.parents[1])},
+            [sys.executable, cases.__file__, str(rank), str(world_size), str(store), str(batches), str(output)],
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -223,208 +186,3 @@ def test_unusable_batches_are_refused() -> None:
         correct_shard(x, x[:, :2], x + 1, TIS)
     with pytest.raises(FlashRLError, match="no token inside response_mask"):
         correct_shard(x, x, x, TIS)
-
-
-@pytest.mark.parametrize("spec", [2.0, 2, "2.0", " 0.5_5.0 ", "1e-05_1.0", "1.0_1.0"])
-def test_thresholds_are_read_as_verl_reads_them(spec: float | str) -> None:
-    from verl.trainer.ppo.rollout_corr_helper import _parse_rollout_is_threshold
-
-    settings = CorrectionSettings.from_config({"rollout_is": "token", "rollout_is_threshold": spec})
-    expected = _parse_rollout_is_threshold(spec)
-    assert (settings.upper, settings.lower) == expected
-    assert _parse_rollout_is_threshold(settings.threshold) == expected
-
-
-REJECTIONS = [
-    ("token_k1", "0.5_2.0"),
-    ("seq_mean_k1", 1.5),
-    ("token_k2,seq_max_k3", "0.1, 2"),
-    ("seq_sum_k1, token_k3,seq_sum_k1", "1e-2_1e2,0.5"),
-    ("seq_sum_k2,seq_mean_k2", 0.25),
-]
-
-
-@pytest.mark.parametrize(("options", "thresholds"), REJECTIONS)
-def test_criteria_are_read_as_verl_reads_them(options: str, thresholds: float | str) -> None:
-    from verl.trainer.ppo.rollout_corr_helper import SUPPORTED_ROLLOUT_RS_OPTIONS, _parse_rollout_rs_thresholds
-
-    assert set(REJECTIONS_OF_VERL) == SUPPORTED_ROLLOUT_RS_OPTIONS
-    settings = CorrectionSettings.from_config({"rollout_is": None, "rollout_rs": options, "rollout_rs_threshold": thresholds})
-    names = list(dict.fromkeys(name.strip() for name in options.split(",")))
-    expected = _parse_rollout_rs_thresholds(names, thresholds)
-    assert {r.option: {"lower": r.lower, "upper": r.upper} for r in settings.rejections} == expected
-    assert [r.option for r in settings.rejections] == names
-
-
-@pytest.mark.parametrize(
-    ("options", "thresholds"),
-    [
-        ("token_k1", None),
-        ("token_k1", 0),
-        ("token_k1", "2.0_0.5"),
-        ("token_k1", "0.5_"),
-        ("seq_mean_k3", "0.1_0.2"),
-        ("seq_mean_k3", -1),
-        ("seq_mean_k3", "x"),
-        ("token_k2,token_k3,seq_max_k2", "1,2"),
-        ("token_k5", 1.0),
-        ("", 1.0),
-    ],
-)
-def test_criteria_that_verl_refuses_are_refused(options: str, thresholds: object) -> None:
-    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_rejection_mask
-
-    with pytest.raises((ValueError, ZeroDivisionError)):
-        compute_rollout_rejection_mask(torch.zeros(1, 2), torch.ones(1, 2), options, thresholds)
-    with pytest.raises(ConfigError, match="algorithm.rollout_correction.rollout_rs"):
-        CorrectionSettings.from_config({"rollout_is": None, "rollout_rs": options, "rollout_rs_threshold": thresholds})
-
-
-def test_bypass_mode_attaches_nothing() -> None:
-    from flashrl_verl.actor import attach_correction
-
-    batch = cases.random_batch(0)
-    fields = dict(zip(("old_log_probs", "rollout_log_probs", "response_mask"), batch[:3], strict=True))
-    data = TensorDict({name: field.clone() for name, field in fields.items()}, batch_size=len(batch.old))
-    settings = CorrectionSettings.from_config({**cases.NODES["token TIS, two rejections"], "bypass_mode": True})
-    assert attach_correction(data, settings) == {}
-    assert set(data.keys()) == set(fields) and torch.equal(data["response_mask"], batch.mask)
-
-
-@pytest.mark.parametrize("spec", [0, -1.0, True, None, "", "x", "nan", "5.0_0.5", "0_2", "0.5_", "1_2_3x"])
-def test_thresholds_that_verl_refuses_are_refused(spec: object) -> None:
-    from verl.trainer.ppo.rollout_corr_helper import _parse_rollout_is_threshold
-
-    if spec != "nan":  # verl lets NaN pass
-        with pytest.raises((ValueError, TypeError)):
-            _parse_rollout_is_threshold(spec)
-    with pytest.raises(ConfigError, match="algorithm.rollout_correction.rollout_is_threshold="):
-        CorrectionSettings.from_config({"rollout_is": "token", "rollout_is_threshold": spec})
-
-
-@pytest.mark.parametrize(
-    ("node", "key"),
-    [
-        (None, "algorithm.rollout_correction"),
-        ({"rollout_is": "tokens"}, "rollout_is=tokens"),
-        ({"rollout_rs": "token_k4"}, "rollout_rs=token_k4"),
-        ({"bypass_mode": True, "loss_type": "gspo"}, "loss_type=gspo"),
-    ],
-)
-def test_what_there_is_not_is_refused_with_the_key_to_change(node: dict | None, key: str) -> None:
-    with pytest.raises(ConfigError, match=key):
-        CorrectionSettings.from_config(node)
-
-
-def test_settings_are_read_from_verls_own_nodes() -> None:
-    from omegaconf import OmegaConf
-    from verl.trainer.config.algorithm import RolloutCorrectionConfig
-
-    assert CorrectionSettings.from_config(RolloutCorrectionConfig.decoupled_token_is(2.0)) == TIS
-    icepop = CorrectionSettings(level=Level.TOKEN, lower=0.5, upper=5.0)
-    assert CorrectionSettings.from_config(RolloutCorrectionConfig.decoupled_token_icepop()) == icepop
-    node = {"rollout_is": None, "rollout_is_threshold": None, "rollout_rs": None, "bypass_mode": False}
-    assert CorrectionSettings.from_config(OmegaConf.create(node)) == CorrectionSettings(level=None)
-
-
-def jagged(padded: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    rows = [row[:n] for row, n in zip(padded, lengths.tolist(), strict=True)]
-    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
-
-
-@pytest.mark.parametrize("name", ["token TIS", "sequence TIS normalized", "token TIS, two rejections", "reject seq_mean_k1"])
-def test_jagged_batches_get_jagged_weights_and_masks_that_verls_splitting_carries_along(name: str) -> None:
-    from verl.utils import tensordict_utils as tu
-
-    from flashrl_verl.actor import attach_correction
-
-    batch = cases.random_batch(10)  # 8 rows
-    fields = dict(zip(("old_log_probs", "rollout_log_probs", "response_mask"), batch[:3], strict=True))
-    data = TensorDict({k: jagged(v, batch.lengths) for k, v in fields.items()}, batch_size=len(batch.old))
-    metrics = attach_correction(data, CorrectionSettings.from_config(cases.NODES[name]))
-    expected = cases.verl_answer(batch, cases.NODES[name])
-    assert_metrics_equal(metrics, expected.metrics, torch.float32)
-    fields = {"response_mask": expected.mask.long()}
-    if expected.weights is not None:
-        fields["rollout_is_weights"] = expected.weights
-    assert ("rollout_is_weights" in data) == ("rollout_is_weights" in fields)
-    for field, padded in fields.items():
-        assert torch.equal(data[field].offsets(), data["old_log_probs"].offsets())
-        assert data[field].dtype == padded.dtype
-        assert_weights_equal(data[field].to_padded_tensor(0), padded)
-    for micro_batches in (2, 4, 8):
-        step = len(batch.old) // micro_batches
-        for i, part in enumerate(tu.chunk_tensordict(data, micro_batches)):
-            rows = slice(i * step, (i + 1) * step)
-            for field, padded in fields.items():
-                assert_weights_equal(part[field].to_padded_tensor(0), padded[rows])
-
-
-def test_metrics_only_adds_no_weights() -> None:
-    from flashrl_verl.actor import attach_correction
-
-    batch = cases.random_batch(0)
-    fields = dict(zip(("old_log_probs", "rollout_log_probs", "response_mask"), batch[:3], strict=True))
-    data = TensorDict(fields, batch_size=len(batch.old))
-    metrics = attach_correction(data, CorrectionSettings(level=None))
-    assert "rollout_is_weights" not in data
-    assert_metrics_equal(metrics, cases.verl_answer(batch, cases.NODES["metrics only"]).metrics, torch.float32)
-
-
-def test_rows_with_missing_log_probs_are_named() -> None:
-    from flashrl_verl.actor import attach_correction
-
-    full, short = torch.tensor([3, 2]), torch.tensor([3, 1])
-    x = torch.zeros(2, 3)
-    data = TensorDict(
-        {
-            "old_log_probs": jagged(x, full),
-            "response_mask": jagged(x + 1, full),
-            "rollout_log_probs": jagged(x, short),
-        },
-        batch_size=2,
-    )
-    with pytest.raises(FlashRLError, match=r"\[2, 2, 1\] entries in row 1"):
-        attach_correction(data, TIS)
-    del data["rollout_log_probs"]
-    with pytest.raises(ConfigError, match="calculate_log_probs"):
-        attach_correction(data, TIS)
-    assert attach_correction(data, CorrectionSettings(level=None)) == {}
-
-
-def test_metrics_survive_verls_collection_and_reduction() -> None:
-    from verl.protocol import BatchData
-    from verl.utils import tensordict_utils as tu
-    from verl.utils.metric import reduce_metrics
-    from verl.utils.py_functional import rename_dict
-
-    from flashrl_verl.actor import extend_metrics
-
-    metrics = {
-        "rollout_corr/kl": 0.25,
-        "rollout_corr/rollout_is_max": 2.0,
-        "rollout_corr/rollout_is_min": 0.5,
-    }
-    outputs = [tu.get_tensordict({}, non_tensor_dict={"metrics": {"loss": [1.0, 3.0]}}) for _ in range(2)]
-    collected = BatchData([extend_metrics(output, metrics) for output in outputs]).concat()
-    reduced = reduce_metrics(rename_dict(collected["metrics"], "actor/"))
-    assert reduced == {"actor/loss": 2.0, **{f"actor/{name}": value for name, value in metrics.items()}}
-
-
-def test_update_actor_is_dispatched_as_verls() -> None:
-    from verl.single_controller.base.decorator import MAGIC_ATTR
-    from verl.workers.engine_workers import ActorRolloutRefWorker
-
-    from flashrl_verl.actor import FlashRLActorWorker
-
-    assert FlashRLActorWorker.update_actor is not ActorRolloutRefWorker.update_actor
-    ours = getattr(FlashRLActorWorker.update_actor, MAGIC_ATTR)
-    verls = getattr(ActorRolloutRefWorker.update_actor, MAGIC_ATTR)
-    assert ours.keys() == verls.keys()
-    assert (ours["execute_mode"], ours["blocking"]) == (verls["execute_mode"], verls["blocking"])
-    assert ours["dispatch_mode"].keys() == verls["dispatch_mode"].keys()
-    for key, function in verls["dispatch_mode"].items():
-        assert (ours["dispatch_mode"][key].func, ours["dispatch_mode"][key].args) == (
-            function.func,
-            function.args,
-        )
