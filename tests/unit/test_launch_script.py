@@ -143,16 +143,15 @@ def test_every_experiment_has_its_script():
 
 @pytest.fixture(scope="module")
 def dry_runs(tmp_path_factory):
-    """A dry run of every other script, two at a time: most of one is imports."""
+    """A dry run of every other script, two at a time: each takes seconds, most of them for imports."""
     cwd = tmp_path_factory.mktemp("dry_runs")
     with ThreadPoolExecutor(max_workers=2) as pool:
-        runs = {name: pool.submit(_run, RECIPE, "--dry-run", cwd=cwd, experiment=name) for name in OTHERS}
-        return {name: run.result() for name, run in runs.items()}
+        yield {name: pool.submit(_run, RECIPE, "--dry-run", cwd=cwd, experiment=name) for name in OTHERS}
 
 
 @pytest.mark.parametrize("experiment", OTHERS)
 def test_every_script_dry_runs_its_experiment(dry_runs, experiment):
-    done = dry_runs[experiment]
+    done = dry_runs[experiment].result()
     assert done.returncode == 0, done.stderr
     _, _, difference = done.stdout.partition("# Difference to verl's defaults")
     assert difference.partition("\n")[2].startswith((SNAPSHOTS / f"{experiment}.txt").read_text())
