@@ -24,6 +24,15 @@ ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "flashrl_verl" / "configs"
 SNAPSHOTS = Path(__file__).with_name("snapshots")
 EXPERIMENTS = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))
+SCRIPTED = {
+    "dapo_qwen2.5_32b_bf16_tis",
+    "dapo_qwen2.5_32b_fp8",
+    "dapo_qwen2.5_32b_int8",
+    "dapo_qwen2.5_32b_int8_a100",
+    "dapo_qwen2.5_7b_int8",
+    "dapo_qwen3_30b_a3b_int8",
+    "gsm8k_qwen2.5_0.5b_int8",
+}
 OPTIONS = sorted(f"{path.parent.name}={path.stem}" for path in CONFIGS.glob("*/*.yaml") if path.parent.name != "experiment")
 
 
@@ -78,14 +87,15 @@ CORRECTIONS = {
 
 
 def test_every_file_of_the_groups_is_found():
-    assert {"base", "quickstart", "smoke", "dapo_qwen2.5_32b_int8"} <= set(EXPERIMENTS)
-    assert {"precision=int8", "precision=bf16", "hardware=cpu", "hardware=cuda"} <= set(OPTIONS)
+    assert {"base", "quickstart", "smoke"} | SCRIPTED <= set(EXPERIMENTS)
+    assert {"precision=int8", "precision=fp8", "precision=bf16", "hardware=cpu", "hardware=cuda"} <= set(OPTIONS)
     assert {f"correction={name}" for name in CORRECTIONS.values()} <= set(OPTIONS)
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_experiment_is_valid(composed, experiment):
-    assert validate_config(composed[experiment]).precision is Precision.INT8
+def test_experiment_is_valid_and_has_the_precision_in_its_name(composed, experiment):
+    (named,) = [p for p in Precision if p.value in experiment.split("_")] or [Precision.INT8]
+    assert validate_config(composed[experiment]).precision is named
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
@@ -112,7 +122,7 @@ def test_option_of_a_group_can_be_chosen_on_the_command_line(entry, option):
     assert chosen[group] == name
 
 
-@pytest.mark.parametrize("experiment", EXPERIMENTS)
+@pytest.mark.parametrize("experiment", ["base", "quickstart", "dapo_qwen2.5_32b_int8"])
 @pytest.mark.parametrize(
     "overrides, expected",
     [
@@ -127,24 +137,63 @@ def test_the_self_check_knows_whether_the_engines_sleep(experiment, overrides, e
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_workers_get_the_settings_by_reference(experiment):
-    cfg = _through_main_flashrl(
-        experiment,
-        "flashrl.precision=bf16",
-        "flashrl.receipt_tensors=32",
-        "algorithm.rollout_correction.rollout_is_threshold=4.0",
-    )
+def test_workers_get_the_settings_by_reference(composed, experiment):
+    cfg = composed[experiment].copy()
+    cfg.flashrl.precision = "bf16"
+    cfg.flashrl.receipt_tensors = 32
+    cfg.algorithm.rollout_correction.rollout_is_threshold = 4.0
     validate_config(cfg)
     assert cfg.actor_rollout_ref.rollout.custom.flashrl.precision == "bf16"
     assert cfg.actor_rollout_ref.rollout.custom.flashrl.receipt_tensors == 32
     assert cfg.actor_rollout_ref.actor.policy_loss.rollout_correction.rollout_is_threshold == 4.0
 
 
+@pytest.fixture(scope="module")
+def at_each_precision(composed):
+    """Each experiment at each precision, as flashrl.precision= on the command line would have it."""
+    runs = {(name, p): cfg.copy() for name, cfg in composed.items() for p in Precision}
+    for (_, precision), cfg in runs.items():
+        cfg.flashrl.precision = precision.value
+    return runs
+
+
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_runs_of_two_precisions_share_no_file(experiment):
-    trainers = [_through_main_flashrl(experiment, f"flashrl.precision={p.value}").trainer for p in Precision]
+def test_runs_of_two_precisions_share_no_file(at_each_precision, experiment):
+    trainers = [at_each_precision[experiment, p].trainer for p in Precision]
     for key in ("experiment_name", "default_local_dir"):
         assert len({trainer[key] for trainer in trainers}) == len(Precision), key
+
+
+def test_runs_that_share_a_checkpoint_folder_are_the_same_run(at_each_precision):
+    """verl resumes what it finds there."""
+    runs = {}
+    for pair, cfg in at_each_precision.items():
+        runs.setdefault(cfg.trainer.default_local_dir, {})[pair] = _flat(cfg)
+    for folder, sharing in runs.items():
+        assert len({str(flat) for flat in sharing.values()}) == 1, f"{folder}: {list(sharing)}"
+    assert ("dapo_qwen2.5_32b_bf16_tis", Precision.BF16) in runs["checkpoints/DAPO/dapo-qwen2.5-32b-bf16"]
+
+
+def _parents(name):
+    """Experiments that this one starts from."""
+    entries = OmegaConf.load(CONFIGS / "experiment" / f"{name}.yaml").get("defaults", [])
+    return [entry for entry in entries if isinstance(entry, str) and entry != "_self_"]
+
+
+VARIANTS = {name: parent for name in EXPERIMENTS for parent in _parents(name) if parent != "base"}
+
+
+def test_variants_of_an_experiment_are_found():
+    assert VARIANTS["dapo_qwen2.5_7b_int8"] == "dapo_qwen2.5_32b_int8" and "gsm8k_qwen2.5_0.5b_int8" not in VARIANTS
+
+
+@pytest.mark.parametrize("experiment", VARIANTS)
+def test_variant_states_only_what_differs(composed, experiment):
+    stated = OmegaConf.load(CONFIGS / "experiment" / f"{experiment}.yaml")
+    del stated["defaults"]
+    parent = dryrun.leaves(composed[VARIANTS[experiment]], resolve=False)
+    for key, value in dryrun.leaves(stated, resolve=False).items():
+        assert value != parent.get(key), key
 
 
 @pytest.mark.parametrize("option", [option for option in OPTIONS if option.startswith("correction=")])

@@ -117,6 +117,18 @@ def test_overrides_named_in_the_manuals_are_keys_or_groups(name, keys):
             assert known or f"+{word}=" in code, word
 
 
+def test_the_table_of_experiments_says_what_they_compose_to():
+    rows = {CODE.findall(row[0])[0]: row[1:] for row in _rows("recipe/flashrl/README.md", "Experiments")}
+    assert set(rows) == {path.stem.removeprefix("run_") for path in (ROOT / "recipe" / "flashrl").glob("run_*.sh")}
+    for name, (model, gpus, rollout, cap, _) in rows.items():
+        cfg = compose([f"experiment={name}"])
+        assert cfg.actor_rollout_ref.model.path.split("/")[1] == model
+        assert f"{cfg.trainer.nnodes} x {cfg.trainer.n_gpus_per_node}" == gpus.partition(" (")[0]
+        assert cfg.flashrl.precision.upper() == rollout
+        correction = cfg.algorithm.rollout_correction
+        assert (correction.rollout_is, correction.rollout_is_threshold) == ("token", float(cap))
+
+
 def test_overrides_of_the_recipe_have_the_choices_and_defaults_that_its_table_gives(configurations):
     base = (GROUPS / "experiment" / "base.yaml").read_text()
     for _, names, choices in _rows("recipe/flashrl/README.md", "Overrides"):

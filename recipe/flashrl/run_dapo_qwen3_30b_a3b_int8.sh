@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# DAPO on Qwen3-30B-A3B-Base, a mixture of experts, with INT8 rollouts, 2 nodes x 8 GPUs.
+# Every setting, with its source: flashrl_verl/configs/experiment/dapo_qwen3_30b_a3b_int8.yaml.
+# Paths, and where it runs: launch.sh beside this file.
+#
+#   bash recipe/flashrl/run_dapo_qwen3_30b_a3b_int8.sh --dry-run        # print and check the configuration, start nothing
+#   bash recipe/flashrl/run_dapo_qwen3_30b_a3b_int8.sh \
+#       actor_rollout_ref.model.path=/shared/models/Qwen3-30B-A3B-Base \
+#       data.train_files=/shared/data/dapo-math-17k.parquet \
+#       data.val_files=/shared/data/aime-2024.parquet \
+#       trainer.default_local_dir=/shared/checkpoints/dapo-30b-a3b trainer.nnodes=2
+set -euo pipefail
+
+source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"
+launch dapo_qwen3_30b_a3b_int8 "$@"
