@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prepared files: made once, whole or not at all, never over what is not theirs; the record tells when one was changed."""
 
+import io
 import json
 import os
 import resource
@@ -21,9 +22,11 @@ from published_data import (
     write_parquet,
 )
 from pyarrow import parquet
+from rich.console import Console
 from typer.testing import CliRunner
 
 from flashrl_verl.cli import app
+from flashrl_verl.data.bar import PLAIN_INTERVAL, Bar
 from flashrl_verl.data.verl_file import ABANDONED_AFTER
 from flashrl_verl.errors import ConfigError, DataError
 
@@ -251,6 +254,13 @@ def test_a_stop_between_the_record_and_the_file_is_made_good_by_the_next_run(tmp
     assert "18 rows" in data(*words).output and data("--check", made[0]).exit_code == 0
 
 
+def test_without_its_record_no_file_gets_its_name(tmp_path, source):
+    (tmp_path / "data" / "dapo-math-17k.json").mkdir(parents=True)
+    with pytest.raises(DataError, match="dapo-math-17k.json could not be written"):
+        data("dapo-math-17k", "--source", source, "--output", tmp_path / "data")
+    assert names(tmp_path / "data") == ["dapo-math-17k.json"]
+
+
 def test_a_disk_that_takes_no_more_is_one_error_and_the_old_file_stays(tmp_path, long_source, made):
     before = made[0].read_bytes()
     done = subprocess.run(
@@ -264,3 +274,24 @@ def test_a_disk_that_takes_no_more_is_one_error_and_the_old_file_stays(tmp_path,
     assert done.returncode == 1 and done.stderr.startswith("DataError: ") and "Traceback" not in done.stderr
     assert f"{made[0]} could not be written: File too large" in done.stderr and "--output" in done.stderr
     assert made[0].read_bytes() == before and names(tmp_path / "data") == ["dapo-math-17k.json", "dapo-math-17k.parquet"]
+
+
+# ---- display ----
+
+
+def test_without_a_terminal_a_long_reading_speaks_now_and_then():
+    out = io.StringIO()
+    with Bar(Console(file=out, width=200)) as bar:
+        for done in (8192, 16384, 20000):
+            bar("checking d.parquet", done, 20000)
+            bar._spoke -= (PLAIN_INTERVAL + 1) * (done == 8192)  # as if the second batch took so long
+    assert out.getvalue() == "checking d.parquet: 16,384 of 20,000 rows\n"
+
+
+def test_a_terminal_gets_a_bar_with_the_rows_and_it_is_gone_at_the_end():
+    out = io.StringIO()
+    with Bar(Console(file=out, width=120, force_terminal=True)) as bar:
+        bar("checking d.parquet", 8192, 20000)
+        bar("writing", 100, 300)
+        bar("writing", 200, 300)
+    assert "200/300" in out.getvalue() and out.getvalue().endswith("\x1b[2K")  # the last line is erased

@@ -34,6 +34,10 @@ BAD_MATH = {
     "a blank question": (changed(prompt=[{"role": "user", "content": " \n"}]), "prompt[0].content is ' \\n'"),
     "a question that is a number": (changed(prompt=[{"role": "user", "content": 7}]), "prompt[0].content is 7"),
     "a role that is none": (changed(prompt=[{"role": "human", "content": "What?"}]), "prompt[0].role is 'human'"),
+    "a role that is none, before a question": (
+        changed(prompt=[{"role": "human", "content": "a"}, {"role": "user", "content": "b"}]),
+        "prompt[0].role is 'human'; expected user or assistant",
+    ),
     "nobody asks": (
         changed(prompt=[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]),
         "prompt[1].role is 'assistant'; expected user in the last message",
