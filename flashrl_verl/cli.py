@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flashrl_verl.data.command import data
 from flashrl_verl.errors import ConfigError, FlashRLError
 
 if TYPE_CHECKING:
@@ -87,6 +88,9 @@ def report(
             console.print(note, markup=False, highlight=False, style="dim", soft_wrap=True)
         written = comparison.write(result, folder)
     console.print("report: " + ", ".join(map(str, written)), highlight=False, soft_wrap=True)
+
+
+app.command()(data)
 
 
 bench = typer.Typer(help="Benchmarks of the weight update and of log-probs; nothing is downloaded.", no_args_is_help=True)
@@ -258,13 +262,18 @@ def _console() -> Console:
     return Console() if sys.stdout.isatty() else Console(width=120)
 
 
-def main() -> None:
-    """Run the command line; an error that is meant for users is one message, not a traceback."""
+def run(application: typer.Typer) -> None:
+    """Run a command line; an error that is meant for users is one message, not a traceback."""
     try:
-        app()
+        application()
     except FlashRLError as error:
         typer.secho(f"{type(error).__name__}: {error}", fg="red", err=True)
         sys.exit(1)
+
+
+def main() -> None:
+    """Run `flashrl`."""
+    run(app)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from flashrl_verl.data.catalog import prepared_as
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.rules import get
 
@@ -45,7 +46,7 @@ def check_paths(cfg: DictConfig, *, root: Path | None = None, made_later: Path |
     """
     missing = missing_paths(cfg, root=root, made_later=made_later)
     if missing:
-        raise ConfigError(f"{describe(missing)} (relative paths start at {root or Path.cwd()}). {_remedy(cfg)}")
+        raise ConfigError(f"{describe(missing)} (relative paths start at {root or Path.cwd()}). {_remedy(cfg, missing)}")
 
 
 def describe(missing: list[tuple[str, str]]) -> str:
@@ -53,14 +54,17 @@ def describe(missing: list[tuple[str, str]]) -> str:
     return ", ".join(f"{key}={text}" for key, text in missing) + " not found on this machine"
 
 
-def _remedy(cfg: DictConfig) -> str:
+def _remedy(cfg: DictConfig, missing: list[tuple[str, str]]) -> str:
     if get(cfg, "quickstart.assets") is not None:
         return (
             "Remedy: quickstart.assets=<folder>/assets of an earlier `flashrl quickstart --output <folder>`, which makes them "
             "(bash scripts/quickstart.sh), or paths of your own."
         )
     home = f"; write your home folder out in {MODEL}, ~ is not expanded there" if get(cfg, MODEL, "").startswith("~") else ""
-    return f"Remedy: set these keys to paths that exist on every node{home}."
+    known = prepared_as()
+    names = sorted({known[Path(text).name].value for _, text in missing if Path(text).name in known})
+    makes = "; or make them: " + ", ".join(f"`flashrl data {name}`" for name in names) if names else ""
+    return f"Remedy: set these keys to paths that exist on every node{home}{makes}."
 
 
 def _local(cfg: DictConfig, root: Path) -> Iterator[tuple[str, str]]:

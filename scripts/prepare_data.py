@@ -1,0 +1,25 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Published data sets as parquet files for verl; `flashrl data` is the same command.
+
+python scripts/prepare_data.py dapo-math-17k        # data/dapo-math-17k.parquet
+python scripts/prepare_data.py aime-2024            # data/aime-2024.parquet
+python scripts/prepare_data.py gsm8k                # data/gsm8k-train.parquet, data/gsm8k-test.parquet
+python scripts/prepare_data.py --check data/gsm8k-train.parquet --check data/gsm8k-test.parquet
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works from a checkout that is not installed
+
+import typer  # noqa: E402
+
+from flashrl_verl.cli import run  # noqa: E402
+from flashrl_verl.data.command import data  # noqa: E402
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app.command()(data)
+
+if __name__ == "__main__":
+    run(app)
