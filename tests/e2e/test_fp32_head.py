@@ -4,12 +4,12 @@
 import multiprocessing
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 
 import pytest
 import torch
 from engines import CUDA, Refit, engine, greedy, parallel_engine, runner, teacher_forced, update
-from tiny_models import LAYERS, VOCAB, make, wire
+from large_logits import model_with_large_logits, save, sleep_and_wake
+from tiny_models import LAYERS, VOCAB, wire
 from transformers import PreTrainedModel
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 
@@ -23,21 +23,6 @@ pytestmark = [pytest.mark.cpu_e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 # Llama's class ties by `tie_weights`, Qwen2's multiplies by the embedding layer itself.
 MODELS = [("qwen2.5", False), ("qwen2.5", True), ("llama3", True)]
 SEQUENCES = [torch.randint(VOCAB, (24,), generator=torch.Generator().manual_seed(i)).tolist() for i in range(6)]
-
-
-def model_with_large_logits(name: str, tied: bool, seed: int) -> PreTrainedModel:
-    """Every row of the head has a vector in common, so that logits of one token are large and close together: soft-max does not
-    see what they share, BF16 rounds by it."""
-    model = make(name, seed, tie_word_embeddings=tied)
-    with torch.no_grad():
-        common = torch.randn(model.config.hidden_size, generator=torch.Generator().manual_seed(seed + 50))
-        model.get_output_embeddings().weight.add_(3 * common)
-    return model
-
-
-def save(model: PreTrainedModel, path) -> None:
-    path.mkdir()
-    model.config.save_pretrained(path)
 
 
 def log_probs(logits: torch.Tensor, ids: list[int]) -> torch.Tensor:
@@ -143,20 +128,3 @@ def test_with_cuda_graphs_and_sleep_the_head_follows_its_refit(tmp_path, tied):
         dtype, before, after = pool.submit(sleep_and_wake, tmp_path, tied).result()
     assert dtype == "float32"
     assert after == before
-
-
-def sleep_and_wake(folder: Path, tied: bool) -> tuple:
-    """What an engine samples before it sleeps, and after it got the same weights again."""
-    trainer = model_with_large_logits("qwen2.5", tied, seed=0)
-    save(trainer, folder / "model")
-    settings = {"precision": "int8", "fp32_lm_head": True}
-    with engine(folder / "model", settings, compiled=True, enable_sleep_mode=True) as llm:
-        (layers,) = llm.collective_rpc("flashrl_layers")
-        refit = Refit(llm)
-        refit(wire(trainer), 0)
-        before = greedy(llm)
-        llm.sleep(level=2)
-        llm.wake_up(tags=["weights"])
-        refit(wire(trainer), 1)
-        llm.wake_up(tags=["kv_cache"])
-        return layers["head_dtype"], before, greedy(llm)
