@@ -227,5 +227,6 @@ def _rows(parts: Sequence[DTensor], cut: tuple[int, int] | None, start: int, len
 
 def _one_copy(parts: Sequence[DTensor], mesh_dim: int) -> list[torch.Tensor]:
     """The local tensors along the mesh dimension that cuts: with hybrid sharding the ranks of the first replica alone."""
-    lines = parts[0].device_mesh.mesh.movedim(mesh_dim, 0).flatten(1)
+    mesh = parts[0].device_mesh.mesh
+    lines = mesh.movedim(mesh_dim, 0).reshape(mesh.shape[mesh_dim], -1)
     return [parts[int(rank)].to_local() for rank in lines[:, 0]]

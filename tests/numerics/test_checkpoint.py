@@ -13,9 +13,9 @@ from flashrl_verl.checkpoint import own_rows, saved_ranks
 from flashrl_verl.errors import FlashRLError
 
 
-def spawn(ranks: int, task: str, folder, checkpoint) -> list[dict]:
+def spawn(ranks: int, task: str, folder, checkpoint, hybrid: bool = False) -> list[dict]:
     """The whole state at the checkpoint, and one step later."""
-    torch.multiprocessing.spawn(checkpoint_ranks.run, args=(ranks, task, str(folder), str(checkpoint)), nprocs=ranks)
+    torch.multiprocessing.spawn(checkpoint_ranks.run, args=(ranks, task, str(folder), str(checkpoint), hybrid), nprocs=ranks)
     return torch.load(folder / f"{task}-{ranks}.pt")
 
 
@@ -34,7 +34,7 @@ def assert_equal(found: dict, expected: dict, **tolerance: float) -> None:
     assert (found["lr"], found["scheduler"]) == (expected["lr"], expected["scheduler"])
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [1, 3, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (2, 5))])
 def test_two_ranks_checkpoint_is_the_same_on_any_number_of_ranks(of_two, tmp_path, ranks):
     checkpoint, (saved, later) = of_two
     loaded, trained = spawn(ranks, "load", tmp_path, checkpoint)
@@ -50,6 +50,20 @@ def test_a_checkpoint_of_one_rank_is_the_same_on_two(tmp_path):
     loaded, trained = spawn(2, "load", tmp_path, tmp_path / "checkpoint")
     assert_equal(loaded, saved, rtol=0, atol=0)
     assert_equal(trained, later, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_two_replicas_is_the_same_where_all_ranks_hold_shards(tmp_path):
+    saved, _ = spawn(4, "save", tmp_path, tmp_path / "checkpoint", hybrid=True)
+    loaded, _ = spawn(2, "load", tmp_path, tmp_path / "checkpoint")
+    assert_equal(loaded, saved, rtol=0, atol=0)
+
+
+@pytest.mark.slow
+def test_a_sharded_checkpoint_is_the_same_where_two_replicas_hold_the_shards(of_two, tmp_path):
+    checkpoint, (saved, _) = of_two
+    loaded, _ = spawn(4, "load", tmp_path, checkpoint, hybrid=True)
+    assert_equal(loaded, saved, rtol=0, atol=0)
 
 
 def test_a_missing_shard_is_an_error_that_names_it_and_the_remedy(of_two, tmp_path):
