@@ -48,7 +48,8 @@ def whole(model: torch.nn.Module, optimizer: torch.optim.Optimizer, scheduler: A
 def run(rank: int, ranks: int, task: str, folder: str, checkpoint: str, hybrid: bool = False) -> None:
     """``save``: two steps, a checkpoint, and one step more. ``load``: the checkpoint, and one step more.
 
-    With ``hybrid`` two replicas hold the shards of ``ranks`` / 2. Rank 0 writes the whole state after the checkpoint and after the last step to ``folder/<task>-<ranks>.pt``.
+    With ``hybrid`` two replicas hold the shards of ``ranks`` / 2. Rank 0 writes the whole state after the checkpoint and after
+    the last step to ``folder/<task>-<ranks>.pt``.
     """
     os.environ["VERL_PLATFORM"] = "cpu"
     from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
