@@ -39,7 +39,7 @@ def prepare(cfg: DictConfig) -> None:
     make_paths_absolute(cfg, root)
     refuse_temporary_checkpoints(cfg)
     with open_dict(cfg):
-        environment = OmegaConf.to_container(get(cfg, RUNTIME_ENV, OmegaConf.create({})), resolve=True)
+        environment = get(cfg, RUNTIME_ENV, {})
         variables = {"VERL_FILE_LOGGER_ROOT": str(root), **environment.get("env_vars", {})}
         for name in LOG_PATHS:
             if name not in environment.get("env_vars", {}) and (value := os.environ.get(name)):

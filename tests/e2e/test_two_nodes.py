@@ -2,11 +2,13 @@
 """Two Ray nodes with a replica each: settings, plugins and code reach a node that joined with none of our environment."""
 
 import re
+import subprocess
+import sys
 import time
 
 import pytest
 from local_cluster import LocalCluster
-from recipe_runs import command, finish, start
+from recipe_runs import ROOT, command, finish, start
 
 pytestmark = [pytest.mark.cpu_e2e, pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -72,3 +74,37 @@ def test_a_replica_on_each_of_two_nodes_trains_and_resumes_after_one_is_lost_on_
         assert f"receipt of step {latest} verified (sum {saved})" in resumed.output
         assert max(resumed.metrics()) == latest + 2
         assert resumed.metrics()[latest + 2]["flashrl/receipts_verified"] == 1
+
+
+WATCHING = """
+import ray, time
+ray.init(address="{address}", log_to_driver=False)
+from flashrl_verl.errors import NodeLostError
+from flashrl_verl.node_watch import NodeWatch, nodes_of
+groups = [ray.util.placement_group([{{"GPU": 1}}]) for _ in range(2)]
+ray.get([group.ready() for group in groups])
+nodes = nodes_of(groups)
+assert len(nodes) == 2, nodes
+try:
+    with NodeWatch(nodes, "how to go on").watching():
+        print("watching", flush=True)
+        while True:  # verl's sampler does the same
+            time.sleep(0.1)
+except NodeLostError as error:
+    print("LOST", error, flush=True)
+"""
+
+
+def test_a_thread_that_only_polls_is_told_that_a_node_is_gone(tmp_path):
+    with LocalCluster() as cluster:
+        second = cluster.join()
+        program = subprocess.Popen(
+            [sys.executable, "-c", WATCHING.format(address=cluster.address)], stdout=subprocess.PIPE, text=True, cwd=ROOT
+        )
+        try:
+            assert program.stdout.readline() == "watching\n"
+            cluster.kill(second)
+            output, _ = program.communicate(timeout=60)
+        finally:
+            program.kill()
+    assert re.search(r"LOST 127\.0\.0\.3 \(\w{8}\) left the Ray cluster.*how to go on", output), output
