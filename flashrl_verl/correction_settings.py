@@ -145,6 +145,8 @@ def _parse_threshold(spec: Any) -> tuple[float, float | None]:
         reason = f"without a threshold verl computes no weights although {CORRECTION}.rollout_is is set"
     elif not bounds:
         reason = "it is neither a positive number nor lower_upper with 0 < lower <= upper"
+    elif bounds[-1] < 1 or (len(bounds) == 2 and bounds[0] > 1):
+        reason = "its bounds leave out 1, so that tokens on which rollout and trainer agree are dropped"
     else:
         return bounds[-1], bounds[0] if len(bounds) == 2 else None
     key = f"{CORRECTION}.rollout_is_threshold"

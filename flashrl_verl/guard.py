@@ -18,7 +18,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from flashrl_verl.config import FlashRLConfig
+from flashrl_verl.config import FlashRLConfig, Precision
 from flashrl_verl.correction_settings import CorrectionSettings
 from flashrl_verl.errors import FlashRLError, GuardError
 from flashrl_verl.guard_settings import NODE, Action, GuardConfig
@@ -42,11 +42,15 @@ class Guard:
         watched: the metrics, in the order in which they are told; one whose limit says nothing is left out with a warning.
         sure: names of those that every step produces; a missing one counts as beyond its limit.
         first_step: the first step at which the actor is updated; before it nothing is watched.
+        save_freq: steps between checkpoints; below 1 there are none.
     """
 
-    def __init__(self, settings: GuardConfig, watched: tuple[Watch, ...], sure: frozenset[str], first_step: int = 0):
+    def __init__(
+        self, settings: GuardConfig, watched: tuple[Watch, ...], sure: frozenset[str], first_step: int = 0, save_freq: int = -1
+    ):
         self.settings = settings
         self.first_step = first_step
+        self._save_freq = save_freq
         self._watches = [w for w in watched if settings.enable and self._has_limit(w)]
         self._sure = sure
         self._steps = {w.name: 0 for w in self._watches if w.name in sure}
@@ -61,7 +65,27 @@ class Guard:
         # Until then verl updates the critic only: codes do not change and nothing is corrected.
         first_step = get(cfg, "trainer.critic_warmup", 0)
         correction = CorrectionSettings.from_config(get(cfg, CORRECTION, {}))
-        return cls(settings.guard, watches(settings.precision, correction), produced(cfg, settings), first_step)
+        watched = watches(settings.precision, correction, updates_a_step(cfg))
+        sure = produced(cfg, settings, correction)
+        guard = cls(settings.guard, watched, sure, first_step, get(cfg, "trainer.save_freq", -1))
+        guard.tell(settings.precision is not Precision.BF16, bool(correction.rejections))
+        return guard
+
+    def tell(self, quantized: bool, rejects: bool) -> None:
+        """Log what is watched, once; that nothing is, as a warning.
+
+        Args:
+            quantized: whether there are codes that may change.
+            rejects: whether tokens are rejected.
+        """
+        if not self.settings.enable:
+            return
+        without = {"code_change_rate": quantized, "rejected_share": rejects}
+        names = [watch.name for watch in self._watches if without.get(watch.name, True)]
+        if names:
+            log.info("the guard watches %s (%s.*; patience %d)", ", ".join(names), NODE, self.settings.patience)
+        else:
+            log.warning("the guard has nothing to watch in this configuration: %s.action and its limits do nothing", NODE)
 
     def look(self, moment: Moment, step: int, metrics: Mapping[str, Any]) -> None:
         """Count what is beyond its limit, and act on what has been for too long.
@@ -105,9 +129,9 @@ class Guard:
         if limit is None or watch.ordinary is None or watch.beyond(limit, watch.ordinary):
             return limit is not None
         log.warning(
-            "the guard does not watch %s: at this cap ordinary ratios may reach %.2g, so that %s would tell nothing. Set it "
-            "beyond that, or to null",
-            *(watch.metric, watch.ordinary, self._setting(watch)),
+            "the guard does not watch %s: of ratios of an ordinary shape up to %.0f %% exceed this cap, so that %s would tell "
+            "nothing. Raise %s.rollout_is_threshold or this limit, or set it to null",
+            *(watch.metric, 100 * watch.ordinary, self._setting(watch), CORRECTION),
         )
         return False
 
@@ -141,7 +165,8 @@ class Guard:
 
     def _way_back(self, moment: Moment) -> str:
         if self._last_saved is None:
-            return "No checkpoint was saved so far: set trainer.save_freq"
+            every = self._save_freq
+            return f"No checkpoint was saved so far (trainer.save_freq={every}{': none ever is' if every < 1 else ''})"
         if moment is Moment.TRAINED:
             return f"No checkpoint was saved from this step: resume from {self._last_saved}"
         return f"Resume from {self._last_saved}"
@@ -222,3 +247,9 @@ class Guard:
 
 def _is_beyond(value: Any, watch: Watch, limit: float) -> bool:
     return value is None or not math.isfinite(value) or watch.beyond(float(value), limit)
+
+
+def updates_a_step(cfg: DictConfig) -> int:
+    """How often verl updates the actor in a step."""
+    batch, mini = get(cfg, "data.train_batch_size"), get(cfg, "actor_rollout_ref.actor.ppo_mini_batch_size")
+    return get(cfg, "actor_rollout_ref.actor.ppo_epochs", 1) * -(-batch // mini)

@@ -29,8 +29,9 @@ class GuardConfig:
     """Limits on how far the sampling policy may be from the trained one, looked at after every step.
 
     An event is a metric that was beyond its limit for ``patience`` consecutive steps; NaN and infinity are beyond every limit.
-    A limit of null turns its metric off. In bypass mode only the rejected share and the code-change rate are watched: the other
-    metrics then compare the rollout with a policy that moves within the step, and a large value is no sign of a mismatch.
+    A limit of null turns its metric off. In bypass mode with more than one update a step only the rejected share and the
+    code-change rate are watched: the other metrics then compare the rollout with a policy that moves within the step, and a
+    large value is no sign of a mismatch. What is watched is logged when the run starts.
 
     Why ``warn`` is the default: what is wrong for certain stops a run anyway, under any settings (a receipt that differs, NaN
     in an update, a padded vocabulary). These limits are a judgement, made on small models; a false alarm that ends a run on

@@ -41,19 +41,23 @@ class Watch:
     meaning: str
     remedy: str
     ordinary: float | None = None
-    """What ratios of an ordinary shape may reach, however far apart they are: a limit that is not beyond it says nothing."""
+    """Value that the metric may reach with ratios of an ordinary shape, however far apart they are: a limit that is not beyond
+    it says nothing."""
 
 
-def watches(precision: Precision, correction: CorrectionSettings) -> tuple[Watch, ...]:
+def watches(precision: Precision, correction: CorrectionSettings, updates: int = 1) -> tuple[Watch, ...]:
     """Everything whose metric tells what its limit is about.
 
     Args:
         precision: decides what to try against a large mismatch.
         correction: which metrics there are, and of what.
+        updates: of the actor in a step.
     """
-    # In bypass mode verl's loss compares pi_theta, which moves with every mini-batch, with pi_rollout: mismatch KL, weights and
-    # their sample size then tell the size of an update, not the rollout's distance from the trainer.
-    apart = () if correction.bypass else (*_mismatch(precision), *_weights(precision, correction))
+    apart = (*_mismatch(precision), *(_weights(precision, correction) if correction.level else ()))
+    # In bypass mode verl's loss compares pi_theta, which moves with every update, with pi_rollout: after the first one mismatch
+    # KL, weights and their sample size tell the size of an update, not the rollout's distance from the trainer.
+    if correction.bypass and updates > 1:
+        apart = ()
     return (*apart, _rejection(precision), _CODES)
 
 
@@ -108,10 +112,9 @@ def _weights(precision: Precision, correction: CorrectionSettings) -> tuple[Watc
         moment=Moment.TRAINED,
         meaning="so many importance weights are cut at the cap that the gradient stays biased",
         remedy=f"a higher {threshold}, {_CLOSER[precision]}, a lower {LR}",
-        ordinary=largest_truncated_share(correction.upper),
     )
     if correction.lower is None:
-        return sample_size, truncated
+        return sample_size, replace(truncated, ordinary=largest_truncated_share(correction.upper))
     wider = f"{per_token}, a {threshold} with wider bounds, {_CLOSER[precision]}, a lower {LR}"
     few = "most tokens are dropped, or outweighed by a few, so the gradient is mostly noise"
     return (
@@ -122,7 +125,6 @@ def _weights(precision: Precision, correction: CorrectionSettings) -> tuple[Watc
             metric="rollout_corr/rollout_is_oob_ratio",
             meaning="so many tokens are dropped, their ratios being outside the bounds, that the gradient is of the others",
             remedy=wider,
-            ordinary=None,
         ),
     )
 
@@ -172,22 +174,23 @@ _CLOSER = {
 }
 
 
-def produced(cfg: DictConfig, settings: FlashRLConfig) -> frozenset[str]:
+def produced(cfg: DictConfig, settings: FlashRLConfig, correction: CorrectionSettings) -> frozenset[str]:
     """Names of the watches whose metric this configuration is sure to produce: there, a missing one is no accident.
 
     Args:
         cfg: verl's composed configuration.
         settings: its ``flashrl`` node.
+        correction: its ``algorithm.rollout_correction`` node.
     """
     names = set()
     if settings.precision is not Precision.BF16:
         names.add("code_change_rate")
     # verl's bypass takes the rollout's log-probs for the trainer's: there is nothing to correlate, and its loss decides what
     # it reports.
-    if get(cfg, f"{ROLLOUT}.calculate_log_probs", False) and not get(cfg, f"{CORRECTION}.bypass_mode", False):
+    if get(cfg, f"{ROLLOUT}.calculate_log_probs", False) and not correction.bypass:
         names |= {"k3_kl", "correlation"}
-        if get(cfg, f"{CORRECTION}.rollout_is") is not None:
+        if correction.level is not None:
             names |= {"eff_sample_size", "truncated_share"}
-        if get(cfg, f"{CORRECTION}.rollout_rs") is not None:
+        if correction.rejections:
             names.add("rejected_share")
     return frozenset(names)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 PLAIN_INTERVAL = 10.0
 """Seconds between two lines where there is no terminal to redraw."""
 
-PHASES = (
+START_UP = (
     ("Started a local Ray instance", "starting Ray"),
     ("dataset len:", "loading the data"),
     ("Before FSDP", "building the trainer's model"),
@@ -61,7 +61,7 @@ class Display:
         )
         self._bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
         self._task = self._bar.add_task(self._phase, total=total, left="")
-        self._first_step = 0
+        self._first_step, self._news = 0, 0.0
         self.first_line: float | None = None
         """When the first line of metrics came: the end of the start-up."""
 
@@ -81,7 +81,7 @@ class Display:
         metrics = report.read_metrics(self._metrics) if fresh else report.Metrics(rows={})
         news = bool(metrics.rows) and metrics.last_step > self._step
         if news:
-            self._step = metrics.last_step
+            self._step, self._news = metrics.last_step, time.monotonic()
             if self.first_line is None:
                 self.first_line, self._first_step = time.monotonic(), self._step
             self._phase = _progress_words(metrics)
@@ -101,13 +101,14 @@ class Display:
         seen, ahead = self._step - self._first_step, self._total - self._step
         if self.first_line is None or seen < 1 or ahead < 1:
             return ""
-        seconds = (time.monotonic() - self.first_line) / seen * ahead
+        # The unfinished step is in the time but not in the count: it is taken off what is ahead.
+        seconds = max(0.0, (self._news - self.first_line) / seen * ahead - (time.monotonic() - self._news))
         return f"about {seconds / 60:.0f} min left" if seconds >= 90 else f"about {seconds:.0f} s left"
 
 
 def _startup_phase(log: Path, start: int) -> str:
     text = log.read_bytes()[start:].decode(errors="replace") if log.is_file() else ""
-    begun = [words for mark, words in PHASES if mark in text]
+    begun = [words for mark, words in START_UP if mark in text]
     return begun[-1] if begun else "starting Python"
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``flashrl/*`` of a step, from numbers that the trainer has: what the rollout is, its refit, and where the time went.
+"""``flashrl/*`` from numbers that the trainer has: what the rollout is, its refit, and where a step's time went.
 
 Plain functions without Ray or verl; ``trainer.py`` says when they are called.
 """
@@ -19,23 +19,30 @@ _TRAINER_PHASES = ("old_log_prob", "ref", "values", "update_critic", "update_act
 """Those that pass every prompt and response through a model of the trainer."""
 
 
-def phase_metrics(seconds: Mapping[str, float], generated_tokens: int, trained_tokens: int) -> dict[str, float]:
+def phase_metrics(
+    seconds: Mapping[str, float], generated_tokens: int, trained_tokens: int, *, bypass: bool = False
+) -> dict[str, float]:
     """Speed and share of the step of each phase.
 
     Args:
         seconds: verl's timers of the step; ``step`` is the whole of it.
         generated_tokens: response tokens that the engines returned, those of groups that dynamic sampling dropped included.
-        trained_tokens: prompt and response tokens of the batch.
+        trained_tokens: prompt and response tokens of the batch, verl's padding rows included.
+        bypass: in bypass mode verl copies the rollout's log-probs in the phase ``old_log_prob``, and no model runs.
 
     Returns:
         ``flashrl/share_<phase>``, 0 to 1, which sum to 1 with ``flashrl/share_other``; and, of all devices together,
-        ``flashrl/tokens_per_second_<phase>``: generated tokens for ``gen``, the batch's for the trainer's passes and ``step``.
+        ``flashrl/tokens_per_second_<phase>``: generated tokens for ``gen``, the batch's for the trainer's passes (once,
+        whatever ``ppo_epochs`` is) and ``step``. ``gen`` is the trainer's phase: rewards in the agent loop, polling and
+        putting the engines to sleep are in it, so the engines are at least as fast.
     """
     there = {phase: seconds[phase] for phase in PHASES if phase in seconds}
     whole = max(seconds["step"], 1e-9)
     metrics = {f"flashrl/share_{phase}": spent / whole for phase, spent in there.items()}
     metrics["flashrl/share_other"] = max(0.0, 1.0 - sum(there.values()) / whole)
     tokens = {"gen": generated_tokens, "step": trained_tokens, **dict.fromkeys(_TRAINER_PHASES, trained_tokens)}
+    if bypass:
+        del tokens["old_log_prob"]
     for phase, count in tokens.items():
         if phase in seconds:
             metrics[f"flashrl/tokens_per_second_{phase}"] = count / max(seconds[phase], 1e-9)
@@ -89,6 +96,7 @@ def summarize_layers(workers: list[dict]) -> dict[str, float]:
 
 
 def describe_rollout(precision: str, layers: dict[str, float], refit: dict[str, float]) -> str:
+    """The log's line on what the rollout is, from the metrics of the two functions above."""
     share = layers["flashrl/quantized_bytes"] / max(1, layers["flashrl/quantized_bytes_as_bf16"])
     kept = f"{share:.3f} of their BF16 bytes" if layers["flashrl/quantized_layers"] else "nothing quantized"
     return (

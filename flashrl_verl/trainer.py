@@ -182,7 +182,8 @@ class FlashRLTrainer(PPOTrainerSync):
 
     def _compute_metrics(self, batch, metrics: dict, timing_raw: dict, global_steps: int, epoch: int) -> None:
         super()._compute_metrics(batch, metrics, timing_raw, global_steps=global_steps, epoch=epoch)
-        metrics.update(phase_metrics(timing_raw, self._generated_tokens, metrics["perf/total_num_tokens"]))
+        trained, bypass = metrics["perf/total_num_tokens"], bool(self.config.algorithm.rollout_correction)
+        metrics.update(phase_metrics(timing_raw, self._generated_tokens, trained, bypass=bypass))
 
     # ---- ours ----
 

@@ -4,7 +4,7 @@
 from pathlib import Path
 
 from flashrl_verl.config import Precision
-from flashrl_verl.correction_settings import CorrectionSettings
+from flashrl_verl.correction_settings import CorrectionSettings, Level
 from flashrl_verl.guard import Guard
 from flashrl_verl.guard_settings import GuardConfig
 from flashrl_verl.guard_watches import Moment, watches
@@ -20,7 +20,7 @@ REFITTED = {CODES: 0.03}
 NAMES = ("k3_kl", "correlation", "eff_sample_size", "truncated_share", "rejected_share", "code_change_rate")
 ALL = frozenset(NAMES)
 
-TIS = CorrectionSettings()
+TIS = CorrectionSettings(level=Level.TOKEN)
 """The cap is verl's default, 2."""
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-RAY = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--disable-usage-stats", "--include-dashboard=false"]
+RAY = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--disable-usage-stats"]
 RESOURCES = ["--num-gpus=1", "--num-cpus=16", "--object-store-memory=500000000"]
 """A logical GPU, as verl's pools ask for one; more logical CPUs than there are, as in ``hardware=cpu``."""
 
@@ -32,7 +32,9 @@ class LocalCluster:
 
     def __enter__(self) -> "LocalCluster":
         host, port = self.address.split(":")
-        self._start(f"--node-ip-address={host}", "--head", f"--port={port}", f"--temp-dir={self._folder}")
+        self._start(
+            f"--node-ip-address={host}", "--head", "--include-dashboard=false", f"--port={port}", f"--temp-dir={self._folder}"
+        )
         return self
 
     def join(self) -> subprocess.Popen:

@@ -218,15 +218,17 @@ def test_without_a_terminal_each_step_is_one_line(tmp_path):
         with metrics.open("a") as file:
             data = {"critic/score/mean": 0.5, "rollout_corr/k3_kl": 1e-4}
             file.write(json.dumps({"step": 1, "data": data}) + '\n{"step": 2, "da')
-        display.first_line -= 100
+        display.first_line -= 240
         display.update()
         display.update()
-        display._spoke -= 60
+        display._spoke -= 60  # a minute passes without news
+        display._news -= 60
+        display.first_line -= 60
         display.update()
     assert out.getvalue().splitlines() == [
         "start-up: starting Ray",
         "step 0/2: held-out 0.450",
-        "step 1/2: held-out 0.450 (step 0), score 0.50, mismatch KL 1.0e-04, about 2 min left",
-        "step 1/2: step 2 is running, about 2 min left",
+        "step 1/2: held-out 0.450 (step 0), score 0.50, mismatch KL 1.0e-04, about 4 min left",
+        "step 1/2: step 2 is running, about 3 min left",
     ]
     assert display.first_line is not None

@@ -30,6 +30,13 @@ REJECTIONS = [
 ]
 
 
+@pytest.mark.parametrize("spec", ["0.5_0.9", "1.1_5.0"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_bounds_that_drop_tokens_on_which_both_sides_agree_are_refused(spec: str, level: str) -> None:
+    with pytest.raises(ConfigError, match=f"rollout_is_threshold={spec}.*leave out 1"):
+        CorrectionSettings.from_config({"rollout_is": level, "rollout_is_threshold": spec})
+
+
 @pytest.mark.parametrize(("options", "thresholds"), REJECTIONS)
 def test_criteria_are_read_as_verl_reads_them(options: str, thresholds: float | str) -> None:
     from verl.trainer.ppo.rollout_corr_helper import SUPPORTED_ROLLOUT_RS_OPTIONS, _parse_rollout_rs_thresholds

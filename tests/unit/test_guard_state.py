@@ -96,11 +96,11 @@ def _stopped(guard, moment: Moment, step: int) -> str:
 
 
 @pytest.mark.parametrize("moment", list(Moment))
-def test_a_stop_without_a_checkpoint_names_the_setting_that_saves_one(moment):
+def test_a_stop_without_a_checkpoint_says_so_and_names_the_setting(moment):
     guard = guard_of(action="stop", patience=1)
     step_of(guard, 1)
     text = _stopped(guard, moment, 2)
-    assert "No checkpoint was saved so far: set trainer.save_freq" in text and "esume from" not in text
+    assert "No checkpoint was saved so far (trainer.save_freq=-1: none ever is)" in text and "esume from" not in text
 
 
 @pytest.mark.parametrize("moment", list(Moment))

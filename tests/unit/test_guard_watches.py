@@ -21,6 +21,7 @@ from flashrl_verl.quickstart import compose
 from flashrl_verl.validation import validate_config
 
 OUTSIDE = "rollout_corr/rollout_is_oob_ratio"
+SEVERAL_UPDATES = ["data.train_batch_size=64", "actor_rollout_ref.actor.ppo_mini_batch_size=16"]
 
 
 def _guard(*overrides: str) -> Guard:
@@ -54,7 +55,8 @@ def _watched(guard: Guard) -> set[str]:
 def test_only_what_the_configuration_cannot_produce_may_be_missing(overrides, absent):
     cfg = compose(["experiment=base", *overrides])
     settings = FlashRLConfig.from_mapping(cfg.flashrl)
-    assert produced(cfg, settings) == ALL - absent
+    correction = CorrectionSettings.from_config(cfg.algorithm.rollout_correction)
+    assert produced(cfg, settings, correction) == ALL - absent
     guard = Guard.from_config(cfg, settings)
     guard.look(Moment.TRAINED, 1, {})
     guard.look(Moment.REFITTED, 1, {})
@@ -85,7 +87,7 @@ def test_what_an_update_does_to_the_ratios_of_bypass_mode_is_no_event(loss):
     if loss:
         loss += ["algorithm.rollout_correction.rollout_is=token", "algorithm.rollout_correction.rollout_is_threshold=2.0"]
     moved = {K3: 0.2, CORRELATION: 0.5, ESS: 0.2, TRUNCATED: 0.4}
-    guard = _guard("correction=bypass", *loss)
+    guard = _guard("correction=bypass", *SEVERAL_UPDATES, *loss)
     guard.look(Moment.TRAINED, 1, {**TRAINED, **moved})
     guard.look(Moment.REFITTED, 1, {**TRAINED, **moved, **REFITTED})
     assert guard.metrics()["flashrl/guard_events"] == 0
@@ -93,8 +95,32 @@ def test_what_an_update_does_to_the_ratios_of_bypass_mode_is_no_event(loss):
         _guard("correction=tis").look(Moment.TRAINED, 1, {**TRAINED, **moved})
 
 
+def test_with_one_update_a_step_bypass_modes_kl_is_the_mismatch_and_is_watched():
+    """No update has moved pi_theta yet when it is compared with pi_rollout."""
+    one = ["correction=bypass", "data.train_batch_size=64", "actor_rollout_ref.actor.ppo_mini_batch_size=64"]
+    with pytest.raises(GuardError, match="k3_kl"):
+        _guard(*one).look(Moment.TRAINED, 1, {**TRAINED, K3: 0.2})
+    _guard(*one, "actor_rollout_ref.actor.ppo_epochs=2").look(Moment.TRAINED, 1, {**TRAINED, K3: 0.2})
+
+
+def test_what_is_watched_is_told_once_and_nothing_to_watch_is_a_warning(logged):
+    _guard("correction=bypass", *SEVERAL_UPDATES)
+    assert [text for text in logged(logging.INFO) if "the guard watches code_change_rate (" in text]
+    assert not logged(logging.WARNING)
+    _guard("correction=bypass", *SEVERAL_UPDATES, "flashrl.precision=bf16")
+    assert "nothing to watch" in logged(logging.WARNING)[-1] and "flashrl.guard.action" in logged(logging.WARNING)[-1]
+    _guard()
+    (text,) = [text for text in logged(logging.INFO) if "correlation" in text]
+    assert "the guard watches k3_kl, correlation, eff_sample_size, truncated_share, code_change_rate" in text
+
+
+def test_without_weights_no_share_of_them_is_watched_or_warned_of(logged):
+    guard = _guard("correction=none", "flashrl.guard.truncated_share_max=0.1")
+    assert not {"truncated_share", "eff_sample_size"} & _watched(guard) and not logged(logging.WARNING)
+
+
 def test_bypass_mode_leaves_the_rejected_share_and_the_codes_watched():
-    bypass = ["correction=bypass", "algorithm.rollout_correction.rollout_rs=seq_mean_k3"]
+    bypass = ["correction=bypass", *SEVERAL_UPDATES, "algorithm.rollout_correction.rollout_rs=seq_mean_k3"]
     bypass += ["algorithm.rollout_correction.rollout_rs_threshold=0.01"]
     assert _watched(_guard(*bypass)) == {"rejected_share", "code_change_rate"}
     with pytest.raises(GuardError, match="rejected_share_max"):
@@ -113,7 +139,9 @@ def _share_above(cap: float, spread: float) -> float:
 
 @pytest.mark.parametrize("cap", [1.0, 1.05, 1.2, 1.43, 2.0, 8.0])
 def test_no_spread_of_the_ratios_has_more_above_the_cap_than_is_called_ordinary_and_one_has_as_much(cap):
-    (ordinary,) = (w.ordinary for w in watches(Precision.INT8, CorrectionSettings(upper=cap)) if w.ordinary is not None)
+    (ordinary,) = (
+        w.ordinary for w in watches(Precision.INT8, CorrectionSettings(level=Level.TOKEN, upper=cap)) if w.ordinary is not None
+    )
     shares = [_share_above(cap, spread / 1000) for spread in range(1, 10_000)]
     assert max(shares) <= ordinary + 1e-12
     assert max(shares) == pytest.approx(ordinary, abs=1e-3)
@@ -186,7 +214,11 @@ def test_what_two_bounds_drop_is_the_metric_that_the_correction_reports():
 
 @pytest.mark.parametrize("precision", list(Precision))
 def test_with_two_bounds_a_small_sample_has_no_remedy_that_would_drop_more(precision):
-    (few,) = (w for w in watches(precision, CorrectionSettings(lower=0.5, upper=5.0)) if w.name == "eff_sample_size")
+    (few,) = (
+        w
+        for w in watches(precision, CorrectionSettings(level=Level.TOKEN, lower=0.5, upper=5.0))
+        if w.name == "eff_sample_size"
+    )
     (capped,) = (w for w in watches(precision, TIS) if w.name == "eff_sample_size")
     assert "wider bounds" in few.remedy and "a lower algorithm.rollout_correction" not in few.remedy
     assert "a lower algorithm.rollout_correction.rollout_is_threshold" in capped.remedy

@@ -6,7 +6,8 @@ import math
 import pytest
 
 from flashrl_verl.errors import ConfigError
-from flashrl_verl.step_metrics import phase_metrics, summarize_layers
+from flashrl_verl.report import palette
+from flashrl_verl.step_metrics import PHASES, phase_metrics, refit_metrics, summarize_layers
 
 SECONDS = {"gen": 5.0, "old_log_prob": 1.0, "adv": 0.25, "update_actor": 2.0, "update_weights": 0.75, "step": 10.0}
 WORKER = {
@@ -27,6 +28,33 @@ def test_the_engines_speed_counts_what_they_generated_and_the_trainers_what_it_t
     metrics = phase_metrics(SECONDS, generated_tokens=600, trained_tokens=400)
     speeds = {key.removeprefix("flashrl/tokens_per_second_"): v for key, v in metrics.items() if "tokens_per_second" in key}
     assert speeds == pytest.approx({"gen": 120.0, "step": 40.0, "old_log_prob": 400.0, "update_actor": 200.0})
+
+
+def test_in_bypass_mode_no_model_computes_old_log_probs():
+    metrics = phase_metrics(SECONDS, generated_tokens=600, trained_tokens=400, bypass=True)
+    assert "flashrl/tokens_per_second_old_log_prob" not in metrics and "flashrl/tokens_per_second_update_actor" in metrics
+    assert metrics["flashrl/share_old_log_prob"] == pytest.approx(0.1)
+
+
+def test_a_refits_metrics_are_the_slowest_workers():
+    def report(total: float, rate: float | None) -> dict:
+        seconds = {"total": total, "gather": 1.0, "cast": 0.5, "transfer": 0.25, "load": 0.125, "finish": 0.0625}
+        receipt = {"bytes": 4 * 10**9, "tensors": 7, "step": 3, "checksums": {"a": 2**32 - 1, "b": 3}}
+        return {
+            **{"seconds": seconds, "receipt": receipt, "code_change_rate": rate},
+            **{"updated": 7, "quantized": 4, "left_alone": ["x"]},
+        }
+
+    metrics = refit_metrics([report(2.0, 0.1), report(8.0, None), report(4.0, 0.3)])
+    assert metrics["flashrl/refit_seconds"] == 8.0 and metrics["flashrl/refit_gigabytes_per_second"] == 0.5
+    assert metrics["flashrl/refit_quantize_gigabytes_per_second"] == 32.0
+    assert metrics["flashrl/receipt_sum"] == 2, "modulo 2^32"
+    assert metrics["flashrl/code_change_rate"] == pytest.approx(0.2), "of those that have one"
+    assert "flashrl/code_change_rate" not in refit_metrics([report(1.0, None)])
+
+
+def test_the_report_draws_the_phases_that_the_metrics_name():
+    assert set(palette.PHASES) == set(PHASES) == set(palette.SHADES) - {"other"}
 
 
 def test_a_phase_of_no_measurable_time_leaves_finite_numbers():
