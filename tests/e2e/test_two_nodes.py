@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two Ray nodes with a replica each: settings, plugins and code reach a node that joined with none of our environment."""
 
+import os
 import re
 import subprocess
 import sys
@@ -23,7 +24,7 @@ TWO_NODES = (
 
 
 def variables(cluster: LocalCluster) -> dict[str, str]:
-    return {"RAY_ADDRESS": cluster.address}
+    return {"RAY_ADDRESS": cluster.address, "RAY_AUTH_MODE": "disabled"}
 
 
 def test_a_replica_on_each_of_two_nodes_trains_and_resumes_after_one_is_lost_on_the_other(assets, tmp_path):
@@ -96,8 +97,9 @@ def test_a_thread_that_only_polls_is_told_that_a_node_is_gone(tmp_path):
     with LocalCluster() as cluster:
         second = cluster.join()
         program = subprocess.Popen(
-            [sys.executable, "-c", WATCHING.format(address=cluster.address)], stdout=subprocess.PIPE, text=True, cwd=ROOT
-        )
+            [sys.executable, "-c", WATCHING.format(address=cluster.address)], stdout=subprocess.PIPE, text=True, cwd=ROOT,
+            env={**os.environ, **variables(cluster)},
+        )  # fmt: skip
         try:
             assert program.stdout.readline() == "watching\n"
             cluster.kill(second)

@@ -19,9 +19,10 @@ RESOURCES = ["--num-gpus=1", "--num-cpus=16", "--object-store-memory=500000000"]
 
 
 class LocalCluster:
-    """A head at 127.0.0.2, and nodes that ``join``, none of which has anything of this process's environment but PATH and HOME.
+    """A head at 127.0.0.2, and nodes that ``join``; of this process's environment they have nothing but PATH.
 
-    Within ``with``; every process is ended at its end.
+    Their HOME is a folder of the cluster: in the user's may be a token, by which Ray would let nobody in. Within ``with``;
+    every process is ended at its end.
     """
 
     def __init__(self):
@@ -48,7 +49,7 @@ class LocalCluster:
         with open(elsewhere / "log", "wb") as log:
             node = subprocess.Popen(
                 [*RAY, *RESOURCES, *words], cwd=elsewhere, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                env={name: os.environ[name] for name in ("PATH", "HOME")}, start_new_session=True,
+                env={"PATH": os.environ["PATH"], "HOME": str(self._folder)}, start_new_session=True,
             )  # fmt: skip
         self._nodes.append(node)
         deadline = time.monotonic() + 120
