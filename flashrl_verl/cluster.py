@@ -59,6 +59,14 @@ def checked_runner(runner: Any, cfg: DictConfig) -> SimpleNamespace:
 
     def remote(*args: Any, **kwargs: Any) -> Any:
         check_cluster(cfg)
-        return runner.remote(*args, **kwargs)
+        return runner.options(scheduling_strategy=_here()).remote(*args, **kwargs)
 
     return SimpleNamespace(remote=remote, options=lambda **options: checked_runner(runner.options(**options), cfg))
+
+
+def _here() -> Any:
+    """The driver's node: metrics and console stay where the run was started. Elsewhere only when that has no CPU to give."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)

@@ -69,6 +69,10 @@ class FlashRLConfig:
     """Whether a run starts by proving on its own engines that an update rewrites all they use (``self_check.py``): one more
     weight update and a few tokens."""
 
+    ship_code: bool = True
+    """Whether the driver's copy of this package goes to every node with Ray's runtime environment (``runtime_env.py``); false
+    where each node has it installed. verl's own entry point never ships it."""
+
     padded_vocab_mass_limit: float = 1e-3
     """Probability mass on token ids past the tokenizer's last above which a run is refused; from 0 to 1."""
 
@@ -79,7 +83,7 @@ class FlashRLConfig:
         object.__setattr__(self, "precision", _precision(self.precision))
         object.__setattr__(self, "ignore", _ignore(self.ignore))
         object.__setattr__(self, "guard", GuardConfig.read(self.guard))
-        for name in ("self_check", "fp32_lm_head"):
+        for name in ("self_check", "fp32_lm_head", "ship_code"):
             require_bool("flashrl", self, name)
         require_accepted("flashrl", self, _ACCEPTED)
 

@@ -24,3 +24,7 @@ class DynamicSamplingError(FlashRLError):
 
 class GuardError(FlashRLError):
     """The mismatch of rollout and trainer was beyond a limit for longer than ``flashrl.guard`` allows, or is not known."""
+
+
+class NodeLostError(FlashRLError):
+    """A node that the run needs left the Ray cluster."""

@@ -23,6 +23,7 @@ from flashrl_verl.guard_watches import Moment
 from flashrl_verl.lm_head import require_trainer_heads
 from flashrl_verl.local_paths import check_paths
 from flashrl_verl.metrics_file import MetricsFile, metrics_path
+from flashrl_verl.node_watch import NodeWatch, nodes_of
 from flashrl_verl.rollout.receipt import verify_ranks
 from flashrl_verl.self_check import LEVEL_1_BYTES, require_same, sleeps_between_steps
 from flashrl_verl.step_metrics import describe_rollout, phase_metrics, refit_metrics, summarize_layers
@@ -115,7 +116,10 @@ class FlashRLTrainer(PPOTrainerSync):
         if self._own_file:
             with open_dict(self.config):
                 self.config.trainer.logger = [b for b in backends if b != "file"]
-        super().fit(agent_loop_manager)
+        pools = self.resource_pool_manager.resource_pool_dict.values()
+        needed = nodes_of([group for pool in pools for group in pool.get_placement_groups()])
+        with NodeWatch(needed, self._how_to_resume()).watching():
+            super().fit(agent_loop_manager)
 
     def _load_checkpoint(self) -> None:
         super()._load_checkpoint()
@@ -163,7 +167,7 @@ class FlashRLTrainer(PPOTrainerSync):
         bad = sorted({name for names in self.actor_rollout_wg.flashrl_non_finite() for name in names})
         if bad:
             raise FlashRLError(
-                f"step {self.global_steps}: the actor's update left NaN or Inf in {len(bad)} parameters "
+                f"step {self.global_steps}: the actor's update left NaN or Inf in {len(bad)} tensors "
                 f"({', '.join(bad[:8])}); no checkpoint was saved from it. Resume from the last one with a lower "
                 "actor_rollout_ref.actor.optim.lr or actor_rollout_ref.actor.optim.clip_grad"
             )
@@ -182,6 +186,15 @@ class FlashRLTrainer(PPOTrainerSync):
         metrics.update(phase_metrics(timing_raw, self._generated_tokens, trained, bypass=bypass))
 
     # ---- ours ----
+
+    def _how_to_resume(self) -> str:
+        folder, every = self.config.trainer.default_local_dir, self.config.trainer.save_freq
+        if every <= 0:
+            return f"Nothing was saved: set trainer.save_freq (now {every})"
+        return (
+            f"Start it again with trainer.resume_mode=auto to go on from the last checkpoint in {folder}, on as many nodes, or "
+            "with trainer.nnodes and trainer.n_gpus_per_node of what is left"
+        )
 
     def _checkpoint_folder(self) -> Path:
         return Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The actor worker the trainer starts: correction on the shard (``actor.py``), plus what the driver asks about a refit."""
 
+import torch
 from verl.single_controller.base.decorator import Dispatch, register
+from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 
 from flashrl_verl.actor import FlashRLActorWorker
+from flashrl_verl.checkpoint import ElasticCheckpointManager
 from flashrl_verl.config import FlashRLConfig
 from flashrl_verl.lm_head import compute_head_in_fp32, computes_in_fp32
 from flashrl_verl.rollout.receipt import all_finite, to_host
@@ -14,12 +17,17 @@ class FlashRLWorker(FlashRLActorWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """verl's; then, with ``flashrl.fp32_lm_head``, actor and reference compute their logits in FP32.
+        """verl's; then checkpoints of another number of ranks can be loaded, and with ``flashrl.fp32_lm_head`` actor and
+        reference compute their logits in FP32.
 
         Raises:
             ConfigError: the model's head is of a kind that cannot.
         """
         super().init_model()
+        if (actor := getattr(self, "actor", None)) is not None and type(
+            actor.engine.checkpoint_manager
+        ) is FSDPCheckpointManager:
+            actor.engine.checkpoint_manager = ElasticCheckpointManager.of(actor.engine.checkpoint_manager)
         if FlashRLConfig.from_mapping((self.config.rollout.get("custom") or {}).get("flashrl", {})).fp32_lm_head:
             for trained in (getattr(self, "actor", None), getattr(self, "ref", None)):
                 if trained is not None:
@@ -49,11 +57,14 @@ class FlashRLWorker(FlashRLActorWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def flashrl_non_finite(self) -> list[str]:
-        """Names of this rank's parameters whose local shard holds NaN or Inf; empty when all are finite."""
+        """Names of this rank's parameters, and of their moments in the optimizer, whose local shard holds NaN or Inf."""
+        module, optimizer = self.actor.engine.module, self.actor.engine.optimizer
         names, flags = [], []
-        for name, parameter in self.actor.engine.module.named_parameters():
-            local = parameter.data.to_local() if hasattr(parameter.data, "to_local") else parameter.data
-            if local.numel() and local.is_floating_point():
-                names.append(name)
-                flags.append(all_finite(local))
+        for name, parameter in module.named_parameters():
+            moments = optimizer.state.get(parameter, {}) if optimizer is not None else {}
+            for what, tensor in {name: parameter.data, **{f"{name} ({key})": value for key, value in moments.items()}}.items():
+                local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+                if isinstance(local, torch.Tensor) and local.numel() and local.is_floating_point():
+                    names.append(what)
+                    flags.append(all_finite(local))
         return [name for name, ok in zip(names, to_host(flags), strict=True) if not ok]

@@ -14,7 +14,7 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
-from flashrl_verl import compat, dryrun, local_paths, platforms
+from flashrl_verl import compat, dryrun, local_paths, platforms, runtime_env
 from flashrl_verl.errors import FlashRLError
 from flashrl_verl.validation import validate_config
 
@@ -33,6 +33,7 @@ def train(cfg: DictConfig) -> None:
     """
     validate_config(cfg)
     local_paths.check_paths(cfg)
+    runtime_env.prepare(cfg)
     platforms.activate(cfg)
 
     # Imported only now: these modules make verl decide on its platform.

@@ -84,7 +84,7 @@ def test_gpus_that_the_cluster_lacks_are_an_error_not_a_wait(recipe):
 def test_nan_in_an_update_is_never_saved(recipe, tmp_path):
     run = recipe(NO_FILTER, "trainer.total_training_steps=3", "trainer.save_freq=1", fault="nan_update:2")
     assert run.returncode != 0
-    assert_says(r"step 2: .*NaN or Inf in 1 parameters \(.*down_proj.weight\); no checkpoint was saved", run.output)
+    assert_says(r"step 2: .*NaN or Inf in 1 tensors \(.*down_proj.weight\); no checkpoint was saved", run.output)
     assert sorted(p.name for p in (tmp_path / "checkpoints").glob("global_step_*")) == ["global_step_1"]
 
 

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two Ray nodes with a replica each: settings, plugins and code reach a node that joined with none of our environment."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+from local_cluster import LocalCluster
+from recipe_runs import ROOT, command, finish, start
+
+pytestmark = [pytest.mark.cpu_e2e, pytest.mark.slow, pytest.mark.timeout(1200)]
+
+TWO_NODES = (
+    "trainer.nnodes=2",
+    "trainer.n_gpus_per_node=1",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+    # Half of 4 prompts x 4 samples.
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8",
+)
+
+
+def variables(cluster: LocalCluster) -> dict[str, str]:
+    return {"RAY_ADDRESS": cluster.address, "RAY_AUTH_MODE": "disabled"}
+
+
+def test_a_replica_on_each_of_two_nodes_trains_and_resumes_after_one_is_lost_on_the_other(assets, tmp_path):
+    words = ("trainer.save_freq=1", "trainer.resume_mode=auto", "algorithm.filter_groups.enable=false")
+    with LocalCluster() as cluster:
+        second = cluster.join()
+
+        run = finish(start(command(assets, tmp_path, *TWO_NODES, *words, "trainer.total_training_steps=3"), tmp_path,
+                           variables=variables(cluster)), tmp_path, timeout=500)  # fmt: skip
+        assert run.returncode == 0, run.failure
+        metrics = run.metrics()
+        assert sorted(metrics) == [0, 1, 2, 3]
+        for step in (1, 2, 3):
+            assert metrics[step]["flashrl/receipts_verified"] == 2
+            assert metrics[step]["flashrl/quantized_layers"] == 8
+            assert 0 <= metrics[step]["rollout_corr/k3_kl"] < 1e-2
+        assert len(set(re.findall(r"ip=(127\.0\.0\.\d)", run.output))) >= 1, "workers of the other node logged here"
+
+        # A second run goes on to step 30, and loses a node on the way.
+        (tmp_path / "log").rename(tmp_path / "log-3-steps")
+        process = start(command(assets, tmp_path, *TWO_NODES, *words, "trainer.total_training_steps=30"), tmp_path,
+                        variables=variables(cluster))  # fmt: skip
+        deadline = time.monotonic() + 400
+        while max(run.metrics()) < 4:
+            assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()[-3000:]
+            time.sleep(0.5)
+        cluster.kill(second)
+        killed = time.monotonic()
+        lost = finish(process, tmp_path, timeout=200)
+        assert time.monotonic() - killed < 120
+        assert lost.returncode != 0
+        assert re.search(r"NodeLostError: .*127\.0\.0\.3.* left the Ray cluster.*trainer\.resume_mode=auto", lost.output), (
+            lost.failure
+        )
+
+        # What is left goes on from the last checkpoint, which two ranks wrote.
+        latest = int((tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
+        (tmp_path / "log").rename(tmp_path / "log-lost")
+        one = command(assets, tmp_path, *words, f"trainer.total_training_steps={latest + 2}")
+        resumed = finish(start(one, tmp_path, variables=variables(cluster)), tmp_path, timeout=400)
+        assert resumed.returncode == 0, resumed.failure
+        assert "was saved by 2 ranks and is cut anew for 1" in resumed.output
+        # Same weights as when they were saved: same checksums of the update that sends them.
+        saved = lost.metrics()[latest]["flashrl/receipt_sum"]
+        assert f"receipt of step {latest} verified (sum {saved})" in resumed.output
+        assert max(resumed.metrics()) == latest + 2
+        assert resumed.metrics()[latest + 2]["flashrl/receipts_verified"] == 1
+
+
+WATCHING = """
+import ray, time
+ray.init(address="{address}", log_to_driver=False)
+from flashrl_verl.errors import NodeLostError
+from flashrl_verl.node_watch import NodeWatch, nodes_of
+groups = [ray.util.placement_group([{{"GPU": 1}}]) for _ in range(2)]
+ray.get([group.ready() for group in groups])
+nodes = nodes_of(groups)
+assert len(nodes) == 2, nodes
+try:
+    with NodeWatch(nodes, "how to go on").watching():
+        print("watching", flush=True)
+        while True:  # verl's sampler does the same
+            time.sleep(0.1)
+except NodeLostError as error:
+    print("LOST", error, flush=True)
+"""
+
+
+def test_a_thread_that_only_polls_is_told_that_a_node_is_gone(tmp_path):
+    with LocalCluster() as cluster:
+        second = cluster.join()
+        program = subprocess.Popen(
+            [sys.executable, "-c", WATCHING.format(address=cluster.address)], stdout=subprocess.PIPE, text=True, cwd=ROOT,
+            env={**os.environ, **variables(cluster)},
+        )  # fmt: skip
+        try:
+            assert program.stdout.readline() == "watching\n"
+            cluster.kill(second)
+            output, _ = program.communicate(timeout=60)
+        finally:
+            program.kill()
+    assert re.search(r"LOST 127\.0\.0\.3 \(\w{8}\) left the Ray cluster.*how to go on", output), output

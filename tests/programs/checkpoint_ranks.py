@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank that trains a tiny model under verl's FSDP2 wrapping for a step, and saves or loads a checkpoint of verl's."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+LR, STEPS = 1e-2, 2
+
+
+def build(ranks: int, hybrid: bool = False) -> tuple[torch.nn.Module, torch.optim.Optimizer, Any]:
+    from tiny_models import make
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+    from verl.utils.fsdp_utils import apply_fsdp2
+
+    shape, names = ((2, ranks // 2), ("ddp", "fsdp")) if hybrid else ((ranks,), ("fsdp",))
+    mesh = torch.distributed.init_device_mesh("cpu", shape, mesh_dim_names=names)
+    # 130 rows of the MLP and 5 of 7 ranks: pieces of different sizes, and none at all.
+    model = make("qwen2.5", seed=0, intermediate_size=130)
+    policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
+    apply_fsdp2(model, {"mesh": mesh, "mp_policy": policy, "offload_policy": None, "reshard_after_forward": True}, {})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, step: int) -> None:
+    """The same batch on every rank, so that the mean over ranks does not depend on how many there are."""
+    ids = torch.randint(model.config.vocab_size, (2, 10), generator=torch.Generator().manual_seed(step))
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    scheduler.step()
+
+
+def whole(model: torch.nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[str, Any]:
+    """Everything a checkpoint has, uncut."""
+    full = lambda t: t.full_tensor().clone() if hasattr(t, "full_tensor") else t  # noqa: E731
+    moments = {
+        name: {key: full(value) for key, value in optimizer.state[parameter].items()}
+        for name, parameter in model.named_parameters()
+    }
+    weights = {name: full(parameter.data) for name, parameter in model.named_parameters()}
+    return {"weights": weights, "moments": moments, "lr": optimizer.param_groups[0]["lr"], "scheduler": scheduler.last_epoch}
+
+
+def run(rank: int, ranks: int, task: str, folder: str, checkpoint: str, hybrid: bool = False) -> None:
+    """``save``: two steps, a checkpoint, and one step more. ``load``: the checkpoint, and one step more.
+
+    With ``hybrid`` two replicas hold the shards of ``ranks`` / 2. Rank 0 writes the whole state after the checkpoint and after
+    the last step to ``folder/<task>-<ranks>.pt``.
+    """
+    os.environ["VERL_PLATFORM"] = "cpu"
+    from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
+
+    from flashrl_verl.checkpoint import ElasticCheckpointManager
+
+    torch.set_num_threads(1)
+    torch.manual_seed(rank)
+    group = f"file://{folder}/group-{task}-{ranks}"
+    torch.distributed.init_process_group("gloo", init_method=group, rank=rank, world_size=ranks)
+    model, optimizer, scheduler = build(ranks, hybrid)
+    manager = FSDPCheckpointManager(model=model, optimizer=optimizer, lr_scheduler=scheduler)
+    if task == "save":
+        for step in range(STEPS):
+            train(model, optimizer, scheduler, step)
+        manager.save_checkpoint(checkpoint, global_step=STEPS)
+    else:
+        ElasticCheckpointManager.of(manager).load_checkpoint(checkpoint)
+    states = [whole(model, optimizer, scheduler)]
+    train(model, optimizer, scheduler, STEPS)
+    states.append(whole(model, optimizer, scheduler))
+    if rank == 0:
+        torch.save(states, Path(folder) / f"{task}-{ranks}.pt")
+    torch.distributed.destroy_process_group()

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Ray cluster of several nodes on one machine: each has an address of its own on the loopback interface."""
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+
+RAY = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--disable-usage-stats"]
+RESOURCES = ["--num-gpus=1", "--num-cpus=16", "--object-store-memory=500000000"]
+"""A logical GPU, as verl's pools ask for one; more logical CPUs than there are, as in ``hardware=cpu``."""
+
+
+class LocalCluster:
+    """A head at 127.0.0.2, and nodes that ``join``; of this process's environment they have nothing but PATH.
+
+    Their HOME is a folder of the cluster: in the user's may be a token, by which Ray would let nobody in. Within ``with``;
+    every process is ended at its end.
+    """
+
+    def __init__(self):
+        # Short: the path of a socket below it has to stay under 107 letters. Ray's default would mix it with other clusters.
+        self._folder = Path(tempfile.mkdtemp(prefix="flr-", dir="/tmp"))
+        self._nodes: list[subprocess.Popen] = []
+        self.address = f"127.0.0.2:{_free_port('127.0.0.2')}"
+
+    def __enter__(self) -> "LocalCluster":
+        host, port = self.address.split(":")
+        self._start(
+            f"--node-ip-address={host}", "--head", "--include-dashboard=false", f"--port={port}", f"--temp-dir={self._folder}"
+        )
+        return self
+
+    def join(self) -> subprocess.Popen:
+        """Another node; returns its processes' leader."""
+        host = f"127.0.0.{2 + len(self._nodes)}"
+        return self._start(f"--node-ip-address={host}", f"--address={self.address}")
+
+    def _start(self, *words: str) -> subprocess.Popen:
+        elsewhere = self._folder / f"node{len(self._nodes)}"
+        elsewhere.mkdir()
+        with open(elsewhere / "log", "wb") as log:
+            node = subprocess.Popen(
+                [*RAY, *RESOURCES, *words], cwd=elsewhere, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+                env={"PATH": os.environ["PATH"], "HOME": str(self._folder)}, start_new_session=True,
+            )  # fmt: skip
+        self._nodes.append(node)
+        deadline = time.monotonic() + 120
+        while "Ray runtime started" not in (elsewhere / "log").read_text(errors="replace"):
+            assert node.poll() is None and time.monotonic() < deadline, (elsewhere / "log").read_text(errors="replace")
+            time.sleep(0.2)
+        return node
+
+    @staticmethod
+    def kill(node: subprocess.Popen) -> None:
+        """End a node as a power cut would: all of its processes at once."""
+        leader = psutil.Process(node.pid)
+        for process in [leader, *leader.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        node.wait()
+
+    def __exit__(self, *_: object) -> None:
+        for node in reversed(self._nodes):
+            if node.poll() is None:
+                self.kill(node)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _free_port(host: str) -> int:
+    with socket.socket() as listener:
+        listener.bind((host, 0))
+        return listener.getsockname()[1]

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What reaches the processes of a run, whatever their node's environment and working directory are."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from flashrl_verl import runtime_env
+from flashrl_verl.errors import ConfigError
+
+
+@pytest.fixture
+def cfg(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("RAY_ADDRESS", *runtime_env.LOG_PATHS):
+        monkeypatch.delenv(name, raising=False)
+    for folder in ("model", "elsewhere"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "train.parquet").touch()
+    return OmegaConf.create(
+        {
+            "data": {"train_files": "train.parquet", "val_files": ["train.parquet", "hdfs://nodes/val.parquet"]},
+            "actor_rollout_ref": {"model": {"path": "model"}},
+            "reward": {"custom_reward_function": {"path": "pkg://flashrl_verl.toy.reward"}},
+            "trainer": {"default_local_dir": "checkpoints/run", "save_freq": 10},
+            "ray_kwargs": {"ray_init": {"runtime_env": {"env_vars": {"VERL_PLATFORM": "cpu"}}}},
+            "flashrl": {"ship_code": True},
+        }
+    )
+
+
+def variables(cfg) -> dict:
+    return OmegaConf.to_container(cfg.ray_kwargs.ray_init.runtime_env.env_vars)
+
+
+def test_the_plugins_are_found_from_what_is_shipped_alone(tmp_path):
+    """Ray puts each folder into a folder of its own, and those on PYTHONPATH."""
+    shipped = []
+    for i, folder in enumerate(runtime_env.package()):
+        shutil.copytree(folder, tmp_path / str(i) / Path(folder).name, ignore=shutil.ignore_patterns("__pycache__"))
+        shipped.append(str(tmp_path / str(i)))
+    program = (
+        "import importlib.metadata as m, json, flashrl_verl\n"
+        "groups = [m.entry_points(group=g) for g in ('verl.plugins', 'vllm.general_plugins')]\n"
+        "print(json.dumps([flashrl_verl.__file__, str(m.distribution('flashrl-verl').locate_file('')),\n"
+        "                  *([e.value for e in g if e.name == 'flashrl'] for g in groups)]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={"PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join(shipped)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    code, metadata, of_verl, of_vllm = json.loads(done.stdout)
+    assert code.startswith(shipped[0]) and metadata.startswith(shipped[1])
+    assert of_verl == ["flashrl_verl.plugin_verl"] and of_vllm == ["flashrl_verl.plugin_vllm:register"]
+
+
+def test_local_paths_are_made_absolute_and_others_left_alone(cfg, tmp_path):
+    runtime_env.prepare(cfg)
+    assert cfg.data.train_files == f"{tmp_path}/train.parquet"
+    assert list(cfg.data.val_files) == [f"{tmp_path}/train.parquet", "hdfs://nodes/val.parquet"]
+    assert cfg.actor_rollout_ref.model.path == f"{tmp_path}/model"
+    assert cfg.reward.custom_reward_function.path == "pkg://flashrl_verl.toy.reward"
+    assert cfg.trainer.default_local_dir == f"{tmp_path}/checkpoints/run", "made later"
+
+
+def test_a_name_of_the_model_hub_stays_one(cfg):
+    cfg.actor_rollout_ref.model.path = "Qwen/Qwen2.5-32B"
+    runtime_env.prepare(cfg)
+    assert cfg.actor_rollout_ref.model.path == "Qwen/Qwen2.5-32B"
+
+
+def test_metrics_go_where_the_drivers_variables_say(cfg, tmp_path, monkeypatch):
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", "elsewhere/metrics.jsonl")
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    runtime_env.prepare(cfg)
+    assert variables(cfg) == {
+        "VERL_PLATFORM": "cpu",
+        "VERL_FILE_LOGGER_ROOT": str(tmp_path),
+        "VERL_FILE_LOGGER_PATH": f"{tmp_path}/elsewhere/metrics.jsonl",
+    }
+
+
+def test_variables_of_the_configuration_win(cfg, monkeypatch):
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", "elsewhere/metrics.jsonl")
+    cfg.ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH = "/shared/metrics.jsonl"
+    runtime_env.prepare(cfg)
+    assert variables(cfg)["VERL_FILE_LOGGER_PATH"] == "/shared/metrics.jsonl"
+
+
+@pytest.mark.parametrize("ship, count", [(True, 3), (False, 1)])
+def test_the_package_is_added_to_the_users_modules_unless_switched_off(cfg, ship, count):
+    cfg.flashrl.ship_code = ship
+    OmegaConf.update(cfg, "ray_kwargs.ray_init.runtime_env.py_modules", ["/shared/rewards"], force_add=True)
+    runtime_env.prepare(cfg)
+    modules = list(cfg.ray_kwargs.ray_init.runtime_env.py_modules)
+    assert modules[0] == "/shared/rewards" and len(modules) == count
+
+
+@pytest.mark.parametrize("address, counts", [(None, 16), ("127.0.0.1:6379", None)])
+def test_resources_are_asked_of_a_cluster_of_ones_own_only(cfg, monkeypatch, address, counts):
+    OmegaConf.update(cfg, "ray_kwargs.ray_init.num_cpus", 16, force_add=True)
+    if address:
+        monkeypatch.setenv("RAY_ADDRESS", address)
+    runtime_env.prepare(cfg)
+    assert cfg.ray_kwargs.ray_init.num_cpus == counts
+
+
+def test_without_a_runtime_environment_one_is_made(cfg):
+    del cfg.ray_kwargs.ray_init.runtime_env
+    runtime_env.prepare(cfg)
+    assert len(cfg.ray_kwargs.ray_init.runtime_env.py_modules) == 2
+
+
+def test_checkpoints_in_rays_temporary_copy_are_refused(cfg):
+    cfg.trainer.default_local_dir = "/tmp/ray/session_1/runtime_resources/working_dir_files/_ray_pkg_1/checkpoints"
+    with pytest.raises(ConfigError, match="trainer.default_local_dir=.*deleted.*trainer.save_freq=-1"):
+        runtime_env.prepare(cfg)
+    cfg.trainer.save_freq = -1
+    runtime_env.prepare(cfg)
