@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the documents point at exists: files, keys of the composed configuration, the choices and defaults of the recipe, options of
-commands, metrics, names in the code, and the words of errors. ``named.py`` says what the code names."""
+"""What the documents point at exists: files, keys of the composed configuration, the choices and defaults of the recipe,
+options of commands, metrics, names in the code, and the words of errors. ``named.py`` says what the code names."""
 
 import re
 from pathlib import Path
@@ -208,6 +208,17 @@ def test_metrics_named_in_the_pages_are_logged(name):
                 continue
             pattern = re.sub(r"<\w+>|\\\*", r"\\w+", re.escape(metric).replace("\\<", "<").replace("\\>", ">"))
             assert any(re.fullmatch(pattern, known) for known in there), metric
+
+
+def test_the_mismatch_of_the_page_on_precision_is_that_of_the_results():
+    measured: dict[str, dict[str, str]] = {}
+    for line in re.findall(r"^\| (?:NVIDIA H200|CPU) \|.*", _text("docs/results/mismatch.md"), re.MULTILINE):
+        device, precision, _, _, common, *_ = (cell.strip() for cell in line.strip("|").split("|"))
+        measured.setdefault(device.removeprefix("NVIDIA "), {})[precision] = common.partition(" ")[0]
+    assert set(measured) == {"H200", "CPU"}
+    told = {row[0]: row[1:] for row in _rows("docs/precision_and_cap.md", "Which precision runs where")}
+    for device, by_precision in measured.items():
+        assert told[device] == [by_precision[precision] for precision in ("bf16", "int8", "fp8")], device
 
 
 def test_every_metric_of_ours_is_in_the_table_that_says_what_they_are():
