@@ -39,6 +39,10 @@ def prepare(cfg: DictConfig) -> None:
     make_paths_absolute(cfg, root)
     refuse_temporary_checkpoints(cfg)
     with open_dict(cfg):
+        if os.environ.get(
+            "RAY_ADDRESS"
+        ):  # a cluster that is there has what its nodes were started with, and Ray takes no counts
+            cfg.ray_kwargs.ray_init.update({"num_cpus": None, "num_gpus": None})
         environment = get(cfg, RUNTIME_ENV, {})
         variables = {"VERL_FILE_LOGGER_ROOT": str(root), **environment.get("env_vars", {})}
         for name in LOG_PATHS:

@@ -12,10 +12,7 @@ from recipe_runs import ROOT, command, finish, start
 
 pytestmark = [pytest.mark.cpu_e2e, pytest.mark.slow, pytest.mark.timeout(1200)]
 
-ON_A_CLUSTER = ("ray_kwargs.ray_init.num_gpus=null", "ray_kwargs.ray_init.num_cpus=null")
-"""Of a cluster that is there, a driver cannot say how much it has."""
 TWO_NODES = (
-    *ON_A_CLUSTER,
     "trainer.nnodes=2",
     "trainer.n_gpus_per_node=1",
     "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
@@ -65,7 +62,7 @@ def test_a_replica_on_each_of_two_nodes_trains_and_resumes_after_one_is_lost_on_
         # What is left goes on from the last checkpoint, which two ranks wrote.
         latest = int((tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
         (tmp_path / "log").rename(tmp_path / "log-lost")
-        one = command(assets, tmp_path, *ON_A_CLUSTER, *words, f"trainer.total_training_steps={latest + 2}")
+        one = command(assets, tmp_path, *words, f"trainer.total_training_steps={latest + 2}")
         resumed = finish(start(one, tmp_path, variables=variables(cluster)), tmp_path, timeout=400)
         assert resumed.returncode == 0, resumed.failure
         assert "was saved by 2 ranks and is cut anew for 1" in resumed.output

@@ -18,7 +18,7 @@ from flashrl_verl.errors import ConfigError
 @pytest.fixture
 def cfg(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in runtime_env.LOG_PATHS:
+    for name in ("RAY_ADDRESS", *runtime_env.LOG_PATHS):
         monkeypatch.delenv(name, raising=False)
     for folder in ("model", "elsewhere"):
         (tmp_path / folder).mkdir()
@@ -104,6 +104,15 @@ def test_the_package_is_added_to_the_users_modules_unless_switched_off(cfg, ship
     runtime_env.prepare(cfg)
     modules = list(cfg.ray_kwargs.ray_init.runtime_env.py_modules)
     assert modules[0] == "/shared/rewards" and len(modules) == count
+
+
+@pytest.mark.parametrize("address, counts", [(None, 16), ("127.0.0.1:6379", None)])
+def test_resources_are_asked_of_a_cluster_of_ones_own_only(cfg, monkeypatch, address, counts):
+    OmegaConf.update(cfg, "ray_kwargs.ray_init.num_cpus", 16, force_add=True)
+    if address:
+        monkeypatch.setenv("RAY_ADDRESS", address)
+    runtime_env.prepare(cfg)
+    assert cfg.ray_kwargs.ray_init.num_cpus == counts
 
 
 def test_without_a_runtime_environment_one_is_made(cfg):
