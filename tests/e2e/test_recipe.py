@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from named import metrics_of_a_run
 from recipe_runs import ROOT, TWO_RANKS, command, finish, make_assets, start
 from trackers import tensorboard_scalars, wandb_history
 
@@ -51,6 +52,12 @@ def test_int8_rollouts_train_with_tis_on_the_actor(logged_everywhere):
     assert "rollout_corr/rollout_is_mean" in last and "actor/rollout_corr/rollout_is_mean" not in last
     assert "rollout precision int8: 8 quantized layers" in run.output
     assert "self-check passed" in run.output
+
+
+def test_verls_metrics_are_those_that_documents_are_compared_with(logged_everywhere):
+    ours, sometimes = ("flashrl/", "rollout_corr/", "val-"), "training/filter_groups/"  # only where a group was dropped
+    names = {name for name in logged_everywhere.metrics()[2] if not name.startswith((*ours, sometimes))}
+    assert names == {name for name in metrics_of_a_run() if not name.startswith(sometimes)}
 
 
 def test_shares_and_speeds_are_those_of_verls_timers(logged_everywhere):

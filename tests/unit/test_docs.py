@@ -1,30 +1,56 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the documents point at exists: files, keys of the composed configuration, and the choices and defaults of the recipe."""
+"""What the documents point at exists: files, keys of the composed configuration, the choices and defaults of the recipe,
+options of commands, metrics, names in the code, and the words of errors. ``named.py`` says what the code names."""
 
 import re
 from pathlib import Path
 
+import named
 import pytest
 import yaml
 from omegaconf import OmegaConf
 
+from flashrl_verl import errors
 from flashrl_verl.quickstart import compose
-from flashrl_verl.run_directory import RESULTS
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "flashrl_verl"
 GROUPS = PACKAGE / "configs"
-MANUALS = ["README.md", "CONTRIBUTING.md", "recipe/flashrl/README.md"]
+PAGES = sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md") if path.name != "LOG.md")
+MANUALS = ["README.md", "CONTRIBUTING.md", "recipe/flashrl/README.md", *PAGES]
 DOCUMENTS = [*MANUALS, "CHANGELOG.md", "docs/LOG.md"]
 CODE = re.compile(r"`([^`\n]+)`")
 PATH = re.compile(r"(?<![\w./<>-])((?:flashrl_verl|recipe|requirements|scripts|tests|docs|configs)/[\w./*-]*\w)")
-FILE = re.compile(r"[\w./*-]+\.(?:py|sh|md|txt|yaml|png)")
+FILE = re.compile(r"[\w./*-]+\.(?:py|sh|md|txt|yaml|png|json)")
+FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+COMMAND = re.compile(r"(?:^|(?<=[\s(]))flashrl ((?:bench )?\w+)([^#|;&]*)")
+METRIC = re.compile(r"(?<![\w/.-])(?:flashrl|rollout_corr|training|actor|critic|perf|timing_s)/[\w/]*(?:(?:<\w+>|\*)\w*)*")
+QUOTE = re.compile(r'"([^"\n]+)"( \((?:verl|vLLM)\))?')
+TO_COME = {"docs/security.md"}
+"""Written beside these pages, elsewhere."""
 KEY = r"(?<![\w./+-])((?:{roots})(?:\.\w+)+)"
 OVERRIDE = re.compile(r"(?<![\w./-])\+?([a-z]\w*(?:\.\w+)*)=")
 
 
 def _text(name: str) -> str:
     return (ROOT / name).read_text()
+
+
+def _blocks(name: str) -> list[str]:
+    """Lines of the shell blocks, without comments, continued lines joined."""
+    blocks = [block for language, block in FENCE.findall(_text(name)) if language == "bash"]
+    return [line.partition(" #")[0] for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+
+
+def _spans(name: str) -> list[str]:
+    """What stands between single backticks."""
+    return CODE.findall(FENCE.sub("", _text(name)))
+
+
+def _anchors(path: Path) -> set[str]:
+    """Those that GitHub gives the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", path.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def _rows(name: str, heading: str) -> list[list[str]]:
@@ -64,12 +90,19 @@ def keys(configurations):
 def test_local_links_resolve_and_nothing_is_left_to_fill_in(name):
     text = _text(name)
     assert "@@" not in text and "TODO" not in text
-    for link in re.findall(r"\]\((?!https?:)([^)#]+)", text):
-        assert ((ROOT / name).parent / link).exists(), link
+    for link, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", text):
+        path = ((ROOT / name).parent / link).resolve() if link else ROOT / name
+        assert path.exists() or path.relative_to(ROOT).as_posix() in TO_COME, link
+        assert not anchor or anchor in _anchors(path), f"{link}#{anchor}"
 
 
 def test_the_readme_stays_short():
     assert len(_text("README.md").splitlines()) < 200
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_stays_short(name):
+    assert len(_text(name).splitlines()) <= 120
 
 
 # ---- files ----
@@ -88,11 +121,13 @@ def test_everything_in_the_table_of_files_exists():
 @pytest.mark.parametrize("name", MANUALS)
 def test_files_named_in_the_manuals_exist(name):
     text = _text(name)
-    named = {*PATH.findall(text), *(code for code in CODE.findall(text) if FILE.fullmatch(code))}
-    named = {path for path in named if Path(path).name not in RESULTS}  # what a run writes
-    assert named
-    for path in named:
-        assert any(list(folder.glob(path)) for folder in (ROOT, PACKAGE, (ROOT / name).parent)), path
+    files = {*PATH.findall(text), *(code for code in _spans(name) if FILE.fullmatch(code))}
+    for path in files - TO_COME:
+        folders = (ROOT, PACKAGE, (ROOT / name).parent, named.SITE)
+        there = any(list(folder.glob(path)) for folder in folders)
+        # What a run writes: ours and verl's name it in their code.
+        written = f'"{Path(path).name}"' in named.source() + named.upstream()
+        assert there or written, path
 
 
 # ---- keys ----
@@ -111,10 +146,27 @@ def test_keys_named_in_the_manuals_exist(name, configurations, keys):
 
 @pytest.mark.parametrize("name", MANUALS)
 def test_overrides_named_in_the_manuals_are_keys_or_groups(name, keys):
-    for code in CODE.findall(_text(name)):
+    for code in [*_spans(name), *_blocks(name)]:
         for word in OVERRIDE.findall(code):
             known = (GROUPS / word).is_dir() or any(f".{key}".endswith(f".{word}") for key in keys)
-            assert known or f"+{word}=" in code, word
+            added = f"+{word}=" in code and any(word.startswith(f"{key}.") for key in keys)
+            assert known or added or word.startswith("hydra."), word
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_dotted_name_in_a_page_is_a_key_a_module_or_a_file(name, keys):
+    for code in _spans(name):
+        word = code.removeprefix("+").partition("=")[0]
+        if not re.fullmatch(r"[a-z]\w*(\.\w+)+", word) or FILE.fullmatch(word):
+            continue
+        added = code.startswith("+") and any(word.startswith(f"{key}.") for key in keys)
+        last = word.rpartition(".")[2]
+        entry_point = f'"{word}"' in (ROOT / "setup.py").read_text()
+        assert word in keys or added or entry_point or word.split(".")[0] not in _roots(keys) and last in named.words(), word
+
+
+def _roots(keys) -> set[str]:
+    return {key.partition(".")[0] for key in keys}
 
 
 def test_the_table_of_experiments_says_what_they_compose_to():
@@ -144,3 +196,66 @@ def test_overrides_of_the_recipe_have_the_choices_and_defaults_that_its_table_gi
                 assert yaml.safe_load(default) == value and value is not None, word
             if "in the 32B experiment" in choices:
                 assert yaml.safe_load(others[0]) == OmegaConf.select(configurations["dapo_qwen2.5_32b_int8"], word), word
+
+
+# ---- commands, metrics, names, messages ----
+
+
+@pytest.mark.parametrize("name", MANUALS)
+def test_options_of_commands_exist(name):
+    for line in [*_spans(name), *_blocks(name)]:
+        told = [(command, rest) for command, rest in COMMAND.findall(line)]
+        told += [("quickstart", line)] if "scripts/quickstart.sh" in line else []
+        for command, rest in told:
+            assert command in named.options(), line
+            assert set(re.findall(r"(?<!\S)(--[\w-]+)", rest)) <= named.options()[command], line
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_metrics_named_in_the_pages_are_logged(name):
+    there = named.metrics_of_ours() | named.metrics_of_the_correction() | named.metrics_of_a_run()
+    for code in _spans(name):
+        for metric in METRIC.findall(code):
+            if metric.endswith("/") or FILE.fullmatch(code):
+                continue
+            pattern = re.sub(r"<\w+>|\\\*", r"\\w+", re.escape(metric).replace("\\<", "<").replace("\\>", ">"))
+            assert any(re.fullmatch(pattern, known) for known in there), metric
+
+
+def test_the_mismatch_of_the_page_on_precision_is_that_of_the_results():
+    measured: dict[str, dict[str, str]] = {}
+    for line in re.findall(r"^\| (?:NVIDIA H200|CPU) \|.*", _text("docs/results/mismatch.md"), re.MULTILINE):
+        device, precision, _, _, common, *_ = (cell.strip() for cell in line.strip("|").split("|"))
+        measured.setdefault(device.removeprefix("NVIDIA "), {})[precision] = common.partition(" ")[0]
+    assert set(measured) == {"H200", "CPU"}
+    told = {row[0]: row[1:] for row in _rows("docs/precision_and_cap.md", "Which precision runs where")}
+    for device, by_precision in measured.items():
+        assert told[device] == [by_precision[precision] for precision in ("bf16", "int8", "fp8")], device
+
+
+def test_every_metric_of_ours_is_in_the_table_that_says_what_they_are():
+    rows = _rows("docs/how_a_step_works.md", "Every `flashrl/` metric")
+    told = [re.sub(r"<\w+>", r"\\w+", metric) for names, *_ in rows for metric in CODE.findall(names)]
+    for metric in named.metrics_of_ours():
+        assert any(re.fullmatch(pattern, metric) for pattern in told), metric
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_names_in_the_pages_are_in_the_code(name):
+    for code in _spans(name):
+        word = code.removesuffix("()").partition("(")[0]
+        if re.fullmatch(r"[A-Za-z_]\w*", word) and re.search(r"_|[a-z][A-Z]", word):
+            assert word in named.words(), code
+
+
+def test_words_of_errors_are_those_of_the_code():
+    for page in ("docs/troubleshooting.md", "docs/upgrading.md", "docs/tuning.md"):
+        for quote, elsewhere in QUOTE.findall(CODE.sub("", FENCE.sub("", _text(page)))):
+            assert quote in named.upstream() if elsewhere else named.says(quote), (page, quote)
+
+
+def test_every_error_of_ours_is_in_the_page_of_troubles():
+    told = _text("docs/troubleshooting.md")
+    for error in vars(errors).values():
+        if isinstance(error, type) and issubclass(error, errors.FlashRLError):
+            assert f"`{error.__name__}`" in told, error
