@@ -30,6 +30,15 @@ class Precision(str, Enum):
     """No quantization: the baseline, on the same server and the same weight update."""
 
 
+class ServerAddress(str, Enum):
+    """Where the HTTP server of a rollout engine listens. Whoever asks it needs its key, wherever it listens."""
+
+    LOOPBACK = "loopback"
+    """An address that only programs on the same machine reach."""
+    NODE = "node"
+    """The node's address in the Ray cluster, for programs on other nodes: an agent framework, a monitor."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class FlashRLConfig:
     """Settings of the quantized rollout, its weight update, dynamic sampling and the guard.
@@ -72,11 +81,16 @@ class FlashRLConfig:
     padded_vocab_mass_limit: float = 1e-3
     """Probability mass on token ids past the tokenizer's last above which a run is refused; from 0 to 1."""
 
+    server_address: ServerAddress = ServerAddress.LOOPBACK
+    """Where the engines' HTTP servers listen: loopback or node. The trainer never uses them, it asks its engines through Ray.
+    Every request needs the server's key (``rollout/access.py``)."""
+
     guard: GuardConfig = GuardConfig()
     """What is watched after every step, and what happens beyond a limit; a mapping is read as ``flashrl.guard``."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "precision", _precision(self.precision))
+        object.__setattr__(self, "server_address", _server_address(self.server_address))
         object.__setattr__(self, "ignore", _ignore(self.ignore))
         object.__setattr__(self, "guard", GuardConfig.read(self.guard))
         for name in ("self_check", "fp32_lm_head"):
@@ -123,6 +137,16 @@ def _precision(value: Any) -> Precision:
         raise ConfigError(
             f"flashrl.precision={value!r} is not a precision of the rollout. Set flashrl.precision to int8, to fp8 (Ada, "
             f"Hopper and later), or to bf16 for a run without quantization."
+        ) from None
+
+
+def _server_address(value: Any) -> ServerAddress:
+    try:
+        return ServerAddress(value)
+    except ValueError:
+        raise ConfigError(
+            f"flashrl.server_address={value!r} is not a place to listen at. Set flashrl.server_address to loopback (this "
+            "machine only) or to node (the node's address in the Ray cluster)."
         ) from None
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's vLLM server, started with the flashrl quantization and checked to be what it says it is."""
 
+import asyncio
 import os
 import uuid
 from collections.abc import Callable
@@ -12,12 +13,13 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, 
 
 from flashrl_verl import self_check
 from flashrl_verl.compat import vllm_device
-from flashrl_verl.config import FlashRLConfig, Precision
+from flashrl_verl.config import FlashRLConfig, Precision, ServerAddress
 from flashrl_verl.errors import ConfigError, FlashRLError
 from flashrl_verl.lm_head import FP32
 from flashrl_verl.platforms.cores import bind_ranks
 from flashrl_verl.plugin_vllm import register
 from flashrl_verl.quantization.formats import row_format
+from flashrl_verl.rollout.access import base_url, loopback_address, require_key, server_key, verify_refusal
 from flashrl_verl.rollout.transfer import socket_scope
 from flashrl_verl.self_check import EngineState
 
@@ -56,10 +58,18 @@ class FlashRLHttpServer(vLLMHttpServer):
             bind_ranks(self.config.tensor_model_parallel_size)
 
     async def run_server(self, args) -> None:
+        if self.flashrl.server_address is ServerAddress.LOOPBACK:
+            self._server_address = loopback_address(self.replica_rank)  # where verl is about to bind the HTTP server
+        require_key(args)
         await super().run_server(args)
+        await asyncio.to_thread(verify_refusal, self._server_address, self._server_port)
         self._layers = await self.collective_rpc("flashrl_layers")
         for layers in self._layers:
             require_precision(self.flashrl, layers)
+
+    async def flashrl_http_access(self) -> tuple[str, str]:
+        """Base URL of this server, and its key; a request brings it as ``Authorization: Bearer <key>``."""
+        return base_url(*self.get_server_address()), server_key()
 
     async def generate(self, *args, **kwargs) -> TokenOutput:
         """verl's; counts what it returns, as the trainer sees only the groups that dynamic sampling kept."""

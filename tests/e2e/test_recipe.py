@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The whole loop on CPU: verl's V1 trainer, Ray, FSDP2, real vLLM; only model and data are small."""
 
+import json
 import math
+import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from recipe_runs import ROOT, TWO_RANKS, command, finish, make_assets, start
+from recipe_runs import PROGRAMS, ROOT, TWO_RANKS, await_log, command, finish, make_assets, start
 from trackers import tensorboard_scalars, wandb_history
 
 LAYERS = 2
@@ -35,11 +39,19 @@ def assert_healthy(run, steps: int) -> None:
 
 @pytest.fixture(scope="module")
 def logged_everywhere(assets, tmp_path_factory):
-    """The smoke experiment, INT8 with TIS, with each of verl's trackers that needs no account."""
+    """The smoke experiment, INT8 with TIS, with each of verl's trackers that needs no account; and an outsider who meanwhile
+    asks its server."""
     folder = tmp_path_factory.mktemp("smoke")
     words = command(assets, folder, "trainer.logger=[console,file,tensorboard,wandb]")
     variables = {"TENSORBOARD_DIR": f"{folder}/tensorboard", "WANDB_DIR": str(folder), "WANDB_MODE": "offline"}
-    return finish(start(words, folder, variables=variables), folder)
+    process = start(words, folder, variables=variables)
+    server = await_log(process, folder, re.compile(r"LLMServerManager: \['([\d.]+:\d+)'\]"))
+    if server:
+        outsider = [sys.executable, str(PROGRAMS / "outsider.py"), server[1], str(process.pid)]
+        asked = subprocess.run(outsider, capture_output=True, text=True, timeout=120)
+        (folder / "outsider.json").write_text(asked.stdout)
+        (folder / "outsider.err").write_text(asked.stderr)
+    return finish(process, folder)
 
 
 def test_int8_rollouts_train_with_tis_on_the_actor(logged_everywhere):
@@ -51,6 +63,21 @@ def test_int8_rollouts_train_with_tis_on_the_actor(logged_everywhere):
     assert "rollout_corr/rollout_is_mean" in last and "actor/rollout_corr/rollout_is_mean" not in last
     assert "rollout precision int8: 8 quantized layers" in run.output
     assert "self-check passed" in run.output
+
+
+def test_the_server_refuses_an_outsider_and_is_not_on_the_nodes_address(logged_everywhere):
+    folder = logged_everywhere.metrics_file.parent
+    assert (folder / "outsider.json").exists(), "the run did not tell its server's address in time"
+    lines = (folder / "outsider.json").read_text().splitlines()  # vLLM logs to the same stream
+    assert lines, (folder / "outsider.err").read_text()
+    told = json.loads(lines[-1])
+    assert len(told["without"]) == 8
+    assert set(told["without"].values()) == set(told["guessed"].values()) == {401}
+    assert set(told["with"].values()) == {200}
+    assert told["listens_at"] == ["127.0.0.1"] and told["url"].startswith("http://127.0.0.1:")
+    assert not told["node_takes_connections"]
+    assert len(told["key"]) > 40 and told["command_lines"] == [], "whoever lists processes would read it"
+    assert told["key"] not in logged_everywhere.output
 
 
 def test_shares_and_speeds_are_those_of_verls_timers(logged_everywhere):

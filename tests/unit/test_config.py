@@ -57,6 +57,8 @@ def test_settings_cannot_be_changed_after_they_were_checked():
         ({"fp32_lm_head": "true"}, ["flashrl.fp32_lm_head='true'", "true or false"]),
         ({"padded_vocab_mass_limit": 1.5}, ["flashrl.padded_vocab_mass_limit=1.5", "between 0 and 1"]),
         ({"padded_vocab_mass_limit": math.nan}, ["flashrl.padded_vocab_mass_limit=nan", "between 0 and 1"]),
+        ({"server_address": "0.0.0.0"}, ["flashrl.server_address='0.0.0.0'", "loopback", "node"]),
+        ({"server_address": None}, ["flashrl.server_address=None", "loopback", "node"]),
         ({"precison": "int8"}, ["flashrl.precison", "precision, ignore"]),
     ],
 )

@@ -14,7 +14,7 @@ from flashrl_verl.run_directory import RESULTS
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "flashrl_verl"
 GROUPS = PACKAGE / "configs"
-MANUALS = ["README.md", "CONTRIBUTING.md", "recipe/flashrl/README.md"]
+MANUALS = ["README.md", "CONTRIBUTING.md", "recipe/flashrl/README.md", "docs/security.md"]
 DOCUMENTS = [*MANUALS, "CHANGELOG.md", "docs/LOG.md"]
 CODE = re.compile(r"`([^`\n]+)`")
 PATH = re.compile(r"(?<![\w./<>-])((?:flashrl_verl|recipe|requirements|scripts|tests|docs|configs)/[\w./*-]*\w)")

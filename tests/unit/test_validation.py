@@ -262,6 +262,12 @@ REFUSED = [
     ({f"{ENGINE}.logits_processors": ["a.B"]}, '["a.B"]', f"remove {ENGINE}.logits_processors"),
     ({f"{ENGINE}.speculative_config": {"method": "eagle"}}, "eagle", f"remove {ENGINE}.speculative_config"),
     ({f"{ENGINE}.enable_lora": True}, "enable_lora=true", "actor_rollout_ref.model.lora.merge=True"),
+    ({f"{ENGINE}.api_key": ["x"]}, 'api_key=["x"]', f"remove {ENGINE}.api_key"),
+    ({f"{ENGINE}.api-key": "x"}, "api-key=x", f"remove {ENGINE}.api-key"),
+    # monitors that have no key
+    ({f"{ROLLOUT}.prometheus.enable": True}, "prometheus.enable=true", f"{ROLLOUT}.prometheus.enable=false"),
+    ({"trainer.logger": ["console", "rl_insight"]}, '["console", "rl_insight"]', "trainer.logger without rl_insight"),
+    ({"trainer.logger": "rl_insight"}, "trainer.logger=rl_insight", "trainer.logger without rl_insight"),
     ({f"{ENGINE}.config": "more.yaml"}, "config=more.yaml", f"remove {ENGINE}.config"),
     # hardware chosen by half
     ({"trainer.device": "cpu"}, "trainer.device=cpu", "hardware=cpu"),
