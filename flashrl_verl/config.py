@@ -50,6 +50,16 @@ class FlashRLConfig:
     precision: Precision = Precision.INT8
     """Number format of the rollout engine's linear layers and experts: int8, fp8 or bf16."""
 
+    bf16_replica_fraction: float = 0.0
+    """Share of the rollout's replicas that run in BF16 beside those of ``precision``; from 0 to below 1. Of R replicas the last
+    floor(share x R + 1/2) do, at least 1 and at most R - 1.
+
+    It is FlashRL's hybrid rollout (there: a second profile, ``bf16``, in its configuration file, taken in turns by the data
+    parallel workers). Two reasons: with half of the replicas in BF16 about half of the responses have BF16's mismatch, so that
+    the batch's mean is about halved, at part of the speed; and one run shows both precisions on the same weights and prompts,
+    with the tokens that each replica generated and the bytes it holds. Mismatch and correction are the whole batch's: a
+    response does not tell which replica sampled it."""
+
     ignore: tuple[str, ...] = ()
     """Layers that stay in high precision: exact names of the checkpoint (without ``.weight``), or ``re:`` and a regular
     expression. An entry that matches no layer is an error."""
@@ -96,6 +106,11 @@ class FlashRLConfig:
         for name in ("self_check", "fp32_lm_head"):
             require_bool("flashrl", self, name)
         require_accepted("flashrl", self, _ACCEPTED)
+        if self.bf16_replica_fraction and self.precision is Precision.BF16:
+            raise ConfigError(
+                f"flashrl.bf16_replica_fraction={self.bf16_replica_fraction:g} has no effect with flashrl.precision=bf16: all "
+                "replicas are in BF16. Set flashrl.precision to int8 or fp8, or flashrl.bf16_replica_fraction to 0.0."
+            )
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> "FlashRLConfig":
@@ -121,6 +136,9 @@ class FlashRLConfig:
 
 
 _ACCEPTED = {
+    "bf16_replica_fraction": Accepted(
+        (int, float), lambda v: 0 <= v < 1, "a share from 0 to below 1 (flashrl.precision=bf16 runs all replicas in BF16)"
+    ),
     "keep_first_layers": Accepted((int,), lambda v: v >= 0, "a number of layers, 0 or more"),
     "keep_last_layers": Accepted((int,), lambda v: v >= 0, "a number of layers, 0 or more"),
     "update_timeout_s": Accepted((int, float), lambda v: v > 0 and math.isfinite(v), "a finite number of seconds above 0"),

@@ -47,10 +47,10 @@ def validate_config(cfg: DictConfig) -> FlashRLConfig:
     _check_lora(cfg)
     check_correction(cfg)
     check_engine_arguments(cfg)
-    check_servers(cfg)
     if settings.fp32_lm_head:
         check_head(cfg)
     _check_hardware(cfg)
+    check_servers(cfg, settings)
     _check_micro_batches(cfg)
     return settings
 

@@ -2,6 +2,7 @@
 """verl's vLLM server, started with the flashrl quantization and checked to be what it says it is."""
 
 import asyncio
+import dataclasses
 import os
 import uuid
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from flashrl_verl.lm_head import FP32
 from flashrl_verl.platforms.cores import bind_ranks
 from flashrl_verl.plugin_vllm import register
 from flashrl_verl.quantization.formats import row_format
+from flashrl_verl.replicas import settings_of
 from flashrl_verl.rollout.access import base_url, loopback_address, require_key, server_key, verify_refusal
 from flashrl_verl.rollout.transfer import socket_scope
 from flashrl_verl.self_check import EngineState
@@ -33,6 +35,11 @@ class FlashRLHttpServer(vLLMHttpServer):
     def _validate_configs(self) -> None:
         super()._validate_configs()
         self.flashrl = FlashRLConfig.from_mapping((self.config.custom or {}).get("flashrl", {}))
+        if self.flashrl.bf16_replica_fraction:
+            raise FlashRLError(
+                "an engine was started without a precision of its own, outside of the replicas among which "
+                f"flashrl.bf16_replica_fraction={self.flashrl.bf16_replica_fraction:g} is shared out; set it to 0.0"
+            )
         self._generated_tokens = 0
 
     def _apply_quantization(self) -> tuple[str | None, dict]:
@@ -129,6 +136,22 @@ class FlashRLReplica(vLLMReplica):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.server_class = ray.remote(FlashRLHttpServer)
+
+    async def init_hybrid(self, worker_group) -> None:
+        """verl's; only here is known how many replicas there are."""
+        self.take_precision(worker_group.world_size // self.world_size)
+        await super().init_hybrid(worker_group)
+
+    def take_precision(self, replicas: int) -> None:
+        """Give the servers of this replica their own settings, one of ``replicas`` (``replicas.py``).
+
+        Raises:
+            ConfigError: so many replicas do not make the mixture that is asked for.
+        """
+        custom = self.config.custom or {}
+        own = settings_of(FlashRLConfig.from_mapping(custom.get("flashrl", {})), self.replica_rank, replicas)
+        # A copy: verl's configuration is frozen, and the other replicas may share it.
+        self.config = dataclasses.replace(self.config, custom={**custom, "flashrl": dataclasses.asdict(own)})
 
     def _get_server_name_prefix(self) -> str:
         return f"{NAME}_"

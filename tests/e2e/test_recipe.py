@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from recipe_runs import PROGRAMS, ROOT, TWO_RANKS, await_log, command, finish, make_assets, start
+from recipe_runs import PROGRAMS, ROOT, TWO_RANKS, TWO_REPLICAS, await_log, command, finish, make_assets, start
 from trackers import tensorboard_scalars, wandb_history
 
 LAYERS = 2
@@ -183,6 +183,25 @@ def test_two_ranks_train_and_sample_with_every_receipt_verified(recipe):
     assert_healthy(run, steps=5)
     for step, metrics in run.metrics().items():
         assert step == 0 or metrics["flashrl/receipts_verified"] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_an_int8_and_a_bf16_replica_sample_for_one_trainer(recipe):
+    run = recipe(*TWO_REPLICAS, "flashrl.bf16_replica_fraction=0.5", timeout=800)
+    assert_healthy(run, steps=2)
+    assert "rollout precision int8 (1 of 2 replicas, the other in bf16): 8 quantized layers" in run.output
+    for step in (1, 2):
+        told = {key.removeprefix("flashrl/"): value for key, value in run.metrics()[step].items()}
+        assert told["receipts_verified"] == 2 and told["bf16_replicas"] == 1
+        assert (told["replica_0_quantized_layers"], told["replica_1_quantized_layers"]) == (8, 0)
+        assert told["quantized_layers"] == 8 and told["refit_quantized"] == LAYERS * 7 and told["code_change_rate"] > 0
+        held = [told[f"replica_{i}_weight_bytes"] for i in (0, 1)]
+        assert sum(held) == told["weight_bytes"]
+        assert held[1] - held[0] == told["quantized_bytes_as_bf16"] - told["quantized_bytes"] > 0, "all else is the same"
+        generated = [told[f"replica_{i}_generated_tokens"] for i in (0, 1)]
+        assert min(generated) > 0
+        assert sum(generated) == pytest.approx(told["tokens_per_second_gen"] * told["timing_s/gen"])
 
 
 @pytest.mark.slow
