@@ -30,6 +30,15 @@ class Precision(str, Enum):
     """No quantization: the baseline, on the same server and the same weight update."""
 
 
+class ServerAddress(str, Enum):
+    """Where the HTTP server of a rollout engine listens. Whoever asks it needs its key, wherever it listens."""
+
+    LOOPBACK = "loopback"
+    """An address that only programs on the same machine reach."""
+    NODE = "node"
+    """The node's address in the Ray cluster, for programs on other nodes: an agent framework, a monitor."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class FlashRLConfig:
     """Settings of the quantized rollout, its weight update, dynamic sampling and the guard.
@@ -40,6 +49,16 @@ class FlashRLConfig:
 
     precision: Precision = Precision.INT8
     """Number format of the rollout engine's linear layers and experts: int8, fp8 or bf16."""
+
+    bf16_replica_fraction: float = 0.0
+    """Share of the rollout's replicas that run in BF16 beside those of ``precision``; from 0 to below 1. Of R replicas the last
+    floor(share x R + 1/2) do, at least 1 and at most R - 1.
+
+    It is FlashRL's hybrid rollout (there: a second profile, ``bf16``, in its configuration file, taken in turns by the data
+    parallel workers). Two reasons: with half of the replicas in BF16 about half of the responses have BF16's mismatch, so that
+    the batch's mean is about halved, at part of the speed; and one run shows both precisions on the same weights and prompts,
+    with the tokens that each replica generated and the bytes it holds. Mismatch and correction are the whole batch's: a
+    response does not tell which replica sampled it."""
 
     ignore: tuple[str, ...] = ()
     """Layers that stay in high precision: exact names of the checkpoint (without ``.weight``), or ``re:`` and a regular
@@ -76,16 +95,26 @@ class FlashRLConfig:
     padded_vocab_mass_limit: float = 1e-3
     """Probability mass on token ids past the tokenizer's last above which a run is refused; from 0 to 1."""
 
+    server_address: ServerAddress = ServerAddress.LOOPBACK
+    """Where the engines' HTTP servers listen: loopback or node. The trainer never uses them, it asks its engines through Ray.
+    Every request needs the server's key (``rollout/access.py``)."""
+
     guard: GuardConfig = GuardConfig()
     """What is watched after every step, and what happens beyond a limit; a mapping is read as ``flashrl.guard``."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "precision", _precision(self.precision))
+        object.__setattr__(self, "server_address", _server_address(self.server_address))
         object.__setattr__(self, "ignore", _ignore(self.ignore))
         object.__setattr__(self, "guard", GuardConfig.read(self.guard))
         for name in ("self_check", "fp32_lm_head", "ship_code"):
             require_bool("flashrl", self, name)
         require_accepted("flashrl", self, _ACCEPTED)
+        if self.bf16_replica_fraction and self.precision is Precision.BF16:
+            raise ConfigError(
+                f"flashrl.bf16_replica_fraction={self.bf16_replica_fraction:g} has no effect with flashrl.precision=bf16: all "
+                "replicas are in BF16. Set flashrl.precision to int8 or fp8, or flashrl.bf16_replica_fraction to 0.0."
+            )
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> "FlashRLConfig":
@@ -111,6 +140,9 @@ class FlashRLConfig:
 
 
 _ACCEPTED = {
+    "bf16_replica_fraction": Accepted(
+        (int, float), lambda v: 0 <= v < 1, "a share from 0 to below 1 (flashrl.precision=bf16 runs all replicas in BF16)"
+    ),
     "keep_first_layers": Accepted((int,), lambda v: v >= 0, "a number of layers, 0 or more"),
     "keep_last_layers": Accepted((int,), lambda v: v >= 0, "a number of layers, 0 or more"),
     "update_timeout_s": Accepted((int, float), lambda v: v > 0 and math.isfinite(v), "a finite number of seconds above 0"),
@@ -127,6 +159,16 @@ def _precision(value: Any) -> Precision:
         raise ConfigError(
             f"flashrl.precision={value!r} is not a precision of the rollout. Set flashrl.precision to int8, to fp8 (Ada, "
             f"Hopper and later), or to bf16 for a run without quantization."
+        ) from None
+
+
+def _server_address(value: Any) -> ServerAddress:
+    try:
+        return ServerAddress(value)
+    except ValueError:
+        raise ConfigError(
+            f"flashrl.server_address={value!r} is not a place to listen at. Set flashrl.server_address to loopback (this "
+            "machine only) or to node (the node's address in the Ray cluster)."
         ) from None
 
 

@@ -4,8 +4,9 @@
 Plain functions without Ray or verl; ``trainer.py`` says when they are called.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from flashrl_verl.config import Precision
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.lm_head import FP32
 
@@ -50,7 +51,8 @@ def phase_metrics(
 
 
 def refit_metrics(reports: list[dict]) -> dict[str, float]:
-    """Metrics of one weight update from the engine workers' reports: the slowest worker's seconds, one worker's bytes."""
+    """Metrics of one weight update from the engine workers' reports: the slowest worker's seconds, one worker's bytes, and of
+    what is quantized the quantized replicas' tensors and share of changed codes."""
     slowest = max(reports, key=lambda r: r["seconds"]["total"])
     seconds, receipt = slowest["seconds"], slowest["receipt"]
     metrics = {
@@ -66,7 +68,7 @@ def refit_metrics(reports: list[dict]) -> dict[str, float]:
         "flashrl/refit_quantize_gigabytes_per_second": receipt["bytes"] / 1e9 / max(seconds["load"], 1e-9),
         "flashrl/refit_tensors": receipt["tensors"],
         "flashrl/refit_updated": slowest["updated"],
-        "flashrl/refit_quantized": slowest["quantized"],
+        "flashrl/refit_quantized": max(report["quantized"] for report in reports),
         "flashrl/refit_left_alone": len(slowest["left_alone"]),
         "flashrl/receipt_step": receipt["step"],
         "flashrl/receipt_checksums": len(receipt["checksums"]),
@@ -79,13 +81,34 @@ def refit_metrics(reports: list[dict]) -> dict[str, float]:
     return metrics
 
 
-def summarize_layers(workers: list[dict]) -> dict[str, float]:
-    """Metrics of what the rollout is; every worker of every replica must be the same."""
-    counts = {(w["precision"], w["quantized_layers"], w["head_dtype"]) for w in workers}
-    if len(counts) != 1:
-        raise ConfigError(f"the rollout's workers differ in precision, quantized layers or lm_head: {sorted(counts)}")
-    first = workers[0]
-    return {
+def summarize_layers(replicas: Sequence[Sequence[dict]], wanted: Sequence[Precision]) -> dict[str, float]:
+    """Metrics of what the rollout is; every replica must be what it was started as, and in all else like the others.
+
+    Args:
+        replicas: what each replica's workers say (``FlashRLWorkerExtension.flashrl_layers``).
+        wanted: each replica's precision (``replicas.precisions``).
+
+    Returns:
+        Layers of a quantized replica (of any, where none is), bytes of all workers together, and the number of replicas in
+        BF16. In a mixture ``weight_bytes`` has the BF16 replicas too, the quantized bytes do not, and each replica's layers and
+        bytes are there as well, as ``flashrl/replica_<i>_*``.
+
+    Raises:
+        ConfigError: replicas or their workers differ in anything but the precisions that are wanted.
+    """
+    found = [{(w["precision"], w["quantized_layers"], w["head_dtype"]) for w in workers} for workers in replicas]
+    right = all(_all_are(want, kinds) for kinds, want in zip(found, wanted, strict=True))
+    # One kind of worker for every precision; one head in any case.
+    alike = len(set().union(*found)) == len(set(wanted)) and len({head for kinds in found for _, _, head in kinds}) == 1
+    if not right or not alike:
+        raise ConfigError(
+            f"the rollout's workers differ in precision, quantized layers or lm_head: {[sorted(kinds) for kinds in found]} by "
+            f"replica, where {[want.value for want in wanted]} was asked for"
+        )
+    workers = [worker for replica in replicas for worker in replica]
+    first = max(workers, key=lambda worker: worker["quantized_layers"])
+    metrics = {
+        "flashrl/bf16_replicas": sum(want is Precision.BF16 for want in wanted),
         "flashrl/quantized_layers": first["quantized_layers"],
         "flashrl/unquantized_layers": len(first["unquantized_layers"]),
         "flashrl/fp32_lm_head": int(first["head_dtype"] == FP32),
@@ -93,6 +116,20 @@ def summarize_layers(workers: list[dict]) -> dict[str, float]:
         "flashrl/quantized_bytes": sum(w["quantized_bytes"] for w in workers),
         "flashrl/quantized_bytes_as_bf16": sum(w["quantized_bytes_as_bf16"] for w in workers),
     }
+    if len(set(wanted)) == 1:
+        return metrics
+    layers = per_replica("quantized_layers", [replica[0]["quantized_layers"] for replica in replicas])
+    return metrics | layers | per_replica("weight_bytes", [sum(w["weight_bytes"] for w in replica) for replica in replicas])
+
+
+def _all_are(wanted: Precision, kinds: set[tuple[str, int, str]]) -> bool:
+    quantized = wanted is not Precision.BF16
+    return all(precision == wanted.value and (layers > 0) == quantized for precision, layers, _ in kinds)
+
+
+def per_replica(name: str, values: Sequence[float]) -> dict[str, float]:
+    """``flashrl/replica_<i>_<name>``, by verl's rank of the replica."""
+    return {f"flashrl/replica_{i}_{name}": value for i, value in enumerate(values)}
 
 
 def describe_rollout(precision: str, layers: dict[str, float], refit: dict[str, float]) -> str:

@@ -24,9 +24,10 @@ from flashrl_verl.lm_head import require_trainer_heads
 from flashrl_verl.local_paths import check_paths
 from flashrl_verl.metrics_file import MetricsFile, metrics_path
 from flashrl_verl.node_watch import NodeWatch, nodes_of
+from flashrl_verl.replicas import describe, precisions
 from flashrl_verl.rollout.receipt import verify_ranks
 from flashrl_verl.self_check import LEVEL_1_BYTES, require_same, sleeps_between_steps
-from flashrl_verl.step_metrics import describe_rollout, phase_metrics, refit_metrics, summarize_layers
+from flashrl_verl.step_metrics import describe_rollout, per_replica, phase_metrics, refit_metrics, summarize_layers
 from flashrl_verl.validation import validate_config
 
 # Under "verl", whose handler verl keeps apart from the root logger: imported libraries silence that one.
@@ -90,12 +91,13 @@ class FlashRLTrainer(PPOTrainerSync):
     def on_init_end(self) -> None:
         super().on_init_end()
         metrics = self._verify_refit()
-        workers = [worker for replica in self._ask_servers("flashrl_layers") for worker in replica]
-        self._layer_metrics = summarize_layers(workers)
+        replicas = self._ask_servers("flashrl_layers")
+        wanted = precisions(self.flashrl, len(replicas))
+        self._layer_metrics = summarize_layers(replicas, wanted)
         require_trainer_heads(self.flashrl.fp32_lm_head, self.actor_rollout_wg.flashrl_fp32_head())
-        log.info(describe_rollout(self.flashrl.precision.value, self._layer_metrics, metrics))
+        log.info(describe_rollout(describe(wanted), self._layer_metrics, metrics))
         if self.flashrl.self_check:
-            self._self_check(max(worker["weight_bytes"] for worker in workers))
+            self._self_check(max(worker["weight_bytes"] for workers in replicas for worker in workers))
 
     @property
     def logger(self):
@@ -134,7 +136,7 @@ class FlashRLTrainer(PPOTrainerSync):
         return batch
 
     def prepare_step(self) -> dict:
-        self._generated_before = sum(self._ask_servers("flashrl_generated_tokens"))
+        self._generated_before = self._ask_servers("flashrl_generated_tokens")
         self._prompts_this_step = self.config.data.train_batch_size
         return super().prepare_step()
 
@@ -154,7 +156,8 @@ class FlashRLTrainer(PPOTrainerSync):
     def on_sample_end(self) -> None:
         self._check_padded_vocabulary()  # before the engine sleeps
         super().on_sample_end()
-        self._generated_tokens = sum(self._ask_servers("flashrl_generated_tokens")) - self._generated_before
+        now = self._ask_servers("flashrl_generated_tokens")
+        self._generated_tokens = [after - before for after, before in zip(now, self._generated_before, strict=True)]
 
     def _update_actor(self, batch, metrics: dict):
         batch = super()._update_actor(batch, metrics)
@@ -183,7 +186,9 @@ class FlashRLTrainer(PPOTrainerSync):
     def _compute_metrics(self, batch, metrics: dict, timing_raw: dict, global_steps: int, epoch: int) -> None:
         super()._compute_metrics(batch, metrics, timing_raw, global_steps=global_steps, epoch=epoch)
         trained, bypass = metrics["perf/total_num_tokens"], bool(self.config.algorithm.rollout_correction)
-        metrics.update(phase_metrics(timing_raw, self._generated_tokens, trained, bypass=bypass))
+        metrics.update(phase_metrics(timing_raw, sum(self._generated_tokens), trained, bypass=bypass))
+        if self.flashrl.bf16_replica_fraction:
+            metrics.update(per_replica("generated_tokens", self._generated_tokens))
 
     # ---- ours ----
 

@@ -18,6 +18,7 @@ from flashrl_verl.errors import ConfigError
 from flashrl_verl.rules import ACTOR, CORRECTION, ROLLOUT, Rule, apply, get, one_of, positive_integer, refuse, words
 from flashrl_verl.validation_head import check_head
 from flashrl_verl.validation_sampling import check_correction, check_engine_arguments
+from flashrl_verl.validation_servers import check_servers
 
 PLATFORM = "ray_kwargs.ray_init.runtime_env.env_vars.VERL_PLATFORM"
 
@@ -49,6 +50,7 @@ def validate_config(cfg: DictConfig) -> FlashRLConfig:
     if settings.fp32_lm_head:
         check_head(cfg)
     _check_hardware(cfg)
+    check_servers(cfg, settings)
     _check_micro_batches(cfg)
     return settings
 

@@ -218,6 +218,7 @@ _OWNED = {
     ),
     "speculative_config": ("the drafter's weights are not part of the checked weight update", None),
     "enable_lora": ("adapters are not quantized", "actor_rollout_ref.model.lora.merge=True"),
+    "api_key": ("verl prints it into the run's log, and a server of FlashRL's has a random key of its own", None),
     "config": ("the arguments in a further file cannot be checked", f"{ENGINE}.<argument>"),
 }
 

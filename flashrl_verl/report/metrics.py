@@ -30,6 +30,8 @@ IS_WEIGHTS = "rollout_corr/rollout_is_mean"
 """Mean importance weight; logged only where weights were computed."""
 REJECTED = "rollout_corr/rollout_rs_masked_fraction"
 """Share of the tokens that rejection takes out of the loss; logged only where a criterion (`rollout_rs`) was chosen."""
+BF16_REPLICAS = "flashrl/bf16_replicas"
+"""Replicas of the rollout that are not quantized, of a mixture or of a BF16 run."""
 MISSING = "not logged"
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from flashrl_verl.errors import FlashRLError
 from flashrl_verl.report.command import broken_at_overrides
 from flashrl_verl.report.metrics import (
+    BF16_REPLICAS,
     CORRELATION,
     HELD_OUT,
     IS_WEIGHTS,
@@ -85,7 +86,8 @@ class Report:
         last = self.metrics.last
         share = last("flashrl/quantized_bytes")
         as_bf16, total = last("flashrl/quantized_bytes_as_bf16"), last("flashrl/weight_bytes")
-        yield "rollout precision", held_precision(self.run.get("precision"), last("flashrl/quantized_layers"))
+        layers, others = last("flashrl/quantized_layers"), last(BF16_REPLICAS)
+        yield "rollout precision", held_precision(self.run.get("precision"), layers, others)
         text = MISSING if total is None else f"{show(total / 1e6, '.2f')} MB"
         if share and as_bf16:
             text += f"; quantized layers {share / 1e6:.2f} MB, in BF16 {as_bf16 / 1e6:.2f} MB"
@@ -171,12 +173,13 @@ def fenced(command: str) -> str:
     return f"{fence}bash\n{command}\n{fence}"
 
 
-def held_precision(chosen: str | None, layers: float | None) -> str:
+def held_precision(chosen: str | None, layers: float | None, bf16_replicas: float | None = None) -> str:
     """What the rollout was, by the engine's own count of layers; what was chosen is only said where the two agree.
 
     Args:
         chosen: `flashrl.precision`, None when it is not recorded.
         layers: quantized layers that the engine reported, None when it reported none.
+        bf16_replicas: replicas whose engine is not quantized, None when it is not recorded.
     """
     if layers is None:
         return f"the engine's layers were {MISSING}" + (f"; chosen: {chosen}" if chosen else "")
@@ -187,7 +190,8 @@ def held_precision(chosen: str | None, layers: float | None) -> str:
         return "not quantized, 0 quantized layers" + ("" if agrees else ": NOT the precision that was chosen")
     if chosen == "bf16":
         return f"{layers:.0f} quantized layers: NOT bf16, which was chosen"
-    return f"{chosen}, {layers:.0f} quantized layers" if chosen else f"{layers:.0f} quantized layers, format not recorded"
+    words = f"{chosen}, {layers:.0f} quantized layers" if chosen else f"{layers:.0f} quantized layers, format not recorded"
+    return words + (f"; {show(bf16_replicas, '.0f')} of the replicas in bf16" if bf16_replicas else "")
 
 
 def correction_words(settings: dict[str, Any] | None, metrics: Metrics) -> str:

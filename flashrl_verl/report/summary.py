@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flashrl_verl.report.arms import LAYERS, Arm, NamedRun, accuracy_keys, accuracy_name, mean
-from flashrl_verl.report.metrics import MISMATCH_KL, MISSING, REJECTED, STEP_TIME, Metrics, show
+from flashrl_verl.report.metrics import BF16_REPLICAS, MISMATCH_KL, MISSING, REJECTED, STEP_TIME, Metrics, show
 from flashrl_verl.report.palette import Style
 from flashrl_verl.report.panels import DROPPED, EFFECTIVE, GUARD_EVENTS, REFIT, ROLLOUT_SPEED, TRUNCATED
 from flashrl_verl.report.run import correction_words, held_precision
@@ -42,7 +42,7 @@ def _row(run: NamedRun, keys: Sequence[str]) -> dict[str, str]:
     metrics, facts = run.metrics, run.report.run
     row = {
         "run": run.label,
-        "precision": held_precision(facts.get("precision"), metrics.last(LAYERS)),
+        "precision": held_precision(facts.get("precision"), metrics.last(LAYERS), metrics.last(BF16_REPLICAS)),
         "correction": correction_words(facts.get("correction"), metrics),
         "steps": str(metrics.last_step),
     }

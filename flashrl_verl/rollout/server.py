@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl's vLLM server, started with the flashrl quantization and checked to be what it says it is."""
 
+import asyncio
+import dataclasses
 import os
 import uuid
 from collections.abc import Callable
@@ -12,12 +14,14 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, 
 
 from flashrl_verl import self_check
 from flashrl_verl.compat import vllm_device
-from flashrl_verl.config import FlashRLConfig, Precision
+from flashrl_verl.config import FlashRLConfig, Precision, ServerAddress
 from flashrl_verl.errors import ConfigError, FlashRLError
 from flashrl_verl.lm_head import FP32
 from flashrl_verl.platforms.cores import bind_ranks
 from flashrl_verl.plugin_vllm import register
 from flashrl_verl.quantization.formats import row_format
+from flashrl_verl.replicas import settings_of
+from flashrl_verl.rollout.access import base_url, loopback_address, require_key, server_key, verify_refusal
 from flashrl_verl.rollout.transfer import socket_scope
 from flashrl_verl.self_check import EngineState
 
@@ -31,6 +35,11 @@ class FlashRLHttpServer(vLLMHttpServer):
     def _validate_configs(self) -> None:
         super()._validate_configs()
         self.flashrl = FlashRLConfig.from_mapping((self.config.custom or {}).get("flashrl", {}))
+        if self.flashrl.bf16_replica_fraction:
+            raise FlashRLError(
+                "an engine was started without a precision of its own, outside of the replicas among which "
+                f"flashrl.bf16_replica_fraction={self.flashrl.bf16_replica_fraction:g} is shared out; set it to 0.0"
+            )
         self._generated_tokens = 0
 
     def _apply_quantization(self) -> tuple[str | None, dict]:
@@ -56,10 +65,18 @@ class FlashRLHttpServer(vLLMHttpServer):
             bind_ranks(self.config.tensor_model_parallel_size)
 
     async def run_server(self, args) -> None:
+        if self.flashrl.server_address is ServerAddress.LOOPBACK:
+            self._server_address = loopback_address(self.replica_rank)  # where verl is about to bind the HTTP server
+        require_key(args)
         await super().run_server(args)
+        await asyncio.to_thread(verify_refusal, self._server_address, self._server_port)
         self._layers = await self.collective_rpc("flashrl_layers")
         for layers in self._layers:
             require_precision(self.flashrl, layers)
+
+    async def flashrl_http_access(self) -> tuple[str, str]:
+        """Base URL of this server, and its key; a request brings it as ``Authorization: Bearer <key>``."""
+        return base_url(*self.get_server_address()), server_key()
 
     async def generate(self, *args, **kwargs) -> TokenOutput:
         """verl's; counts what it returns, as the trainer sees only the groups that dynamic sampling kept."""
@@ -119,6 +136,22 @@ class FlashRLReplica(vLLMReplica):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.server_class = ray.remote(FlashRLHttpServer)
+
+    async def init_hybrid(self, worker_group) -> None:
+        """verl's; only here is known how many replicas there are."""
+        self.take_precision(worker_group.world_size // self.world_size)
+        await super().init_hybrid(worker_group)
+
+    def take_precision(self, replicas: int) -> None:
+        """Give the servers of this replica their own settings, one of ``replicas`` (``replicas.py``).
+
+        Raises:
+            ConfigError: so many replicas do not make the mixture that is asked for.
+        """
+        custom = self.config.custom or {}
+        own = settings_of(FlashRLConfig.from_mapping(custom.get("flashrl", {})), self.replica_rank, replicas)
+        # A copy: verl's configuration is frozen, and the other replicas may share it.
+        self.config = dataclasses.replace(self.config, custom={**custom, "flashrl": dataclasses.asdict(own)})
 
     def _get_server_name_prefix(self) -> str:
         return f"{NAME}_"

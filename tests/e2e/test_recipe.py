@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The whole loop on CPU: verl's V1 trainer, Ray, FSDP2, real vLLM; only model and data are small."""
 
+import json
 import math
+import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from named import metrics_of_a_run
-from recipe_runs import ROOT, TWO_RANKS, command, finish, make_assets, start
+from recipe_runs import PROGRAMS, ROOT, TWO_RANKS, TWO_REPLICAS, await_log, command, finish, make_assets, start
 from trackers import tensorboard_scalars, wandb_history
 
 LAYERS = 2
@@ -36,11 +40,19 @@ def assert_healthy(run, steps: int) -> None:
 
 @pytest.fixture(scope="module")
 def logged_everywhere(assets, tmp_path_factory):
-    """The smoke experiment, INT8 with TIS, with each of verl's trackers that needs no account."""
+    """The smoke experiment, INT8 with TIS, with each of verl's trackers that needs no account; and an outsider who meanwhile
+    asks its server."""
     folder = tmp_path_factory.mktemp("smoke")
     words = command(assets, folder, "trainer.logger=[console,file,tensorboard,wandb]")
     variables = {"TENSORBOARD_DIR": f"{folder}/tensorboard", "WANDB_DIR": str(folder), "WANDB_MODE": "offline"}
-    return finish(start(words, folder, variables=variables), folder)
+    process = start(words, folder, variables=variables)
+    server = await_log(process, folder, re.compile(r"LLMServerManager: \['([\d.]+:\d+)'\]"))
+    if server:
+        outsider = [sys.executable, str(PROGRAMS / "outsider.py"), server[1], str(process.pid)]
+        asked = subprocess.run(outsider, capture_output=True, text=True, timeout=120)
+        (folder / "outsider.json").write_text(asked.stdout)
+        (folder / "outsider.err").write_text(asked.stderr)
+    return finish(process, folder)
 
 
 def test_int8_rollouts_train_with_tis_on_the_actor(logged_everywhere):
@@ -58,6 +70,21 @@ def test_verls_metrics_are_those_that_documents_are_compared_with(logged_everywh
     ours, sometimes = ("flashrl/", "rollout_corr/", "val-"), "training/filter_groups/"  # only where a group was dropped
     names = {name for name in logged_everywhere.metrics()[2] if not name.startswith((*ours, sometimes))}
     assert names == {name for name in metrics_of_a_run() if not name.startswith(sometimes)}
+
+
+def test_the_server_refuses_an_outsider_and_is_not_on_the_nodes_address(logged_everywhere):
+    folder = logged_everywhere.metrics_file.parent
+    assert (folder / "outsider.json").exists(), "the run did not tell its server's address in time"
+    lines = (folder / "outsider.json").read_text().splitlines()  # vLLM logs to the same stream
+    assert lines, (folder / "outsider.err").read_text()
+    told = json.loads(lines[-1])
+    assert len(told["without"]) == 8
+    assert set(told["without"].values()) == set(told["guessed"].values()) == {401}
+    assert set(told["with"].values()) == {200}
+    assert told["listens_at"] == ["127.0.0.1"] and told["url"].startswith("http://127.0.0.1:")
+    assert not told["node_takes_connections"]
+    assert len(told["key"]) > 40 and told["command_lines"] == [], "whoever lists processes would read it"
+    assert told["key"] not in logged_everywhere.output
 
 
 def test_shares_and_speeds_are_those_of_verls_timers(logged_everywhere):
@@ -163,6 +190,25 @@ def test_two_ranks_train_and_sample_with_every_receipt_verified(recipe):
     assert_healthy(run, steps=5)
     for step, metrics in run.metrics().items():
         assert step == 0 or metrics["flashrl/receipts_verified"] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_an_int8_and_a_bf16_replica_sample_for_one_trainer(recipe):
+    run = recipe(*TWO_REPLICAS, "flashrl.bf16_replica_fraction=0.5", timeout=800)
+    assert_healthy(run, steps=2)
+    assert "rollout precision int8 (1 of 2 replicas, the other in bf16): 8 quantized layers" in run.output
+    for step in (1, 2):
+        told = {key.removeprefix("flashrl/"): value for key, value in run.metrics()[step].items()}
+        assert told["receipts_verified"] == 2 and told["bf16_replicas"] == 1
+        assert (told["replica_0_quantized_layers"], told["replica_1_quantized_layers"]) == (8, 0)
+        assert told["quantized_layers"] == 8 and told["refit_quantized"] == LAYERS * 7 and told["code_change_rate"] > 0
+        held = [told[f"replica_{i}_weight_bytes"] for i in (0, 1)]
+        assert sum(held) == told["weight_bytes"]
+        assert held[1] - held[0] == told["quantized_bytes_as_bf16"] - told["quantized_bytes"] > 0, "all else is the same"
+        generated = [told[f"replica_{i}_generated_tokens"] for i in (0, 1)]
+        assert min(generated) > 0
+        assert sum(generated) == pytest.approx(told["tokens_per_second_gen"] * told["timing_s/gen"])
 
 
 @pytest.mark.slow

@@ -17,12 +17,15 @@ from flashrl_verl.config import Precision
 from flashrl_verl.correction import correct_shard
 from flashrl_verl.correction_settings import CorrectionSettings
 from flashrl_verl.guard_watches import watches
-from flashrl_verl.step_metrics import PHASES, phase_metrics
+from flashrl_verl.step_metrics import PHASES, per_replica, phase_metrics
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "flashrl_verl"
 SITE = Path(next(iter(find_spec("verl").submodule_search_locations))).parent
 """Where verl and vLLM are installed."""
+
+REPLICA = ("quantized_layers", "weight_bytes", "generated_tokens")
+"""What is told of each replica of a mixture."""
 
 _VALUE = "\0"
 _JOINED = re.compile(r'"\s*\n\s*f?"')
@@ -84,7 +87,8 @@ def metrics_of_ours() -> frozenset[str]:
     literal = re.findall(r'"(flashrl/\w+)"', "\n".join(path.read_text() for path in PACKAGE.rglob("*.py")))
     phases = phase_metrics(dict.fromkeys(PHASES, 1.0) | {"step": 20.0}, generated_tokens=1, trained_tokens=1)
     watched = {watch.name for p in Precision for correction in correction_settings() for watch in watches(p, correction)}
-    return frozenset({*literal, *phases, *(f"flashrl/guard_{name}_steps" for name in watched)} - {"flashrl/guard_"})
+    replica = [name for what in REPLICA for name in per_replica(what, [0])]
+    return frozenset({*literal, *phases, *replica, *(f"flashrl/guard_{name}_steps" for name in watched)} - {"flashrl/guard_"})
 
 
 @functools.cache

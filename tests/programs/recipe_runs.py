@@ -19,13 +19,15 @@ PROGRAMS = Path(__file__).parent
 ROOT = PROGRAMS.parents[1]
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
-TWO_RANKS = (
+TWO_REPLICAS = (
     "trainer.n_gpus_per_node=2",
-    "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
     # Half of 4 prompts x 4 samples.
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8",
 )
+"""The smoke experiment on two trainer ranks, each with an engine of its own."""
+
+TWO_RANKS = (*TWO_REPLICAS, "actor_rollout_ref.rollout.tensor_model_parallel_size=2")
 """The smoke experiment on two trainer ranks and one engine of two ranks."""
 
 
@@ -125,6 +127,16 @@ def start(
             words, cwd=cwd, env={**environment(folder, fault), **(variables or {})}, stdout=log, stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
+
+
+def await_log(process: subprocess.Popen, folder: Path, pattern: re.Pattern, timeout: float = 280) -> re.Match | None:
+    """Wait until a run has logged something; None when it ends, or the time does, before that."""
+    deadline = time.monotonic() + timeout
+    while process.poll() is None and time.monotonic() < deadline:
+        if found := pattern.search(_ANSI.sub("", (folder / "log").read_text(errors="replace"))):
+            return found
+        time.sleep(0.5)
+    return None
 
 
 def finish(process: subprocess.Popen, folder: Path, timeout: float = 280) -> Run:

@@ -57,7 +57,13 @@ def test_settings_cannot_be_changed_after_they_were_checked():
         ({"fp32_lm_head": "true"}, ["flashrl.fp32_lm_head='true'", "true or false"]),
         ({"padded_vocab_mass_limit": 1.5}, ["flashrl.padded_vocab_mass_limit=1.5", "between 0 and 1"]),
         ({"padded_vocab_mass_limit": math.nan}, ["flashrl.padded_vocab_mass_limit=nan", "between 0 and 1"]),
-        ({"precison": "int8"}, ["flashrl.precison", "precision, ignore"]),
+        ({"bf16_replica_fraction": 1.0}, ["flashrl.bf16_replica_fraction=1.0", "below 1", "flashrl.precision=bf16"]),
+        ({"bf16_replica_fraction": -0.5}, ["flashrl.bf16_replica_fraction=-0.5", "from 0 to below 1"]),
+        ({"bf16_replica_fraction": True}, ["flashrl.bf16_replica_fraction=True", "from 0 to below 1"]),
+        ({"bf16_replica_fraction": 0.5, "precision": "bf16"}, ["flashrl.bf16_replica_fraction=0.5", "flashrl.precision=bf16"]),
+        ({"server_address": "0.0.0.0"}, ["flashrl.server_address='0.0.0.0'", "loopback", "node"]),
+        ({"server_address": None}, ["flashrl.server_address=None", "loopback", "node"]),
+        ({"precison": "int8"}, ["flashrl.precison", "precision, bf16_replica_fraction, ignore"]),
     ],
 )
 def test_wrong_setting_is_refused_with_the_accepted_values(settings, parts):

@@ -20,6 +20,15 @@ def test_a_name_never_claims_a_precision_that_the_engine_did_not_hold(tmp_path):
     assert shown["precision"].endswith("NOT the precision that was chosen")
 
 
+def test_a_mixture_is_not_called_by_one_of_its_precisions(tmp_path):
+    mixed = make_run(tmp_path / "mixed", metrics(0.5, (1.0,), **{"flashrl/bf16_replicas": 1}), seed=0)
+    plain = make_run(tmp_path / "plain", metrics(0.5, (1.0,), **{"flashrl/bf16_replicas": 0}), seed=0)
+    assert [arm.label for arm in arms.load_arms([mixed, plain])] == ["INT8+BF16, TIS C=2", "INT8, TIS C=2"]
+    compared = comparison.compare([mixed, plain])
+    assert cells(compared, 0)["precision"] == "int8, 8 quantized layers; 1 of the replicas in bf16"
+    assert cells(compared, 1)["precision"] == "int8, 8 quantized layers"
+
+
 def test_a_name_never_says_no_correction_of_a_run_that_rejected(tmp_path):
     settings = {"rollout_is": None, "rollout_is_threshold": None}
     lines = metrics(0.5, (1.0,), **{REJECTED: 0.1})

@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from flashrl_verl.config import Precision
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.report import palette
 from flashrl_verl.step_metrics import PHASES, phase_metrics, refit_metrics, summarize_layers
@@ -62,8 +63,66 @@ def test_a_phase_of_no_measurable_time_leaves_finite_numbers():
     assert all(math.isfinite(value) for value in metrics.values())
 
 
+INT8, BF16 = Precision.INT8, Precision.BF16
+UNQUANTIZED = WORKER | {
+    **{"precision": "bf16", "quantized_layers": 0, "unquantized_layers": dict.fromkeys("abcdefgh", "RowParallelLinear")},
+    **{"weight_bytes": 149, "quantized_bytes": 0, "quantized_bytes_as_bf16": 0},
+}
+
+
 @pytest.mark.parametrize("change", [{"precision": "bf16"}, {"quantized_layers": 7}, {"head_dtype": "float32"}])
-def test_replicas_that_differ_stop_the_run(change):
-    assert summarize_layers([WORKER, WORKER])["flashrl/weight_bytes"] == 200
-    with pytest.raises(ConfigError, match="differ"):
-        summarize_layers([WORKER, WORKER | change])
+def test_workers_that_differ_stop_the_run(change):
+    assert summarize_layers([[WORKER], [WORKER]], [INT8, INT8])["flashrl/weight_bytes"] == 200
+    for replicas in ([[WORKER], [WORKER | change]], [[WORKER, WORKER | change], [WORKER, WORKER]]):
+        with pytest.raises(ConfigError, match=r"differ.*\['int8', 'int8'\] was asked for"):
+            summarize_layers(replicas, [INT8, INT8])
+
+
+def test_a_mixture_is_summed_up_whole_and_told_by_replica():
+    alike = summarize_layers([[WORKER, WORKER]] * 3, [INT8] * 3)
+    assert alike["flashrl/bf16_replicas"] == 0 and not any("replica_" in key for key in alike)
+    mixed = summarize_layers([[WORKER, WORKER], [WORKER, WORKER], [UNQUANTIZED, UNQUANTIZED]], [INT8, INT8, BF16])
+    assert mixed == {
+        "flashrl/bf16_replicas": 1,
+        "flashrl/quantized_layers": 8,
+        "flashrl/unquantized_layers": 0,
+        "flashrl/fp32_lm_head": 0,
+        "flashrl/weight_bytes": 4 * 100 + 2 * 149,
+        "flashrl/quantized_bytes": 4 * 51,
+        "flashrl/quantized_bytes_as_bf16": 4 * 100,
+        **{f"flashrl/replica_{i}_quantized_layers": layers for i, layers in enumerate((8, 8, 0))},
+        **{f"flashrl/replica_{i}_weight_bytes": size for i, size in enumerate((200, 200, 298))},
+    }
+    assert summarize_layers([[UNQUANTIZED]] * 2, [BF16] * 2)["flashrl/bf16_replicas"] == 2
+
+
+@pytest.mark.parametrize(
+    "replicas",
+    [
+        [[UNQUANTIZED], [WORKER]],  # the other way round
+        [[WORKER], [WORKER]],
+        [[UNQUANTIZED], [UNQUANTIZED]],
+        [[WORKER], [UNQUANTIZED | {"head_dtype": "float32"}]],
+        [[WORKER], [UNQUANTIZED | {"quantized_layers": 8}]],
+        [[WORKER | {"quantized_layers": 0}], [UNQUANTIZED]],
+        [[WORKER], [UNQUANTIZED, WORKER]],
+    ],
+)
+def test_any_other_mixture_than_the_one_asked_for_stops_the_run(replicas):
+    with pytest.raises(ConfigError, match=r"differ.*\['int8', 'bf16'\] was asked for"):
+        summarize_layers(replicas, [INT8, BF16])
+
+
+def report(quantized: int, rate: float | None, seconds: float) -> dict:
+    receipt = {"step": 1, "tensors": 27, "bytes": 10, "checksums": {"a": 5}}
+    parts = dict.fromkeys(("gather", "cast", "transfer", "load", "finish"), 0.1)
+    counts = {"updated": 27, "quantized": quantized, "left_alone": []}
+    return {"receipt": receipt, "seconds": {"total": seconds, **parts}, "code_change_rate": rate, **counts}
+
+
+@pytest.mark.parametrize("bf16_seconds", [0.5, 2.0])
+def test_in_a_mixture_the_refit_tells_of_quantized_replicas_whichever_was_slower(bf16_seconds):
+    metrics = refit_metrics([report(14, 0.2, 1.0), report(14, 0.4, 1.0), report(0, None, bf16_seconds)])
+    assert metrics["flashrl/refit_quantized"] == 14
+    assert metrics["flashrl/code_change_rate"] == pytest.approx(0.3)
+    assert metrics["flashrl/refit_seconds"] == max(1.0, bf16_seconds)

@@ -262,6 +262,12 @@ REFUSED = [
     ({f"{ENGINE}.logits_processors": ["a.B"]}, '["a.B"]', f"remove {ENGINE}.logits_processors"),
     ({f"{ENGINE}.speculative_config": {"method": "eagle"}}, "eagle", f"remove {ENGINE}.speculative_config"),
     ({f"{ENGINE}.enable_lora": True}, "enable_lora=true", "actor_rollout_ref.model.lora.merge=True"),
+    ({f"{ENGINE}.api_key": ["x"]}, 'api_key=["x"]', f"remove {ENGINE}.api_key"),
+    ({f"{ENGINE}.api-key": "x"}, "api-key=x", f"remove {ENGINE}.api-key"),
+    # monitors that have no key
+    ({f"{ROLLOUT}.prometheus.enable": True}, "prometheus.enable=true", f"{ROLLOUT}.prometheus.enable=false"),
+    ({"trainer.logger": ["console", "rl_insight"]}, '["console", "rl_insight"]', "trainer.logger without rl_insight"),
+    ({"trainer.logger": "rl_insight"}, "trainer.logger=rl_insight", "trainer.logger without rl_insight"),
     ({f"{ENGINE}.config": "more.yaml"}, "config=more.yaml", f"remove {ENGINE}.config"),
     # hardware chosen by half
     ({"trainer.device": "cpu"}, "trainer.device=cpu", "hardware=cpu"),
@@ -350,6 +356,35 @@ ACCEPTED = [
 @pytest.mark.parametrize("settings", ACCEPTED, ids=[",".join(row) for row in ACCEPTED])
 def test_what_is_merely_unusual_is_accepted(changed, settings):
     validate_config(changed(settings))
+
+
+FRACTION = "flashrl.bf16_replica_fraction"
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason", "remedy"),
+    [
+        ({"trainer.n_gpus_per_node": 1, FRACTION: 0.5}, "number of replicas is 1", f"{FRACTION}=0.0"),
+        (
+            {"trainer.n_gpus_per_node": 8, f"{ROLLOUT}.tensor_model_parallel_size": 8, FRACTION: 0.5},
+            "number of replicas is 1",
+            f"a smaller {ROLLOUT}.tensor_model_parallel_size",
+        ),
+        ({"trainer.n_gpus_per_node": 4, FRACTION: 0.1}, "of 4 replicas", "from 0.25 to 0.75"),
+        ({"trainer.n_gpus_per_node": 2, "trainer.nnodes": 2, FRACTION: 0.9}, "that would be 4 in BF16", "from 0.25 to 0.75"),
+    ],
+)
+def test_a_mixture_that_the_replicas_do_not_make_is_refused(changed, settings, reason, remedy):
+    tensor_parallel = {f"{ROLLOUT}.tensor_model_parallel_size": 1}
+    stated, _, suggested = _refusal(changed({"trainer.nnodes": 1, **tensor_parallel, **settings})).partition(" Remedy: ")
+    assert f"{FRACTION}={settings[FRACTION]}" in stated and reason in stated and remedy in suggested
+    for key in ("trainer.nnodes", "trainer.n_gpus_per_node", f"{ROLLOUT}.tensor_model_parallel_size"):
+        assert key in stated
+
+
+def test_a_mixture_of_replicas_is_accepted(changed):
+    ranks = {"trainer.nnodes": 2, "trainer.n_gpus_per_node": 8, f"{ROLLOUT}.tensor_model_parallel_size": 4}
+    assert validate_config(changed({**ranks, FRACTION: 0.25})).bf16_replica_fraction == 0.25
 
 
 def test_a_pair_that_yaml_reads_as_a_number_is_explained():
