@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two Ray nodes with a replica each: settings, plugins and code reach a node that joined with none of our environment."""
 
+import json
 import os
 import re
 import subprocess
@@ -8,7 +9,7 @@ import sys
 import time
 
 import pytest
-from local_cluster import LocalCluster
+from local_cluster import LocalCluster, can_hide, our_folders
 from recipe_runs import ROOT, command, finish, start
 
 pytestmark = [pytest.mark.cpu_e2e, pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -30,7 +31,8 @@ def variables(cluster: LocalCluster) -> dict[str, str]:
 def test_a_replica_on_each_of_two_nodes_trains_and_resumes_after_one_is_lost_on_the_other(assets, tmp_path):
     words = ("trainer.save_freq=1", "trainer.resume_mode=auto", "algorithm.filter_groups.enable=false")
     with LocalCluster() as cluster:
-        second = cluster.join()
+        # As a machine with verl and vLLM alone, where the file system can be shown so.
+        second = cluster.join(hide=our_folders() if can_hide() else [])
 
         run = finish(start(command(assets, tmp_path, *TWO_NODES, *words, "trainer.total_training_steps=3"), tmp_path,
                            variables=variables(cluster)), tmp_path, timeout=500)  # fmt: skip
@@ -107,3 +109,40 @@ def test_a_thread_that_only_polls_is_told_that_a_node_is_gone(tmp_path):
         finally:
             program.kill()
     assert re.search(r"LOST 127\.0\.0\.3 \(\w{8}\) left the Ray cluster.*how to go on", output), output
+
+
+ASKING = """
+import importlib.metadata, json, ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from flashrl_verl.runtime_env import package
+ray.init(address="{address}", log_to_driver=False, runtime_env={{"py_modules": package()}})
+
+@ray.remote(num_cpus=1)
+def asked():
+    import importlib.metadata, flashrl_verl
+    groups = [importlib.metadata.entry_points(group=group) for group in ("verl.plugins", "vllm.general_plugins")]
+    return [flashrl_verl.__file__, *([point.load().__name__ for point in g if point.name == "flashrl"] for g in groups)]
+
+[node] = [n["NodeID"] for n in ray.nodes() if n["NodeManagerAddress"] == "127.0.0.3"]
+there = asked.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote()
+print("TOLD", json.dumps(ray.get(there, timeout=100)), flush=True)
+"""
+
+
+@pytest.mark.skipif(not can_hide(), reason="processes cannot be given a file system of their own here")
+def test_a_node_that_has_no_code_of_ours_is_sent_it_with_its_plugins():
+    with LocalCluster() as cluster:
+        cluster.join(hide=our_folders())
+        done = subprocess.run(
+            [sys.executable, "-c", ASKING.format(address=cluster.address)],
+            cwd=ROOT,
+            env={**os.environ, **variables(cluster)},
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+    line = next((line for line in done.stdout.splitlines() if line.startswith("TOLD ")), None)
+    assert line, done.stdout + done.stderr
+    file, of_verl, of_vllm = json.loads(line.removeprefix("TOLD "))
+    assert "py_modules_files" in file, "Ray's copy"
+    assert of_verl == ["flashrl_verl.plugin_verl"] and of_vllm == ["register"]

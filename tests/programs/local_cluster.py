@@ -2,16 +2,21 @@
 """A Ray cluster of several nodes on one machine: each has an address of its own on the loopback interface."""
 
 import contextlib
+import importlib.metadata
 import os
+import shlex
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
+
+import flashrl_verl
 
 RAY = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--disable-usage-stats"]
 RESOURCES = ["--num-gpus=1", "--num-cpus=16", "--object-store-memory=500000000"]
@@ -38,25 +43,41 @@ class LocalCluster:
         )
         return self
 
-    def join(self) -> subprocess.Popen:
-        """Another node; returns its processes' leader."""
-        host = f"127.0.0.{2 + len(self._nodes)}"
-        return self._start(f"--node-ip-address={host}", f"--address={self.address}")
+    def join(self, hide: Sequence[Path] = ()) -> subprocess.Popen:
+        """Another node; returns its processes' leader.
 
-    def _start(self, *words: str) -> subprocess.Popen:
+        Args:
+            hide: folders that are empty for its processes, as on a machine that does not have them (``can_hide``).
+        """
+        host = f"127.0.0.{2 + len(self._nodes)}"
+        return self._start(f"--node-ip-address={host}", f"--address={self.address}", hide=hide)
+
+    def _start(self, *words: str, hide: Sequence[Path] = ()) -> subprocess.Popen:
         elsewhere = self._folder / f"node{len(self._nodes)}"
         elsewhere.mkdir()
         with open(elsewhere / "log", "wb") as log:
             node = subprocess.Popen(
-                [*RAY, *RESOURCES, *words], cwd=elsewhere, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                env={"PATH": os.environ["PATH"], "HOME": str(self._folder)}, start_new_session=True,
-            )  # fmt: skip
+                [*self._hiding(hide), *RAY, *RESOURCES, *words],
+                cwd=elsewhere,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env={"PATH": os.environ["PATH"], "HOME": str(self._folder)},
+                start_new_session=True,
+            )
         self._nodes.append(node)
         deadline = time.monotonic() + 120
         while "Ray runtime started" not in (elsewhere / "log").read_text(errors="replace"):
             assert node.poll() is None and time.monotonic() < deadline, (elsewhere / "log").read_text(errors="replace")
             time.sleep(0.2)
         return node
+
+    def _hiding(self, folders: Sequence[Path]) -> list[str]:
+        if not folders:
+            return []
+        (empty := self._folder / "empty").mkdir(exist_ok=True)
+        mounts = [f"mount --bind {shlex.quote(str(empty))} {shlex.quote(str(folder))}" for folder in folders]
+        return ["unshare", "--mount", "sh", "-c", " && ".join([*mounts, 'exec "$@"']), "sh"]
 
     @staticmethod
     def kill(node: subprocess.Popen) -> None:
@@ -78,3 +99,20 @@ def _free_port(host: str) -> int:
     with socket.socket() as listener:
         listener.bind((host, 0))
         return listener.getsockname()[1]
+
+
+def can_hide() -> bool:
+    """Whether this machine lets us give a process a view of the file system of its own."""
+    if shutil.which("unshare") is None:
+        return False
+    return subprocess.run(["unshare", "--mount", "mount", "--bind", "/tmp", "/tmp"], capture_output=True).returncode == 0
+
+
+def our_folders() -> list[Path]:
+    """Where this package and its metadata lie."""
+    metadata = {Path(d.locate_file(f"{d.name.replace('-', '_')}-{d.version}.dist-info")) for d in _ours()}
+    return [Path(flashrl_verl.__file__).resolve().parent, *(folder for folder in sorted(metadata) if folder.is_dir())]
+
+
+def _ours() -> Iterator[importlib.metadata.Distribution]:
+    return (d for d in importlib.metadata.distributions() if d.name == "flashrl-verl")
