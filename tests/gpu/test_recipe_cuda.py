@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(560)]
 HALF_BILLION = dict(hidden_size=896, intermediate_size=4864, num_layers=24, head_dim=64, num_kv_heads=2)
 """Qwen2.5-0.5B's shape without its vocabulary: 0.36 billion parameters in the layers."""
 
-STEPS = 5
+STEPS = 10
 
 
 @pytest.fixture(scope="session")
@@ -24,6 +24,7 @@ def large_assets(tmp_path_factory):
 
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+four_gpus = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
 
 
 def train(assets, folder, *overrides: str, steps: int) -> dict[int, dict]:
@@ -52,7 +53,7 @@ def train(assets, folder, *overrides: str, steps: int) -> dict[int, dict]:
     "precision, ranks",
     [("int8", 1), ("fp8", 1), ("bf16", 1), pytest.param("int8", 2, marks=two_gpus), pytest.param("fp8", 2, marks=two_gpus)],
 )
-def test_five_steps_with_cuda_graphs_and_sleep_mode(large_assets, tmp_path, precision, ranks):
+def test_ten_steps_with_cuda_graphs_and_sleep_mode(large_assets, tmp_path, precision, ranks):
     metrics = train(
         large_assets,
         tmp_path,
@@ -69,6 +70,27 @@ def test_five_steps_with_cuda_graphs_and_sleep_mode(large_assets, tmp_path, prec
         kl, correlation = (2e-2, 0.95) if precision == "fp8" else (1e-2, 0.99)
         assert 0 <= metrics[step]["rollout_corr/k3_kl"] < kl
         assert metrics[step]["training/rollout_actor_probs_pearson_corr"] > correlation
+        assert all(math.isfinite(v) for v in metrics[step].values())
+
+
+@four_gpus
+def test_two_replicas_of_two_gpus_sample_in_int8_and_in_bf16(large_assets, tmp_path):
+    metrics = train(
+        large_assets,
+        tmp_path,
+        "trainer.n_gpus_per_node=4",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+        "flashrl.precision=int8",
+        "flashrl.bf16_replica_fraction=0.5",
+        steps=STEPS,
+    )
+    for step in range(1, STEPS + 1):
+        held = {key.removeprefix("flashrl/"): value for key, value in metrics[step].items() if key.startswith("flashrl/")}
+        assert held["receipts_verified"] == 4 and held["bf16_replicas"] == 1
+        assert (held["replica_0_quantized_layers"], held["replica_1_quantized_layers"]) == (4 * 24, 0)
+        assert held["replica_0_weight_bytes"] < held["replica_1_weight_bytes"]
+        assert held["replica_0_generated_tokens"] > 0 and held["replica_1_generated_tokens"] > 0
+        assert 0 <= metrics[step]["rollout_corr/k3_kl"] < 1e-2
         assert all(math.isfinite(v) for v in metrics[step].values())
 
 
