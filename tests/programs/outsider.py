@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ask a rollout server while a run is using it: as anybody on the machine, and then as somebody whom Ray tells the key.
 
-    python outsider.py <host:port of the first replica> <process id of the run>
+    python outsider.py <log of the run> <process id of the run>
+
+Start it with the run: what Ray hands out has to be unpickled, and vLLM's import takes longer than a short run has left.
 
 Writes one JSON object: HTTP statuses by route, where the port listens, whether the node's address takes a connection, and in
 which command lines the key stands.
@@ -10,8 +12,10 @@ which command lines the key stands.
 import http.client
 import json
 import os
+import re
 import socket
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -72,9 +76,20 @@ def cluster_of(process: int) -> str:
     return next(word.removeprefix("--gcs-address=") for word in words if word.startswith("--gcs-address="))
 
 
-def main(address: str, process: str) -> dict:
-    host, _, number = address.partition(":")
-    port, node = int(number), node_address()
+def first_server(log: Path) -> tuple[str, int]:
+    """Host and port, as soon as verl has logged them; whoever waits for this program ends the wait."""
+    while not (found := re.search(r"LLMServerManager: \['([\d.]+):(\d+)'", log.read_text(errors="replace"))):
+        time.sleep(0.5)
+    return found[1], int(found[2])
+
+
+def main(log: str, process: str) -> dict:
+    os.environ["RAY_AUTH_MODE"] = "token"  # a run's own Ray asks for the token that lies in its user's ~/.ray
+    import ray
+
+    import flashrl_verl.rollout.server  # noqa: F401 - what the actor's handle is unpickled with
+
+    (host, port), node = first_server(Path(log)), node_address()
     told = {
         "without": statuses(host, port, {}),
         "guessed": statuses(host, port, {"Authorization": "Bearer x"}),
@@ -82,9 +97,6 @@ def main(address: str, process: str) -> dict:
         "node": node,
         "node_takes_connections": node is not None and takes_connections(node, port),
     }
-    os.environ["RAY_AUTH_MODE"] = "token"  # a run's own Ray asks for the token that lies in its user's ~/.ray
-    import ray
-
     ray.init(address=cluster_of(int(process)), log_to_driver=False, logging_level="ERROR")
     servers = [actor for actor in ray.util.list_named_actors(all_namespaces=True) if actor["name"] == "flashrl_server_0_0"]
     url, key = ray.get(ray.get_actor(**servers[0]).flashrl_http_access.remote())

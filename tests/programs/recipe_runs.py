@@ -129,16 +129,6 @@ def start(
         )  # fmt: skip
 
 
-def await_log(process: subprocess.Popen, folder: Path, pattern: re.Pattern, timeout: float = 280) -> re.Match | None:
-    """Wait until a run has logged something; None when it ends, or the time does, before that."""
-    deadline = time.monotonic() + timeout
-    while process.poll() is None and time.monotonic() < deadline:
-        if found := pattern.search(_ANSI.sub("", (folder / "log").read_text(errors="replace"))):
-            return found
-        time.sleep(0.5)
-    return None
-
-
 def finish(process: subprocess.Popen, folder: Path, timeout: float = 280) -> Run:
     """Wait for a run; end its process group when it takes too long."""
     started = time.monotonic()
