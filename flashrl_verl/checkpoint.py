@@ -51,8 +51,7 @@ class ElasticCheckpointManager(FSDPCheckpointManager):
             del_local_after_load: as verl's; does nothing to resharded files.
 
         Raises:
-            FlashRLError: shards are missing, are not FSDP2's, or do not fit the model; the run's state is unchanged by the
-                first two.
+            FlashRLError: the run is not FSDP2's or shards are missing, and nothing was loaded; or they do not fit the model.
         """
         ranks = None if local_path is None else saved_ranks(Path(local_path))
         if ranks is None or ranks == self.world_size:
@@ -69,13 +68,16 @@ class ElasticCheckpointManager(FSDPCheckpointManager):
             log.warning(
                 "%s was saved by %d ranks and is cut anew for %d; random states start anew", folder, ranks, self.world_size
             )
-        if self.should_load_model:
-            self._load_model(Shards(folder, "model", ranks))
-        if self.should_load_optimizer:
-            self._load_optimizer(Shards(folder, "optim", ranks))
-        if self.should_load_extra and self.lr_scheduler is not None:
+        wanted = {"model": self.should_load_model, "optim": self.should_load_optimizer, "extra_state": self.should_load_extra}
+        # All of them, before anything is loaded.
+        shards = {kind: Shards(folder, kind, ranks) for kind, wants in wanted.items() if wants}
+        if "model" in shards:
+            self._load_model(shards["model"])
+        if "optim" in shards:
+            self._load_optimizer(shards["optim"])
+        if "extra_state" in shards and self.lr_scheduler is not None:
             # The same on every rank. Random states are not: there are more or fewer of them now.
-            extra = Shards(folder, "extra_state", ranks).load(0)
+            extra = shards["extra_state"].load(0)
             if extra["lr_scheduler"] is not None:
                 self.lr_scheduler.load_state_dict(extra["lr_scheduler"])
         torch.distributed.barrier()
@@ -167,11 +169,14 @@ def reshard(parts: Sequence[Any], like: torch.Tensor, name: str) -> Any:
         A DTensor with ``like``'s mesh and placements and ``parts``' dtype, on ``like``'s device; a plain value as it is.
 
     Raises:
-        FlashRLError: the shapes differ, or a placement is neither replicated nor by rows of one mesh dimension.
+        FlashRLError: the shapes differ, a placement is neither replicated nor by rows of one mesh dimension, or a plain value
+            differs between ranks.
     """
     first = parts[0]
-    if not isinstance(first, DTensor):
-        return first  # Adam's step counts, buffers that FSDP leaves whole
+    if not isinstance(first, DTensor):  # Adam's step counts
+        if not all(_same(part, first) for part in parts[1:]):
+            raise FlashRLError(f"{name}: it is not cut by FSDP2 and differs between ranks, so it cannot be cut anew")
+        return first.clone() if isinstance(first, torch.Tensor) else first  # no view of the mapped file
     if not isinstance(like, DTensor) or first.shape != like.shape:
         raise FlashRLError(f"{name}: {tuple(first.shape)} in the checkpoint, {tuple(like.shape)} in the model")
     old_dim, new_dim = sharded_dim(first.placements, name), sharded_dim(like.placements, name)
@@ -189,6 +194,12 @@ def reshard(parts: Sequence[Any], like: torch.Tensor, name: str) -> Any:
     return DTensor.from_local(
         mine.to(local.device), like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.shape == other.shape and torch.equal(one, other)
+    return one == other
 
 
 def sharded_dim(placements: Iterable[Any], name: str) -> tuple[int, int] | None:

@@ -44,7 +44,7 @@ def check_cluster(cfg: DictConfig) -> None:
     check_gpus(cfg.trainer.nnodes, cfg.trainer.n_gpus_per_node, cluster)
 
 
-def checked_runner(runner: Any, cfg: DictConfig) -> SimpleNamespace:
+def checked_runner(runner: Any, cfg: DictConfig, **options: Any) -> SimpleNamespace:
     """verl's task runner, made only on a cluster that can hold the run.
 
     verl initializes Ray and makes the runner in one function, and the runner waits for resources before it makes a trainer.
@@ -52,6 +52,7 @@ def checked_runner(runner: Any, cfg: DictConfig) -> SimpleNamespace:
     Args:
         runner: verl's Ray actor class.
         cfg: The composed configuration.
+        **options: Ray's, for the actor.
 
     Returns:
         What verl's ``run_ppo`` needs of an actor class: ``remote`` and ``options``.
@@ -59,13 +60,14 @@ def checked_runner(runner: Any, cfg: DictConfig) -> SimpleNamespace:
 
     def remote(*args: Any, **kwargs: Any) -> Any:
         check_cluster(cfg)
-        return runner.options(scheduling_strategy=_here()).remote(*args, **kwargs)
+        return runner.options(**{"scheduling_strategy": _here(), **options}).remote(*args, **kwargs)
 
-    return SimpleNamespace(remote=remote, options=lambda **options: checked_runner(runner.options(**options), cfg))
+    return SimpleNamespace(remote=remote, options=lambda **more: checked_runner(runner, cfg, **{**options, **more}))
 
 
 def _here() -> Any:
-    """The driver's node: metrics and console stay where the run was started. Elsewhere only when that has no CPU to give."""
+    """The driver's node: metrics and console stay where the run was started. Elsewhere only when that offers no CPUs at all;
+    for one that is taken Ray waits."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

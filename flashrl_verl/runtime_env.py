@@ -7,8 +7,10 @@ left to either: what they need travels in the configuration and in Ray's runtime
 """
 
 import importlib.metadata
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
@@ -20,7 +22,8 @@ from flashrl_verl.rules import get
 DISTRIBUTION = "flashrl-verl"
 RUNTIME_ENV = "ray_kwargs.ray_init.runtime_env"
 
-LOG_PATHS = ("VERL_FILE_LOGGER_PATH", "VERL_FILE_LOGGER_ROOT", "TENSORBOARD_DIR", "WANDB_DIR")
+_ROOT = "VERL_FILE_LOGGER_ROOT"
+LOG_PATHS = ("VERL_FILE_LOGGER_PATH", _ROOT, "TENSORBOARD_DIR", "WANDB_DIR")
 """verl's and its trackers' own variables for where metrics go; there are no configuration keys for them. Keys and passwords are
 not among them: verl prints the runtime environment."""
 
@@ -28,28 +31,60 @@ _JOB_COPIES = "runtime_resources/working_dir_files"
 """Part of the path of the folders in which Ray keeps what ``ray job submit --working-dir`` copied, until it deletes them."""
 
 
-def prepare(cfg: DictConfig) -> None:
+WRITTEN = ("trainer.default_local_dir", "trainer.rollout_data_dir", "trainer.validation_data_dir")
+READ = (
+    *(MODEL, "actor_rollout_ref.model.tokenizer_path", "critic.model.path", "trainer.resume_from_path"),
+    *("reward.custom_reward_function.path", "data.custom_cls.path"),
+)
+"""Keys of paths: folders that a run makes, and what it reads; the latter may be names of the model hub."""
+
+
+def prepare(cfg: DictConfig, *, ship_code: bool = True) -> None:
     """Complete the composed configuration, in place, for processes that share nothing with the driver.
 
+    Args:
+        cfg: verl's composed configuration.
+        ship_code: ``flashrl.ship_code``.
+
     Raises:
-        ConfigError: checkpoints would go to a folder that Ray deletes.
+        ConfigError: checkpoints would go to a folder that Ray deletes, or the job has modules of its own.
         FlashRLError: this package has no metadata to ship.
     """
     root = Path.cwd()
     make_paths_absolute(cfg, root)
     refuse_temporary_checkpoints(cfg)
+    ours = get(cfg, RUNTIME_ENV, {})
+    of_job = _environment_of_the_job()
+    variables, modules = dict(ours.get("env_vars") or {}), list(ours.get("py_modules") or [])
+    # Ray merges a job's variables with a driver's only where no name is in both; the job's reach every process anyway.
+    given = variables.keys() | (of_job.get("env_vars") or {}).keys()
+    found = {name: value for name in LOG_PATHS if (value := os.environ.get(name))}
+    variables |= {name: _below(root, value) for name, value in {_ROOT: str(root), **found}.items() if name not in given}
+    if ship_code:
+        if of_job.get("py_modules"):
+            raise ConfigError(
+                f"flashrl.ship_code=true with py_modules={of_job['py_modules']} in the job's runtime environment: Ray merges "
+                f"no two lists. Set +{RUNTIME_ENV}.py_modules instead, or flashrl.ship_code=false where every node has this "
+                "package"
+            )
+        modules += package()
     with open_dict(cfg):
-        if os.environ.get(
-            "RAY_ADDRESS"
-        ):  # a cluster that is there has what its nodes were started with, and Ray takes no counts
+        if os.environ.get("RAY_ADDRESS", "local") != "local":
+            # A cluster that is there has what its nodes were started with, and Ray takes no counts.
             cfg.ray_kwargs.ray_init.update({"num_cpus": None, "num_gpus": None})
-        environment = get(cfg, RUNTIME_ENV, {})
-        variables = {"VERL_FILE_LOGGER_ROOT": str(root), **environment.get("env_vars", {})}
-        for name in LOG_PATHS:
-            if name not in environment.get("env_vars", {}) and (value := os.environ.get(name)):
-                variables[name] = str(root / os.path.expanduser(value))
-        modules = [*environment.get("py_modules", []), *(package() if cfg.flashrl.ship_code else [])]
-        OmegaConf.update(cfg, RUNTIME_ENV, {**environment, "env_vars": variables, "py_modules": modules}, force_add=True)
+        shipped = {"py_modules": modules} if modules else {}
+        OmegaConf.update(cfg, RUNTIME_ENV, {**ours, "env_vars": variables, **shipped}, force_add=True)
+
+
+def _environment_of_the_job() -> dict[str, Any]:
+    """The runtime environment of ``ray job submit`` whose driver this is; empty for others."""
+    from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
+
+    return json.loads(os.environ.get(RAY_JOB_CONFIG_JSON_ENV_VAR, "{}")).get("runtime_env") or {}
+
+
+def _below(root: Path, text: str) -> str:
+    return text if "://" in text else str(root / os.path.expanduser(text))
 
 
 def package() -> list[str]:
@@ -78,7 +113,7 @@ def package() -> list[str]:
 
 
 def make_paths_absolute(cfg: DictConfig, root: Path) -> None:
-    """Local paths that exist below ``root``, and the checkpoints' folder, as absolute ones.
+    """Local paths that exist below ``root``, and the folders that the run makes, as absolute ones.
 
     Args:
         cfg: the composed configuration; changed in place. Names of the model hub and addresses (``hdfs://``) are left alone.
@@ -86,18 +121,18 @@ def make_paths_absolute(cfg: DictConfig, root: Path) -> None:
     """
 
     def absolute(text: str) -> str:
-        return text if "://" in text or not (root / os.path.expanduser(text)).exists() else str(root / os.path.expanduser(text))
+        return _below(root, text) if (root / os.path.expanduser(text)).exists() else text
 
     for key in DATA:
         value = get(cfg, key)
         if value is not None:
             OmegaConf.update(cfg, key, absolute(value) if isinstance(value, str) else [absolute(text) for text in value])
-    if model := get(cfg, MODEL):
-        OmegaConf.update(cfg, MODEL, absolute(model))
-    if reward := get(cfg, "reward.custom_reward_function.path"):
-        OmegaConf.update(cfg, "reward.custom_reward_function.path", absolute(reward))
-    if folder := get(cfg, "trainer.default_local_dir"):
-        OmegaConf.update(cfg, "trainer.default_local_dir", str(root / os.path.expanduser(folder)))
+    for key in READ:
+        if isinstance(text := get(cfg, key), str):
+            OmegaConf.update(cfg, key, absolute(text))
+    for key in WRITTEN:
+        if isinstance(text := get(cfg, key), str):
+            OmegaConf.update(cfg, key, _below(root, text))
 
 
 def refuse_temporary_checkpoints(cfg: DictConfig) -> None:

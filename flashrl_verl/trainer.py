@@ -23,7 +23,7 @@ from flashrl_verl.guard_watches import Moment
 from flashrl_verl.lm_head import require_trainer_heads
 from flashrl_verl.local_paths import check_paths
 from flashrl_verl.metrics_file import MetricsFile, metrics_path
-from flashrl_verl.node_watch import NodeWatch, nodes_of
+from flashrl_verl.node_watch import NodeWatch, needed_nodes, ray_nodes
 from flashrl_verl.replicas import describe, precisions
 from flashrl_verl.rollout.receipt import verify_ranks
 from flashrl_verl.self_check import LEVEL_1_BYTES, require_same, sleeps_between_steps
@@ -118,9 +118,8 @@ class FlashRLTrainer(PPOTrainerSync):
         if self._own_file:
             with open_dict(self.config):
                 self.config.trainer.logger = [b for b in backends if b != "file"]
-        pools = self.resource_pool_manager.resource_pool_dict.values()
-        needed = nodes_of([group for pool in pools for group in pool.get_placement_groups()])
-        with NodeWatch(needed, self._how_to_resume()).watching():
+        alive = lambda: [node["NodeID"] for node in ray_nodes()]  # noqa: E731
+        with NodeWatch(needed_nodes(), alive, self._how_to_resume()).watching():
             super().fit(agent_loop_manager)
 
     def _load_checkpoint(self) -> None:

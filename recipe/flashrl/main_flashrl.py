@@ -31,9 +31,9 @@ def train(cfg: DictConfig) -> None:
         ConfigError: The configuration contradicts itself, verl or this environment, or names a path that is not there.
         FlashRLError: verl does not load the plugin; it would hide that.
     """
-    validate_config(cfg)
+    settings = validate_config(cfg)
     local_paths.check_paths(cfg)
-    runtime_env.prepare(cfg)
+    runtime_env.prepare(cfg, ship_code=settings.ship_code)
     platforms.activate(cfg)
 
     # Imported only now: these modules make verl decide on its platform.

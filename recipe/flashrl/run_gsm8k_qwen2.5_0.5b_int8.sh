@@ -7,8 +7,8 @@
 #   bash recipe/flashrl/run_gsm8k_qwen2.5_0.5b_int8.sh --dry-run        # print and check the configuration, start nothing
 #   bash recipe/flashrl/run_gsm8k_qwen2.5_0.5b_int8.sh \
 #       actor_rollout_ref.model.path=/shared/models/Qwen2.5-0.5B-Instruct \
-#       data.train_files=/shared/data/gsm8k/train.parquet \
-#       data.val_files=/shared/data/gsm8k/test.parquet \
+#       data.train_files=/shared/data/gsm8k-train.parquet \
+#       data.val_files=/shared/data/gsm8k-test.parquet \
 #       trainer.default_local_dir=/shared/checkpoints/gsm8k-0.5b
 set -euo pipefail
 

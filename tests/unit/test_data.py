@@ -2,6 +2,7 @@
 """Published rows become what verl reads and scores; copies of a prompt stay or go."""
 
 import random
+from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
@@ -114,14 +115,15 @@ def test_leading_zeros_go_because_verl_compares_text(prepared, tmp_path):
 
 
 def test_the_experiments_look_for_the_names_that_are_written():
-    data = compose(["experiment=dapo_qwen2.5_32b_int8"]).data
     assert prepared_as() == {
         "dapo-math-17k.parquet": DAPO,
         "aime-2024.parquet": AIME,
         "gsm8k-train.parquet": GSM8K,
         "gsm8k-test.parquet": GSM8K,
     }
-    assert (data.train_files, data.val_files) == ("data/dapo-math-17k.parquet", "data/aime-2024.parquet")
+    for script in (Path(__file__).parents[2] / "recipe" / "flashrl").glob("run_*.sh"):
+        data = compose([f"experiment={script.stem.removeprefix('run_')}"]).data
+        assert {data.train_files, data.val_files} <= {f"data/{name}" for name in prepared_as()}, script.name
 
 
 def test_a_run_without_its_data_says_how_to_make_them(tmp_path):

@@ -18,7 +18,7 @@ from flashrl_verl.errors import ConfigError
 @pytest.fixture
 def cfg(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in ("RAY_ADDRESS", *runtime_env.LOG_PATHS):
+    for name in ("RAY_ADDRESS", "RAY_JOB_CONFIG_JSON_ENV_VAR", *runtime_env.LOG_PATHS):
         monkeypatch.delenv(name, raising=False)
     for folder in ("model", "elsewhere"):
         (tmp_path / folder).mkdir()
@@ -30,7 +30,6 @@ def cfg(tmp_path, monkeypatch):
             "reward": {"custom_reward_function": {"path": "pkg://flashrl_verl.toy.reward"}},
             "trainer": {"default_local_dir": "checkpoints/run", "save_freq": 10},
             "ray_kwargs": {"ray_init": {"runtime_env": {"env_vars": {"VERL_PLATFORM": "cpu"}}}},
-            "flashrl": {"ship_code": True},
         }
     )
 
@@ -73,6 +72,32 @@ def test_local_paths_are_made_absolute_and_others_left_alone(cfg, tmp_path):
     assert cfg.trainer.default_local_dir == f"{tmp_path}/checkpoints/run", "made later"
 
 
+def test_a_checkpoint_to_resume_from_is_the_drivers_and_addresses_stay_addresses(cfg, tmp_path, monkeypatch):
+    (tmp_path / "checkpoints/run/global_step_2").mkdir(parents=True)
+    OmegaConf.update(cfg, "trainer.resume_from_path", "checkpoints/run/global_step_2", force_add=True)
+    monkeypatch.setenv("TENSORBOARD_DIR", "gs://bucket/tb")
+    runtime_env.prepare(cfg)
+    assert cfg.trainer.resume_from_path == f"{tmp_path}/checkpoints/run/global_step_2"
+    assert variables(cfg)["TENSORBOARD_DIR"] == "gs://bucket/tb"
+
+
+def test_what_a_job_brings_itself_is_left_to_it(cfg, monkeypatch):
+    """Ray refuses to merge two runtime environments that have a key in common."""
+    from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
+    from ray.runtime_env.runtime_env import _merge_runtime_env
+
+    job = {"env_vars": {"WANDB_DIR": "/job/wandb", "VERL_FILE_LOGGER_ROOT": "/job"}}
+    monkeypatch.setenv("WANDB_DIR", "/job/wandb")  # the driver of a job has its variables
+    monkeypatch.setenv(RAY_JOB_CONFIG_JSON_ENV_VAR, json.dumps({"runtime_env": job}))
+    runtime_env.prepare(cfg)
+    assert variables(cfg) == {"VERL_PLATFORM": "cpu"}
+    ours = OmegaConf.to_container(cfg.ray_kwargs.ray_init.runtime_env)
+    assert _merge_runtime_env(job, ours)["env_vars"] == {"VERL_PLATFORM": "cpu", **job["env_vars"]}
+    monkeypatch.setenv(RAY_JOB_CONFIG_JSON_ENV_VAR, json.dumps({"runtime_env": {"py_modules": ["gcs://x.zip"]}}))
+    with pytest.raises(ConfigError, match="ship_code=true with py_modules=.*flashrl.ship_code=false"):
+        runtime_env.prepare(cfg)
+
+
 def test_a_name_of_the_model_hub_stays_one(cfg):
     cfg.actor_rollout_ref.model.path = "Qwen/Qwen2.5-32B"
     runtime_env.prepare(cfg)
@@ -99,14 +124,13 @@ def test_variables_of_the_configuration_win(cfg, monkeypatch):
 
 @pytest.mark.parametrize("ship, count", [(True, 3), (False, 1)])
 def test_the_package_is_added_to_the_users_modules_unless_switched_off(cfg, ship, count):
-    cfg.flashrl.ship_code = ship
     OmegaConf.update(cfg, "ray_kwargs.ray_init.runtime_env.py_modules", ["/shared/rewards"], force_add=True)
-    runtime_env.prepare(cfg)
+    runtime_env.prepare(cfg, ship_code=ship)
     modules = list(cfg.ray_kwargs.ray_init.runtime_env.py_modules)
     assert modules[0] == "/shared/rewards" and len(modules) == count
 
 
-@pytest.mark.parametrize("address, counts", [(None, 16), ("127.0.0.1:6379", None)])
+@pytest.mark.parametrize("address, counts", [(None, 16), ("local", 16), ("127.0.0.1:6379", None)])
 def test_resources_are_asked_of_a_cluster_of_ones_own_only(cfg, monkeypatch, address, counts):
     OmegaConf.update(cfg, "ray_kwargs.ray_init.num_cpus", 16, force_add=True)
     if address:
