@@ -3,7 +3,7 @@
 
 verl writes one file a rank, ``model_world_size_<N>_rank_<r>.pt`` and ``optim_...``, whose DTensors are rows of the parameters
 and of Adam's moments, and looks for its own N when it loads. Here every rank maps all files of the other N into memory and
-copies the rows that are its own now: nothing is written, and no rank ever holds more than its share.
+copies the rows that are its own now: nothing is written, and no rank holds more than its share, twice while it loads.
 """
 
 from __future__ import annotations

@@ -30,7 +30,6 @@ not among them: verl prints the runtime environment."""
 _JOB_COPIES = "runtime_resources/working_dir_files"
 """Part of the path of the folders in which Ray keeps what ``ray job submit --working-dir`` copied, until it deletes them."""
 
-
 WRITTEN = ("trainer.default_local_dir", "trainer.rollout_data_dir", "trainer.validation_data_dir")
 READ = (
     *(MODEL, "actor_rollout_ref.model.tokenizer_path", "critic.model.path", "trainer.resume_from_path"),
