@@ -26,4 +26,4 @@ fi
 # Tests make their own models: nothing is fetched, nothing is reported anywhere, plots need no display.
 export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
 export RAY_USAGE_STATS_ENABLED=0 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 MPLBACKEND=Agg TOKENIZERS_PARALLELISM=false
-exec "$python" -m pytest -m "$selection" "$@"
+exec "$python" -m pytest -m "$selection" --durations=15 --durations-min=5 "$@"

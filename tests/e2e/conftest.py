@@ -14,7 +14,7 @@ def assets(tmp_path_factory) -> Path:
 def recipe(assets, tmp_path):
     """A function that runs the recipe with overrides and returns the finished ``Run``."""
 
-    def run(*overrides: str, fault: str | None = None, assets: Path = assets, timeout: float = 280) -> Run:
+    def run(*overrides: str, fault: str | None = None, assets: Path = assets, timeout: float = 900) -> Run:
         return finish(start(command(assets, tmp_path, *overrides), tmp_path, fault=fault), tmp_path, timeout)
 
     return run

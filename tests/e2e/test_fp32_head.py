@@ -18,7 +18,7 @@ from flashrl_verl.errors import ConfigError
 from flashrl_verl.lm_head import compute_head_in_fp32
 from flashrl_verl.rollout.server import require_precision
 
-pytestmark = [pytest.mark.cpu_e2e, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.cpu_e2e, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 # Llama's class ties by `tie_weights`, Qwen2's multiplies by the embedding layer itself.
 MODELS = [("qwen2.5", False), ("qwen2.5", True), ("llama3", True)]

@@ -14,7 +14,7 @@ import torch
 from recipe_runs import make_assets
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "fsdp_step.py"
-pytestmark = [pytest.mark.cpu_e2e, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.cpu_e2e, pytest.mark.timeout(1200)]
 
 
 @pytest.fixture(scope="module")

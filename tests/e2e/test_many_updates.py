@@ -15,7 +15,7 @@ import pytest
 from engines import CUDA
 from many_updates import PROMPTS, course
 
-pytestmark = [pytest.mark.cpu_e2e, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cpu_e2e, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 SETTLED = 5
 """Update after which nothing may grow any more: lazily made buffers and primitives exist by then."""
@@ -29,7 +29,7 @@ def fresh_outputs(path: Path, precision: str) -> list:
     """What an engine of another process samples, that vLLM has loaded from ``path``."""
     words = [sys.executable, str(Path(__file__).parents[1] / "programs" / "fresh_engine.py")]
     done = subprocess.run(
-        [*words, str(path), precision, json.dumps(PROMPTS)], capture_output=True, text=True, timeout=400, check=False
+        [*words, str(path), precision, json.dumps(PROMPTS)], capture_output=True, text=True, timeout=800, check=False
     )
     line = next((line for line in done.stdout.splitlines() if line.startswith("RESULT ")), None)
     assert line, done.stdout[-2000:] + done.stderr[-4000:]

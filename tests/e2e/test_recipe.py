@@ -17,7 +17,7 @@ LAYERS = 2
 PADDED_VOCABULARY = 320
 """The tokenizer's 262 entries, padded by vLLM to a multiple of 64."""
 
-pytestmark = [pytest.mark.cpu_e2e, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.cpu_e2e, pytest.mark.timeout(1200)]
 
 
 @pytest.fixture(scope="module")
@@ -122,14 +122,14 @@ def test_bf16_rollouts_run_from_the_same_command(recipe):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1200)
 def test_logits_in_fp32_on_both_sides_train_and_their_mismatch_is_not_larger(assets, tmp_path):
     kl = {}
     for head in ("true", "false"):
         folder = tmp_path / head
         folder.mkdir()
         words = command(assets, folder, "flashrl.precision=bf16", f"flashrl.fp32_lm_head={head}")
-        run = finish(start(words, folder), folder, timeout=400)
+        run = finish(start(words, folder), folder, timeout=900)
         assert_healthy(run, steps=2)
         metrics = run.metrics()
         assert metrics[2]["flashrl/fp32_lm_head"] == int(head == "true")
@@ -182,7 +182,7 @@ def test_bypass_mode_trains_on_the_rollouts_log_probs(recipe, words):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1200)
 def test_two_ranks_train_and_sample_with_every_receipt_verified(recipe):
     """FSDP2 over two processes, one engine of two ranks; nothing but the configuration says where they compute."""
     run = recipe(*TWO_RANKS, "trainer.total_training_steps=5", timeout=800)
@@ -192,7 +192,7 @@ def test_two_ranks_train_and_sample_with_every_receipt_verified(recipe):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1200)
 def test_an_int8_and_a_bf16_replica_sample_for_one_trainer(recipe):
     run = recipe(*TWO_REPLICAS, "flashrl.bf16_replica_fraction=0.5", timeout=800)
     assert_healthy(run, steps=2)
@@ -211,7 +211,7 @@ def test_an_int8_and_a_bf16_replica_sample_for_one_trainer(recipe):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1200)
 def test_a_mixture_of_experts_trains_with_int8_experts_and_a_router_that_is_not(recipe, moe_assets):
     run = recipe("trainer.total_training_steps=5", assets=moe_assets, timeout=800)
     assert_healthy(run, steps=5)

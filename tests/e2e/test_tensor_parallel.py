@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 pytestmark = [
     pytest.mark.cpu_e2e,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1800),
     pytest.mark.skipif(CUDA and torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
 

@@ -148,7 +148,7 @@ def run_rank(rank: int, world_size: int, store: str, batches: int) -> dict:
     import torch.distributed as dist
 
     # Past the time it takes to import verl on a busy machine.
-    timeout = timedelta(seconds=120)
+    timeout = timedelta(seconds=400)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timeout)
     try:
         answers = {}

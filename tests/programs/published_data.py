@@ -101,7 +101,7 @@ def command(*words: object) -> list[str]:
 
 def prepare_data(*words: object, cwd: Path, **variables: str) -> subprocess.CompletedProcess:
     """Run the script as a user does."""
-    return subprocess.run(command(*words), cwd=cwd, env=environment(**variables), capture_output=True, text=True, timeout=120)
+    return subprocess.run(command(*words), cwd=cwd, env=environment(**variables), capture_output=True, text=True, timeout=400)
 
 
 def quiet(doing, done, total):

@@ -129,7 +129,7 @@ def start(
         )  # fmt: skip
 
 
-def finish(process: subprocess.Popen, folder: Path, timeout: float = 280) -> Run:
+def finish(process: subprocess.Popen, folder: Path, timeout: float = 900) -> Run:
     """Wait for a run; end its process group when it takes too long."""
     started = time.monotonic()
     try:

@@ -108,7 +108,7 @@ def test_ranks_of_a_process_group_get_verls_answer(world_size: int, batches: int
     ]
     try:
         for process in ranks:
-            _, errors = process.communicate(timeout=250)
+            _, errors = process.communicate(timeout=800)
             assert process.returncode == 0, errors
     finally:
         for process in ranks:

@@ -215,11 +215,11 @@ def _interrupted(long_source, folder, signum):
     """Start to prepare, and end it as soon as the temporary file is there."""
     words = command("dapo-math-17k", "--source", long_source, "--output", folder)
     process = subprocess.Popen(words, env=environment(), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    deadline = time.monotonic() + 100
+    deadline = time.monotonic() + 300
     while not (folder.is_dir() and list(folder.glob(".*.part"))) and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.002)
     process.send_signal(signum)
-    said, _ = process.communicate(timeout=60)
+    said, _ = process.communicate(timeout=400)
     return process.returncode, said
 
 

@@ -65,7 +65,7 @@ def test_the_recipe_refuses_before_ray_and_a_dry_run_only_warns(word):
         "quickstart.assets=/no/such",
         *word,
     ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
     said = "data.train_files=/no/such/train.parquet, data.val_files=/no/such/test.parquet, actor_rollout_ref.model.path=/no"
     if word:
         assert done.returncode == 0 and f"Warning: {said}" in done.stdout and "not found on this machine" in done.stdout

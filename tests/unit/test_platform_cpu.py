@@ -12,7 +12,7 @@ def run(code: str, **variables: str) -> subprocess.CompletedProcess:
     import os
 
     env = {k: v for k, v in os.environ.items() if k != "VERL_PLATFORM"} | variables
-    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=400)
 
 
 def test_it_is_never_chosen_because_no_accelerator_was_found():

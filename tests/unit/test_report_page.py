@@ -144,11 +144,11 @@ def test_a_browser_shows_the_page_without_an_error(two, tmp_path):
         f"--user-data-dir={tmp_path}/b",
     ]
     file = (tmp_path / "out" / "report.html").as_uri()
-    dom = subprocess.run([*common, "--dump-dom", file], capture_output=True, text=True, timeout=120, check=True)
+    dom = subprocess.run([*common, "--dump-dom", file], capture_output=True, text=True, timeout=400, check=True)
     assert "INT8, TIS C=2" in dom.stdout and "dapo-bf16" in dom.stdout and "CONSOLE" not in dom.stderr
     size = "--window-size=1400,3000"
     drawn = subprocess.run(
-        [*common, size, f"--screenshot={shot}", file], capture_output=True, text=True, timeout=120, check=True
+        [*common, size, f"--screenshot={shot}", file], capture_output=True, text=True, timeout=400, check=True
     )
     assert "CONSOLE" not in drawn.stderr
     with Image.open(shot) as image:

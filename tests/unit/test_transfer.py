@@ -30,7 +30,7 @@ def channel(monkeypatch):
     monkeypatch.setenv("VERL_PLATFORM", "cpu")
     started = []
 
-    def start(behaviour: str, timeout_s: float = 40.0) -> tuple[subprocess.Popen, str]:
+    def start(behaviour: str, timeout_s: float = 200.0) -> tuple[subprocess.Popen, str]:
         handle = f"ipc:///tmp/flashrl-test-{uuid.uuid4().hex}.sock"
         command = [sys.executable, str(RECEIVER), handle, behaviour, str(timeout_s)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
@@ -45,11 +45,11 @@ def channel(monkeypatch):
 
 def result(process: subprocess.Popen) -> list:
     """What the receiver printed."""
-    lines = process.communicate(timeout=60)[0].splitlines()
+    lines = process.communicate(timeout=400)[0].splitlines()
     return json.loads(next(line for line in lines if line.startswith("RESULT ")).removeprefix("RESULT "))
 
 
-def send(handle: str, weights, timeout_s: float = 40.0, receiver_ended=lambda: None) -> None:
+def send(handle: str, weights, timeout_s: float = 200.0, receiver_ended=lambda: None) -> None:
     from flashrl_verl.rollout.transfer import WatchedSender
 
     sender = WatchedSender(
@@ -88,7 +88,7 @@ def test_a_sender_notices_that_its_receiver_died(channel):
 
     with pytest.raises(RefitError, match="the engine process ended"):
         send(handle, tensors(), receiver_ended=ended)
-    assert time.monotonic() - gone[0] < 1
+    assert time.monotonic() - gone[0] < 5
 
 
 def test_a_sender_gives_up_on_a_silent_receiver_and_names_the_key(monkeypatch):
@@ -98,7 +98,7 @@ def test_a_sender_gives_up_on_a_silent_receiver_and_names_the_key(monkeypatch):
 
 
 def test_a_receiver_gives_up_on_a_sender_that_stops(channel):
-    process, handle = channel("load", timeout_s=15.0)
+    process, handle = channel("load", timeout_s=20.0)
 
     def broken():
         yield from tensors()[:6]
