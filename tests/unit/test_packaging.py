@@ -277,7 +277,7 @@ def test_a_signal_ends_setup_and_pip_with_its_children(tmp_path, fake, sent, pip
     pids += [child.pid for child in psutil.Process(pids[0]).children(recursive=True)]
     process.send_signal(sent)  # to the script alone
     _, said = process.communicate(timeout=30)
-    assert process.returncode == 128 + sent and said == "stopped by a signal\n"
+    assert process.returncode == 128 + sent and said == "stopped by a signal; the same command again goes on\n"
     assert len(pids) == 2 and not [pid for pid in pids if _runs(pid)]
     (tmp_path / "pip").write_text("")
     assert "going on with" in run_setup(**fake).stdout
