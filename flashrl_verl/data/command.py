@@ -52,8 +52,8 @@ def data(
     """Prepare a published data set for verl: parquet, checked row by row before anything is written.
 
     A file that is there already and was made of the same source is left as it is. A folder for --source holds the files as
-    published, or train.jsonl and test.jsonl (or .parquet), with the columns question and answer (gsm8k), or data_source, prompt,
-    ability, reward_model and extra_info (the others).
+    published, or train.jsonl and test.jsonl (or .parquet), with the columns question and answer (gsm8k), or data_source,
+    prompt, ability, reward_model and extra_info (the others).
     """
     if bool(check) == (name is not None):
         names = ", ".join(name.value for name in Name)
