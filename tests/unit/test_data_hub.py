@@ -6,7 +6,7 @@ import json
 import threading
 
 import pytest
-from published_data import COMMIT, dapo_rows, gsm8k_rows, hub_cache, prepare_data
+from published_data import COMMIT, dapo_rows, gsm8k_folder, gsm8k_rows, hub_cache, prepare_data
 
 from flashrl_verl.data.catalog import CATALOG, Name
 
@@ -44,6 +44,15 @@ def test_the_way_round_brings_every_file_that_is_needed(tmp_path):
     assert "--source FOLDER --split train or test" in both
     one = prepare_data("gsm8k", "--split", "test", **nowhere).stderr
     assert f"hf download openai/gsm8k {GSM8K['test']} --repo-type" in one and "--split train" not in one
+
+
+def test_a_folder_with_one_split_only_says_how_to_prepare_that_one(tmp_path):
+    folder = gsm8k_folder(tmp_path / "gsm8k")
+    (folder / GSM8K["test"]).unlink()
+    refused = prepare_data("gsm8k", "--source", folder, cwd=tmp_path)
+    assert refused.returncode == 1 and "--split train prepares the other one alone" in refused.stderr
+    done = prepare_data("gsm8k", "--source", folder, "--split", "train", cwd=tmp_path)
+    assert done.returncode == 0 and "gsm8k-train.parquet: 5 rows" in done.stdout, done.stderr
 
 
 @pytest.fixture
