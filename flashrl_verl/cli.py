@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flashrl_verl.data.command import data
+from flashrl_verl.environment import environment_needed
 from flashrl_verl.errors import ConfigError, FlashRLError
 
 if TYPE_CHECKING:
@@ -265,7 +266,8 @@ def _console() -> Console:
 def run(application: typer.Typer) -> None:
     """Run a command line; an error that is meant for users is one message, not a traceback."""
     try:
-        application()
+        with environment_needed():
+            application()
     except FlashRLError as error:
         typer.secho(f"{type(error).__name__}: {error}", fg="red", err=True)
         sys.exit(1)

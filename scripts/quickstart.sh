@@ -14,12 +14,28 @@
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
-for word in "$@"; do
-  if [ "$word" = --help ] || [ "$word" = -h ]; then
-    sed -n '3,/^set /{/^#/s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}" # the lines above: help needs no environment
-    exit
-  fi
-done
+source "$root/scripts/lib.sh"
+help_if_asked "$@"
+
+# The program checks every word; a misspelt one must not be found only after an installation of minutes.
+check_words() {
+  local options="the options are --seed N, --output DIR, --resume and --help"
+  while [ $# -gt 0 ]; do
+    case $1 in
+      --seed | --output)
+        [ $# -ge 2 ] || refuse "$1 needs a value: $options."
+        shift
+        ;;
+      --seed=* | --output=* | --resume) ;;
+      -*) refuse "'$1' is no option: $options." ;;
+      *=* | "~"*) ;;
+      *) refuse "'$1' is neither an option nor an override key=value: $options." ;;
+    esac
+    shift
+  done
+}
+refuse() { printf 'error: %s\n' "$*" >&2; exit 1; }
+check_words "$@"
 
 python=python
 if [ "${FLASHRL_SKIP_SETUP:-0}" != 1 ]; then
@@ -29,4 +45,4 @@ fi
 
 # No cd: a relative --output is the caller's. exec: a signal for this script reaches the program that can end the training.
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
-exec "$python" -m flashrl_verl.cli quickstart "$@"
+exec "$python" -m flashrl_verl quickstart "$@"

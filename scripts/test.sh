@@ -9,6 +9,8 @@
 #   FLASHRL_SKIP_SETUP=1   use the python of the current environment as it is
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+source "$root/scripts/lib.sh"
+help_if_asked "$@"
 cd "$root"
 
 selection="not gpu and not slow"

@@ -24,7 +24,7 @@ def data(
         str | None,
         typer.Option(
             metavar="PATH_OR_HUB_ID",
-            help="A file or folder here, or a dataset on the Hugging Face hub; else where it is published.",
+            help="A file (.parquet, .jsonl) or folder here, or a dataset on the Hugging Face hub; else where it is published.",
         ),
     ] = None,
     output: Annotated[Path, typer.Option(help="Folder for <name>.parquet and its record, <name>.json.")] = Path("data"),
@@ -51,7 +51,9 @@ def data(
 ) -> None:
     """Prepare a published data set for verl: parquet, checked row by row before anything is written.
 
-    A file that is there already and was made of the same source is left as it is.
+    A file that is there already and was made of the same source is left as it is. A folder for --source holds the files as
+    published, or train.jsonl and test.jsonl (or .parquet), with the columns question and answer (gsm8k), or data_source,
+    prompt, ability, reward_model and extra_info (the others).
     """
     if bool(check) == (name is not None):
         names = ", ".join(name.value for name in Name)
@@ -92,7 +94,7 @@ def _prepare(request: Request, console: Console) -> None:
 
     check_output(request.output)
     with Bar(console) as bar:
-        prepared = prepare(request, bar)
+        prepared = prepare(request, bar, lambda line: _say(console, line))
     for file in prepared:
         _say(console, _summary(file))
 

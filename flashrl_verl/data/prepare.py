@@ -61,19 +61,25 @@ class _Plan:
     found: Survey
 
 
-def prepare(request: Request, progress: Progress) -> list[Prepared]:
+def _untold(line: str) -> None:
+    """Nobody reads."""
+
+
+def prepare(request: Request, progress: Progress, tell: sources.Tell = _untold) -> list[Prepared]:
     """Make the files of a data set. All of its sources are read and checked before the first file is written.
 
     Args:
         request: what is asked for.
         progress: told of every batch of rows.
+        tell: told of what may take long before there are rows.
 
     Raises:
         ConfigError: the request contradicts itself; nothing was read.
         DataError: the source cannot be had or used, or the output cannot be written.
     """
     data_set = CATALOG[request.name]
-    plans = [_plan(data_set, file, request, progress) for file in _files(data_set, request)]
+    files = _files(data_set, request)
+    plans = [_plan(data_set, file, files, request, progress, tell) for file in files]
     return [plan if isinstance(plan, Prepared) else _write(plan, progress) for plan in plans]
 
 
@@ -92,7 +98,14 @@ def _files(data_set: DataSet, request: Request) -> list[PublishedFile]:
     return files
 
 
-def _plan(data_set: DataSet, file: PublishedFile, request: Request, progress: Progress) -> _Plan | Prepared:
+def _plan(
+    data_set: DataSet,
+    file: PublishedFile,
+    files: list[PublishedFile],
+    request: Request,
+    progress: Progress,
+    tell: sources.Tell,
+) -> _Plan | Prepared:
     path = request.output / f"{file.output}.parquet"
     keep = data_set.keep_duplicates if request.keep_duplicates is None else request.keep_duplicates
     options = {"duplicates": "keep" if keep else "drop", "drop_invalid": request.drop_invalid}
@@ -106,7 +119,7 @@ def _plan(data_set: DataSet, file: PublishedFile, request: Request, progress: Pr
     if repository is None:
         source = sources.local(data_set, file, request.source or "")
     else:
-        source = sources.fetch(repository, file, revision)
+        source = sources.fetch(repository, file, revision, files, tell)
     if path.exists() and source.path.samefile(path):
         raise ConfigError(f"{source.path} is the source and the output. Choose another --output.")
     checksum = sources.sha256(source.path)

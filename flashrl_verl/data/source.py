@@ -6,7 +6,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,6 +17,9 @@ from flashrl_verl.errors import DataError
 
 BATCH = 8192
 """Rows in memory at a time: a few MB of prompts."""
+
+Tell = Callable[[str], None]
+"""Takes a line for people."""
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -71,32 +75,65 @@ def local(data_set: DataSet, file: PublishedFile, source: str) -> Source:
     for name in names:
         if (path / name).is_file():
             return Source(path / name, str(path / name), None)
-    raise DataError(f"--source {source} has no {file.split.value} file of {data_set.name.value}: none of {', '.join(names)}.")
+    others = [other.split.value for other in data_set.files if other.split is not file.split]
+    remedy = f" --split {others[0]} prepares the other one alone." if others else ""
+    raise DataError(
+        f"--source {source} has no {file.split.value} file of {data_set.name.value}: none of {', '.join(names)}.{remedy}"
+    )
 
 
-def fetch(repository: str, file: PublishedFile, revision: str) -> Source:
+def fetch(repository: str, file: PublishedFile, revision: str, wanted: Sequence[PublishedFile], tell: Tell) -> Source:
     """Download a file from the Hugging Face hub, or take it from its cache.
 
-    Raises:
-        DataError: it cannot be had; the message says how to bring it here.
-    """
-    from huggingface_hub import hf_hub_download
+    Args:
+        repository: of the hub, type dataset.
+        file: which of its files.
+        revision: commit, tag or branch.
+        wanted: all files that the request needs; the message of an error names them.
+        tell: told before the hub is asked.
 
+    Raises:
+        DataError: it cannot be had; the message says how to bring all that are wanted here.
+    """
+    from huggingface_hub import constants, hf_hub_download
+
+    if not constants.HF_HUB_OFFLINE:
+        tell(
+            f"asking the Hugging Face hub for {repository}, {file.path} (where no hub answers this gives up after half a "
+            "minute or more; --source takes files that are here)"
+        )
     try:
         from httpx import HTTPError  # huggingface_hub 1; what it used before raises OSErrors
     except ImportError:
         HTTPError = OSError
     try:
-        path = Path(hf_hub_download(repository, file.path, repo_type="dataset", revision=revision))
+        with _quiet_hub():
+            path = Path(hf_hub_download(repository, file.path, repo_type="dataset", revision=revision))
     except (OSError, ValueError, HTTPError) as error:
         reason = " ".join(str(error).split())[:300]
+        paths, alone = " ".join(other.path for other in wanted), ""
+        if len(wanted) > 1:
+            alone = " (of one file alone: --source FOLDER --split " + " or ".join(other.split.value for other in wanted) + ")"
         raise DataError(
             f"{repository} (revision {revision}) was not fetched from the Hugging Face hub: {type(error).__name__}: {reason} "
-            f"Remedy: where there is a network, `hf download {repository} {file.path} --repo-type dataset "
-            f"--revision {revision} --local-dir FOLDER`; then here --source FOLDER."
+            f"Remedy: where there is a network, `hf download {repository} {paths} --repo-type dataset "
+            f"--revision {revision} --local-dir FOLDER`; then here --source FOLDER{alone}."
         ) from error
     # <cache>/datasets--owner--name/snapshots/<commit>/<file>, as huggingface_hub documents it.
     return Source(path, repository, path.parents[len(Path(file.path).parts) - 1].name)
+
+
+@contextmanager
+def _quiet_hub() -> Iterator[None]:
+    """Without the hub's warning for each of its attempts: the last failure is in our error."""
+    from huggingface_hub.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 def sha256(path: Path) -> str:

@@ -11,12 +11,23 @@ defaults, checks it, and stops before Ray or a model is touched.
 import sys
 from pathlib import Path
 
-import hydra
-from omegaconf import DictConfig
+try:
+    from flashrl_verl.environment import environment_needed
+except ModuleNotFoundError as error:  # a copy of the recipe, which has not the package beside it
+    if error.name != "flashrl_verl":
+        raise
+    sys.exit(
+        f"error: {sys.executable} has no module 'flashrl_verl'. Remedy: the environment of your verl and vLLM, and in it "
+        "`pip install --no-deps -e <flashrl-verl>`"
+    )
 
-from flashrl_verl import compat, dryrun, local_paths, platforms, runtime_env
-from flashrl_verl.errors import FlashRLError
-from flashrl_verl.validation import validate_config
+with environment_needed():
+    import hydra
+    from omegaconf import DictConfig
+
+    from flashrl_verl import compat, dryrun, local_paths, platforms, runtime_env
+    from flashrl_verl.errors import FlashRLError
+    from flashrl_verl.validation import validate_config
 
 CONFIG_DIR = Path(__file__).resolve().parent / "config"
 

