@@ -14,6 +14,7 @@ import typer
 
 from flashrl_verl.data.command import data
 from flashrl_verl.errors import ConfigError, FlashRLError
+from flashrl_verl.plan.command import plan
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -91,6 +92,7 @@ def report(
 
 
 app.command()(data)
+app.command()(plan)
 
 
 bench = typer.Typer(help="Benchmarks of the weight update and of log-probs; nothing is downloaded.", no_args_is_help=True)
