@@ -79,13 +79,13 @@ def _best(plain: list[Outcome]) -> Outcome:
 def _worth(best: Outcome, bf16: Outcome) -> list[str]:
     if best.speedup < WORTH:
         return [
-            f"Stay with BF16: eight bits gain {best.speedup:.2f}x of the rollout here, and bring a mismatch. They pay when weights "
-            "are most of what a decode step reads (from about 14B on, few sequences at a time) or leave no room for the KV cache."
+            f"Stay with BF16: eight bits gain {best.speedup:.2f}x of the rollout here, and bring a mismatch. They pay when "
+            "weights are most of what a decode step reads (from about 14B on, few sequences at a time) or leave no room for the "
+            "KV cache."
         ]
     step = 1 / (1 - STEP_SHARE + STEP_SHARE / best.speedup)
-    said = [
-        f"Take {best.choice}: {best.speedup:.2f}x of BF16's rollout, {step:.2f}x of a whole step that is {STEP_SHARE:.0%} rollout."
-    ]
+    whole = f"{step:.2f}x of a whole step that is {STEP_SHARE:.0%} rollout"
+    said = [f"Take {best.choice}: {best.speedup:.2f}x of BF16's rollout, {whole}."]
     if best.timeline.steps < bf16.timeline.steps:
         said.append("Part of that is memory: beside BF16 weights fewer sequences find room in the KV cache at a time.")
     return said

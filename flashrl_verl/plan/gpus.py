@@ -36,8 +36,8 @@ class GPU:
         return {Precision.BF16: self.bf16, Precision.INT8: self.int8, Precision.FP8: self.fp8}[precision]
 
 
-# NVIDIA's data sheets: A100 (June 2021), RTX A6000 (May 2022), L40S (2023), H100 (SXM and PCIe, 2023), H200 (2024). Memory: about
-# what torch.cuda.mem_get_info reports as total on such cards, where the ECC and the driver have taken their part.
+# NVIDIA's data sheets: A100 (June 2021), RTX A6000 (May 2022), L40S (2023), H100 (SXM and PCIe, 2023), H200 (2024). Memory:
+# about what torch.cuda.mem_get_info reports as total on such cards, where the ECC and the driver have taken their part.
 GPUS = {
     gpu.name: gpu
     for gpu in (

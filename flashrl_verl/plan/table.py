@@ -33,8 +33,8 @@ def render(plan: Plan) -> Group:
     lines = [f"{o.choice}: not possible, {o.refused}" for o in plan.outcomes if o.refused]
     written = ", ".join(f"{name} {size / GIB:.1f}" for name, size in plan.written_bytes.items())
     lines.append(
-        "GiB of one GPU. fit: whole sequences in an engine's KV cache; run: sequences decoded together, the mean; floor: what a "
-        "step has to read at the speed of a copy; tokens/s of one engine, prefills included."
+        "GiB of one GPU. fit: whole sequences in an engine's KV cache; run: sequences decoded together, the mean; floor: what "
+        "a step has to read at the speed of a copy; tokens/s of one engine, prefills included."
     )
     lines.append(f"A weight update sends {plan.sent_bytes / GIB:.1f} GiB of BF16 to each GPU, which writes (GiB): {written}.")
     lines.extend(plan.advice)
