@@ -15,6 +15,7 @@ import typer
 from flashrl_verl.data.command import data
 from flashrl_verl.environment import environment_needed
 from flashrl_verl.errors import ConfigError, FlashRLError
+from flashrl_verl.plan.command import plan
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -92,6 +93,7 @@ def report(
 
 
 app.command()(data)
+app.command()(plan)
 
 
 bench = typer.Typer(help="Benchmarks of the weight update and of log-probs; nothing is downloaded.", no_args_is_help=True)

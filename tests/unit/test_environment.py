@@ -30,7 +30,7 @@ def bare(tmp_path):
 
 
 def _run(*command: object, cwd: Path, env: dict[str, str]) -> subprocess.CompletedProcess:
-    return subprocess.run(list(map(str, command)), cwd=cwd, env=env, capture_output=True, text=True, timeout=60)
+    return subprocess.run(list(map(str, command)), cwd=cwd, env=env, capture_output=True, text=True, timeout=400)
 
 
 @pytest.mark.parametrize(

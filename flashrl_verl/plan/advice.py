@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the choices of formats come to, and which of them to take."""
+
+from dataclasses import dataclass
+
+from flashrl_verl.config import Precision
+from flashrl_verl.plan.memory import Choice, Engine, Memory
+from flashrl_verl.plan.schedule import Timeline
+from flashrl_verl.plan.shape import ModelShape
+
+WORTH = 1.15
+"""Rollout speed over BF16 below which eight bits are not recommended: the mismatch and a tenth of error in these figures are
+there whatever is gained."""
+
+KV_WORTH = 1.10
+"""Speed over the same precision with a BF16 KV cache from which on FP8 KV is named."""
+
+STEP_SHARE = 0.7
+"""Share of a DAPO step that is rollout, as FlashRL reports it for DAPO-32B."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What one choice of formats comes to."""
+
+    choice: Choice
+    refused: str | None
+    """Why it cannot run here; then the rest is None."""
+    memory: Memory | None = None
+    fit: int | None = None
+    """Whole sequences, prompt and response, that the KV cache holds."""
+    together: float | None = None
+    """Sequences that are decoded together, the mean over the steps."""
+    floor_s: float | None = None
+    """Seconds of a decode step at the speed of a copy, with so many sequences half way through their responses."""
+    step_s: float | None = None
+    """Seconds of the same step as expected."""
+    parts: dict[str, float] | None = None
+    """The same by part."""
+    timeline: Timeline | None = None
+    speedup: float | None = None
+    """Rollout's speed over BF16's; None where BF16 does not fit."""
+
+
+def advise(outcomes: list[Outcome], shape: ModelShape, engine: Engine) -> list[str]:
+    """Return sentences for a user; the first says what to take.
+
+    Args:
+        outcomes: BF16's first; at least one is possible.
+        shape: the model's.
+        engine: the engines' settings.
+    """
+    plain = [o for o in outcomes if not o.refused and not o.choice.fp8_kv]
+    if not plain:
+        return ["Nothing fits without an FP8 KV cache: take more GPUs for an engine (--tensor-parallel)."]
+    if plain[0].choice.precision is not Precision.BF16:
+        return [f"BF16 does not fit ({outcomes[0].refused}). Take {plain[0].choice}."]
+    best = _best(plain)
+    said = _worth(best, outcomes[0])
+    for with_kv in outcomes:
+        same = with_kv.choice.fp8_kv and with_kv.choice.precision is best.choice.precision
+        if same and with_kv.speedup > KV_WORTH * best.speedup:
+            said.append(f"An FP8 KV cache would make it {with_kv.speedup:.2f}x: keys and values are much of what a step reads.")
+    if engine.tensor_parallel > shape.kv_heads:
+        said.append(
+            f"--tensor-parallel {engine.tensor_parallel} is more than the model's {shape.kv_heads} KV heads: they are copied, "
+            "so more GPUs in an engine add no room for the KV cache."
+        )
+    return said
+
+
+def _best(plain: list[Outcome]) -> Outcome:
+    """The fastest; INT8 where it is nearly as fast as FP8, because its mismatch is nine to ten times smaller."""
+    fastest = max(plain, key=lambda o: o.speedup)
+    int8 = [o for o in plain if o.choice.precision is Precision.INT8 and o.speedup >= 0.95 * fastest.speedup]
+    return int8[0] if int8 and fastest.choice.precision is Precision.FP8 else fastest
+
+
+def _worth(best: Outcome, bf16: Outcome) -> list[str]:
+    if best.speedup < WORTH:
+        return [
+            f"Stay with BF16: eight bits gain {best.speedup:.2f}x of the rollout here, and bring a mismatch. They pay when "
+            "weights are most of what a decode step reads (from about 14B on, few sequences at a time) or leave no room for "
+            "the KV cache."
+        ]
+    step = 1 / (1 - STEP_SHARE + STEP_SHARE / best.speedup)
+    whole = f"{step:.2f}x of a whole step that is {STEP_SHARE:.0%} rollout"
+    said = [f"Take {best.choice}: {best.speedup:.2f}x of BF16's rollout, {whole}."]
+    if best.timeline.steps < bf16.timeline.steps:
+        said.append("Part of that is memory: beside BF16 weights fewer sequences find room in the KV cache at a time.")
+    return said

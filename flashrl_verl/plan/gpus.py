@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GPUs by name: what their data sheets promise, dense (without structured sparsity)."""
+
+from dataclasses import dataclass
+
+from flashrl_verl.config import Precision
+from flashrl_verl.errors import ConfigError
+
+GB = 1e9
+TERA = 1e12
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPU:
+    """A GPU as its data sheet has it."""
+
+    name: str
+    memory_gib: float
+    """GiB that CUDA reports as total, somewhat less than the name says."""
+    bandwidth: float
+    """Memory bandwidth, bytes/s."""
+    bf16: float
+    """BF16 tensor cores, FLOP/s."""
+    int8: float
+    """INT8 tensor cores, operations/s."""
+    fp8: float | None
+    """FP8 tensor cores, FLOP/s; None without them."""
+    link: float
+    """What one GPU sends to others of its node, bytes/s and direction (NVLink, else PCIe)."""
+    capability: tuple[int, int]
+    """CUDA compute capability."""
+
+    def compute(self, precision: Precision) -> float | None:
+        """Operations/s of the linear layers in a precision; None where there is no tensor core for it."""
+        return {Precision.BF16: self.bf16, Precision.INT8: self.int8, Precision.FP8: self.fp8}[precision]
+
+
+# NVIDIA's data sheets: A100 (June 2021), RTX A6000 (May 2022), L40S (2023), H100 (SXM and PCIe, 2023), H200 (2024). Memory:
+# about what torch.cuda.mem_get_info reports as total on such cards, where the ECC and the driver have taken their part.
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        GPU(name="a100-40gb", memory_gib=39.4, bandwidth=1555 * GB, bf16=312 * TERA, int8=624 * TERA, fp8=None,
+            link=300 * GB, capability=(8, 0)),
+        GPU(name="a100-80gb", memory_gib=79.2, bandwidth=2039 * GB, bf16=312 * TERA, int8=624 * TERA, fp8=None,
+            link=300 * GB, capability=(8, 0)),
+        GPU(name="a6000", memory_gib=47.5, bandwidth=768 * GB, bf16=154.8 * TERA, int8=309.7 * TERA, fp8=None,
+            link=32 * GB, capability=(8, 6)),
+        GPU(name="l40s", memory_gib=44.4, bandwidth=864 * GB, bf16=362 * TERA, int8=733 * TERA, fp8=733 * TERA,
+            link=32 * GB, capability=(8, 9)),
+        GPU(name="h100-pcie", memory_gib=79.2, bandwidth=2000 * GB, bf16=756 * TERA, int8=1513 * TERA, fp8=1513 * TERA,
+            link=64 * GB, capability=(9, 0)),
+        GPU(name="h100", memory_gib=79.2, bandwidth=3350 * GB, bf16=989 * TERA, int8=1979 * TERA, fp8=1979 * TERA,
+            link=450 * GB, capability=(9, 0)),
+        GPU(name="h200", memory_gib=139.8, bandwidth=4800 * GB, bf16=989 * TERA, int8=1979 * TERA, fp8=1979 * TERA,
+            link=450 * GB, capability=(9, 0)),
+    )
+}  # fmt: skip
+"""Names that ``--gpu`` takes."""
+
+
+def find(name: str) -> GPU:
+    """Return a GPU by name, whatever its case.
+
+    Raises:
+        ConfigError: nobody wrote its data sheet down here.
+    """
+    gpu = GPUS.get(name.lower())
+    if gpu is None:
+        raise ConfigError(
+            f"--gpu {name!r} is not one of {', '.join(GPUS)}. Name the one that is nearest in bandwidth, and give its memory "
+            "by --gpu-memory-gib"
+        )
+    return gpu

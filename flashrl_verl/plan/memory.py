@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the memory of one rollout GPU goes, and how many tokens the KV cache holds: the arithmetic of vLLM's start-up.
+
+vLLM takes ``gpu_memory_utilization`` of the GPU, loads the weights, runs the largest batch it may ever see, and gives the KV
+cache what is left.
+"""
+
+from dataclasses import dataclass
+
+from flashrl_verl.config import Precision
+from flashrl_verl.plan.gpus import GIB, GPU
+from flashrl_verl.plan.shape import ModelShape
+
+BF16 = 2
+"""Bytes of an element."""
+
+FIXED_BYTES = 1.0 * GIB
+"""CUDA context, NCCL, cuBLAS workspaces and the CUDA graphs' own pool."""
+
+SCALE_BYTES = 4
+"""One FP32 scale per output channel."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """What of an engine's settings decides over memory and speed; verl's names in ``actor_rollout_ref.rollout``."""
+
+    tensor_parallel: int = 1
+    gpu_memory_utilization: float = 0.9
+    max_num_seqs: int = 1024
+    max_num_batched_tokens: int = 8192
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """Number formats of a rollout."""
+
+    precision: Precision
+    fp8_kv: bool = False
+
+    def __str__(self) -> str:
+        return self.precision.value + (" + FP8 KV" if self.fp8_kv else "")
+
+    @property
+    def kv_element_bytes(self) -> int:
+        return 1 if self.fp8_kv else BF16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes of one GPU; ``kv`` is at least 0."""
+
+    weights: float
+    activations: float
+    kv: float
+    kv_per_token: float
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the KV cache holds."""
+        return int(self.kv // self.kv_per_token)
+
+
+def weight_bytes(shape: ModelShape, choice: Choice, tensor_parallel: int = 1) -> float:
+    """Bytes of a model's weights on one GPU of so many. Norms and routers, which every GPU holds whole, are small."""
+    quantized = shape.linear + shape.expert
+    if choice.precision is Precision.BF16:
+        bytes_quantized = quantized * BF16
+    else:
+        bytes_quantized = quantized + shape.linear_rows * SCALE_BYTES
+    return (bytes_quantized + (shape.head + shape.embedding) * BF16) / tensor_parallel + shape.other * BF16
+
+
+def activation_bytes(shape: ModelShape, choice: Choice, engine: Engine) -> float:
+    """Bytes at the peak of vLLM's profiling run: the widest layer of the largest batch, or the sampler's logits.
+
+    In the layer live the residual, its normalized copy, gate and up, and their product, beside it in eight bits for the next
+    layer; while sampling the logits of every sequence in FP32 and two copies (log-probs, sorted).
+    """
+    wide = shape.intermediate / engine.tensor_parallel
+    per_token = 2 * shape.hidden * BF16 + wide * BF16 + wide / 2 * BF16
+    if choice.precision is not Precision.BF16:
+        per_token += wide / 2
+    layer = engine.max_num_batched_tokens * per_token
+    sampling = min(engine.max_num_seqs, engine.max_num_batched_tokens) * shape.vocabulary * 4 * 3
+    return max(layer, sampling)
+
+
+def memory_of(shape: ModelShape, choice: Choice, gpu: GPU, engine: Engine) -> Memory:
+    """Divide a GPU's memory as vLLM does when it starts."""
+    weights = weight_bytes(shape, choice, engine.tensor_parallel)
+    activations = activation_bytes(shape, choice, engine)
+    usable = gpu.memory_gib * GIB * engine.gpu_memory_utilization
+    return Memory(
+        weights=weights,
+        activations=activations,
+        kv=max(0.0, usable - weights - activations - FIXED_BYTES),
+        kv_per_token=shape.kv_bytes_per_token(choice.kv_element_bytes, engine.tensor_parallel),
+    )

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One plan: every choice of formats on the same work, and which of them to take."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from flashrl_verl.config import Precision
+from flashrl_verl.errors import ConfigError
+from flashrl_verl.plan.advice import Outcome, advise
+from flashrl_verl.plan.gpus import GIB, GPU
+from flashrl_verl.plan.memory import BF16, Choice, Engine, memory_of, weight_bytes
+from flashrl_verl.plan.schedule import Work, simulate
+from flashrl_verl.plan.shape import ModelShape
+from flashrl_verl.plan.step import Clock
+
+CHOICES = (
+    Choice(precision=Precision.BF16),
+    Choice(precision=Precision.INT8),
+    Choice(precision=Precision.FP8),
+    Choice(precision=Precision.INT8, fp8_kv=True),
+    Choice(precision=Precision.FP8, fp8_kv=True),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Everything that ``flashrl plan`` says."""
+
+    model: str
+    gpu: GPU
+    gpus: int
+    engine: Engine
+    work: Work
+    parameters: int
+    outcomes: tuple[Outcome, ...]
+    sent_bytes: float
+    """BF16 bytes that the trainer sends to every GPU of an engine in one update."""
+    written_bytes: dict[str, float]
+    """Bytes that a GPU writes in one update, by precision."""
+    advice: tuple[str, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """The plan as JSON takes it; bytes and seconds."""
+        record = asdict(self)
+        for row, outcome in zip(record["outcomes"], self.outcomes, strict=True):
+            row["choice"] = {
+                "precision": outcome.choice.precision.value,
+                "kv_cache": "fp8" if outcome.choice.fp8_kv else "bf16",
+            }
+            if outcome.memory is not None:
+                row["memory"]["tokens"] = outcome.memory.tokens
+        return record
+
+
+def make_plan(model: str, shape: ModelShape, gpu: GPU, gpus: int, engine: Engine, work: Work) -> Plan:
+    """Compare every choice of formats for one engine's share of a rollout.
+
+    Args:
+        model: name, for the report.
+        shape: its sizes.
+        gpu: kind of the GPUs.
+        gpus: how many there are; the engines are ``gpus / engine.tensor_parallel``.
+        engine: settings of each engine.
+        work: what one engine generates in a step.
+
+    Raises:
+        ConfigError: the GPUs do not divide into engines, or nothing fits.
+    """
+    if gpus % engine.tensor_parallel:
+        raise ConfigError(f"--gpus {gpus} is no multiple of --tensor-parallel {engine.tensor_parallel}")
+    if shape.heads % engine.tensor_parallel:
+        raise ConfigError(
+            f"--tensor-parallel {engine.tensor_parallel} does not divide the model's {shape.heads} attention heads"
+        )
+    outcomes = [_outcome(choice, shape, gpu, engine, work) for choice in CHOICES]
+    if all(outcome.refused for outcome in outcomes):
+        raise ConfigError(
+            f"{model} fits in no precision: {'; '.join(f'{o.choice}: {o.refused}' for o in outcomes)}. Take more GPUs for an "
+            "engine (--tensor-parallel), or a higher --gpu-memory-utilization"
+        )
+    base = outcomes[0].timeline
+    if base is not None:
+        outcomes = [
+            o if o.timeline is None else Outcome(**{**vars(o), "speedup": base.seconds / o.timeline.seconds}) for o in outcomes
+        ]
+    return Plan(
+        model=model,
+        gpu=gpu,
+        gpus=gpus,
+        engine=engine,
+        work=work,
+        parameters=shape.parameters,
+        outcomes=tuple(outcomes),
+        sent_bytes=shape.parameters * BF16,
+        written_bytes={
+            precision.value: weight_bytes(shape, Choice(precision=precision), engine.tensor_parallel) for precision in Precision
+        },
+        advice=tuple(advise(outcomes, shape, engine)),
+    )
+
+
+def _outcome(choice: Choice, shape: ModelShape, gpu: GPU, engine: Engine, work: Work) -> Outcome:
+    if gpu.compute(choice.precision) is None:
+        return Outcome(choice=choice, refused="no FP8 tensor cores")
+    memory = memory_of(shape, choice, gpu, engine)
+    length = work.prompt + work.response
+    if memory.tokens < length:
+        limit = gpu.memory_gib * engine.gpu_memory_utilization
+        return Outcome(
+            choice=choice,
+            refused=f"{memory.weights / GIB:.1f} GiB of weights leave {memory.kv / GIB:.1f} of {limit:.1f} GiB for the KV "
+            f"cache: {memory.tokens} tokens, one sequence has {length}",
+        )
+    clock = Clock(shape=shape, choice=choice, gpu=gpu, tensor_parallel=engine.tensor_parallel)
+    timeline = simulate(clock, work, memory.tokens, engine.max_num_seqs)
+    together, context = work.sequences * work.response / timeline.steps, work.prompt + work.response / 2
+    step = clock.decode(together, context)
+    return Outcome(
+        choice=choice,
+        refused=None,
+        memory=memory,
+        fit=memory.tokens // length,
+        together=together,
+        floor_s=clock.floor(together, context),
+        step_s=step.total,
+        parts=asdict(step),
+        timeline=timeline,
+    )

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long one decode step takes, and a prompt: bytes that have to be read, operations that have to be done, and fixed parts.
+
+The constants are fitted to one profile: Qwen2.5-32B's shape on one H200, 128 sequences of about 470 tokens, CUDA graphs, vLLM
+0.24.0 (docs/precision_and_cap.md): linear layers 17.1 ms in BF16 and 10.1 in INT8, attention 5.7 and 5.4, quantization of
+activations 0.8, the rest 2.2 and 1.7, wall clock 25.9 and 18.3; attention at long context from the decode-only row of the table
+there. Other GPUs and sizes are extrapolated by data sheet.
+"""
+
+from dataclasses import dataclass
+
+from flashrl_verl.config import Precision
+from flashrl_verl.plan.gpus import GPU
+from flashrl_verl.plan.memory import BF16, Choice
+from flashrl_verl.plan.shape import ModelShape
+
+STREAM = 0.88
+"""Share of the data sheet's memory bandwidth that a kernel reaches which only reads: 4.2 of 4.8 TB/s."""
+
+COMPUTE = 0.7
+"""Share of the data sheet's operations that a large matrix product reaches."""
+
+SHARPNESS = 3.0
+"""Exponent p of (memory^p + compute^p)^(1/p), the time of a product between the two roofs."""
+
+FP8_KV_STREAM = 0.52
+"""The same share as `STREAM` for attention that reads FP8 keys and values, which it has to convert."""
+
+ATTENTION_S = 30e-6
+"""Fixed part of a layer's attention, seconds."""
+
+LAYER_S = 25e-6
+"""Norms, rotary embedding, activation, KV write of a layer, seconds."""
+
+QUANTIZE_S = 3.1e-6
+"""One launch that quantizes activations, seconds; there are four in a layer."""
+
+HOST_S = 0.5e-3
+"""What a step waits for the host, and sampling's launches, seconds."""
+
+REDUCE_S = 12e-6
+"""Latency of one all-reduce of a few hundred KiB over NVLink, seconds; two in a layer. Assumed, not fitted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Seconds of one decode step on a GPU, by part."""
+
+    linear: float
+    attention: float
+    quantize: float
+    reduce: float
+    rest: float
+
+    @property
+    def total(self) -> float:
+        return self.linear + self.attention + self.quantize + self.reduce + self.rest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clock:
+    """Times of one model in one choice of formats on GPUs of one kind."""
+
+    shape: ModelShape
+    choice: Choice
+    gpu: GPU
+    tensor_parallel: int = 1
+
+    def floor(self, sequences: float, context: float) -> float:
+        """Seconds to read what one step has to read, at the speed of a copy: no kernel is faster.
+
+        Args:
+            sequences: how many are decoded together; a mean may be no whole number.
+            context: tokens of each, their mean.
+        """
+        return (self._weights_read(sequences) + self._kv_read(sequences, context)) / (STREAM * self.gpu.bandwidth)
+
+    def decode(self, sequences: float, context: float) -> StepTime:
+        """Seconds of one step that gives every sequence one token; arguments as in ``floor``."""
+        layers, quantized = self.shape.layers, self.choice.precision is not Precision.BF16
+        stream = FP8_KV_STREAM if self.choice.fp8_kv else STREAM
+        rows = self.shape.vocabulary / self.tensor_parallel * sequences * 4 * 3  # logits, log-probs, sorted
+        return StepTime(
+            linear=self._products(sequences, self._weights_read(sequences)),
+            attention=layers * ATTENTION_S + self._kv_read(sequences, context) / (stream * self.gpu.bandwidth),
+            quantize=4 * layers * QUANTIZE_S if quantized else 0.0,
+            reduce=self._reduce(sequences),
+            rest=layers * LAYER_S + HOST_S + rows / (STREAM * self.gpu.bandwidth),
+        )
+
+    def prefill(self, tokens: int, length: float) -> float:
+        """Seconds to read ``tokens`` of prompts that are ``length`` tokens long each."""
+        shape = self.shape
+        # Two products of 2 operations each, over half of the length: attention is causal.
+        attention = 2 * shape.layers * shape.heads * shape.head_dim * length * tokens / self.tensor_parallel
+        return self._products(tokens, self._weights_read(tokens)) + attention / (COMPUTE * self.gpu.bf16) + self._reduce(tokens)
+
+    def _products(self, tokens: float, bytes_read: float) -> float:
+        memory = bytes_read / (STREAM * self.gpu.bandwidth)
+        active = self.shape.expert * self.shape.experts_per_token / self.shape.experts if self.shape.experts else 0
+        speed = self.gpu.compute(self.choice.precision)
+        compute = 2 * tokens * (self.shape.linear + active) / self.tensor_parallel / (COMPUTE * speed)
+        compute += 2 * tokens * self.shape.head / self.tensor_parallel / (COMPUTE * self.gpu.bf16)
+        return (memory**SHARPNESS + compute**SHARPNESS) ** (1 / SHARPNESS)
+
+    def _weights_read(self, tokens: float) -> float:
+        shape, element = self.shape, 1 if self.choice.precision is not Precision.BF16 else BF16
+        experts = shape.expert * shape.experts_touched(tokens)
+        return ((shape.linear + experts) * element + shape.head * BF16) / self.tensor_parallel
+
+    def _kv_read(self, sequences: float, context: float) -> float:
+        return sequences * context * self.shape.kv_bytes_per_token(self.choice.kv_element_bytes, self.tensor_parallel)
+
+    def _reduce(self, tokens: float) -> float:
+        if self.tensor_parallel == 1:
+            return 0.0
+        return 2 * self.shape.layers * (REDUCE_S + 2 * tokens * self.shape.hidden * BF16 / self.gpu.link)

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A plan as a table for a terminal."""
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from flashrl_verl.plan.gpus import GIB
+from flashrl_verl.plan.planner import Outcome, Plan
+
+ASSUMPTIONS = (
+    "Estimates from data sheets and one measured profile (Qwen2.5-32B on one H200): speeds of other GPUs and sizes are "
+    "extrapolated, all responses have one length, and with several GPUs in an engine the all-reduce is a guess. Measure before "
+    "you rent."
+)
+
+
+def render(plan: Plan) -> Group:
+    """Return what the command prints."""
+    engines = plan.gpus // plan.engine.tensor_parallel
+    work, engine = plan.work, plan.engine
+    title = (
+        f"{plan.model} ({plan.parameters / 1e9:.2f}B parameters) on {plan.gpus} x {plan.gpu.name}: {engines} engine(s) of "
+        f"{engine.tensor_parallel} GPU(s); each {work.sequences} sequences of {work.prompt} -> {work.response} tokens"
+    )
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("rollout", no_wrap=True)
+    for name in ("weights\nGiB", "KV\nGiB", "KV\ntokens", "fit", "run", "step\nms", "floor\nms", "tokens\n/s", "x\nBF16"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for outcome in plan.outcomes:
+        table.add_row(str(outcome.choice), *_cells(outcome, plan))
+    lines = [f"{o.choice}: not possible, {o.refused}" for o in plan.outcomes if o.refused]
+    written = ", ".join(f"{name} {size / GIB:.1f}" for name, size in plan.written_bytes.items())
+    lines.append(
+        "GiB of one GPU. fit: whole sequences in an engine's KV cache; run: sequences decoded together, the mean; floor: what "
+        "a step has to read at the speed of a copy; tokens/s of one engine, prefills included."
+    )
+    lines.append(f"A weight update sends {plan.sent_bytes / GIB:.1f} GiB of BF16 to each GPU, which writes (GiB): {written}.")
+    lines.extend(plan.advice)
+    return Group(table, *(Text(line) for line in lines), Text(ASSUMPTIONS, style="dim"))
+
+
+def _cells(outcome: Outcome, plan: Plan) -> list[str]:
+    if outcome.refused:
+        return ["-"] * 9
+    tokens = plan.work.sequences * plan.work.response / outcome.timeline.seconds
+    return [
+        f"{outcome.memory.weights / GIB:.1f}",
+        f"{outcome.memory.kv / GIB:.1f}",
+        _thousands(outcome.memory.tokens),
+        str(outcome.fit),
+        f"{outcome.together:.0f}",
+        f"{outcome.step_s * 1e3:.1f}",
+        f"{outcome.floor_s * 1e3:.1f}",
+        f"{tokens:.0f}",
+        "-" if outcome.speedup is None else f"{outcome.speedup:.2f}",
+    ]
+
+
+def _thousands(count: int) -> str:
+    return f"{count / 1e6:.2f}M" if count >= 1e6 else f"{count / 1e3:.0f}k"

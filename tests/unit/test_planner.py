@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`flashrl plan`: sizes against tensors that exist, memory and schedule by hand, speeds against what was measured."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from flashrl_verl.bench.shapes import load_config, random_weights
+from flashrl_verl.cli import app
+from flashrl_verl.config import Precision
+from flashrl_verl.errors import ConfigError
+from flashrl_verl.plan import gpus
+from flashrl_verl.plan.memory import Choice, Engine, memory_of, weight_bytes
+from flashrl_verl.plan.planner import make_plan
+from flashrl_verl.plan.schedule import Work, simulate
+from flashrl_verl.plan.shape import shape_of
+from flashrl_verl.plan.step import Clock, StepTime
+
+BF16, INT8, FP8 = (Choice(precision=precision) for precision in (Precision.BF16, Precision.INT8, Precision.FP8))
+INT8_KV8 = Choice(precision=Precision.INT8, fp8_kv=True)
+H200 = gpus.find("h200")
+
+
+@pytest.fixture(scope="module")
+def qwen32b():
+    return shape_of(load_config("qwen2.5-32b"))
+
+
+@pytest.mark.parametrize(
+    "name, parameters",
+    # Model cards of Qwen/Qwen2.5-0.5B (0.49B), -7B (7.61B), -14B (14.7B), -32B (32.5B), Qwen/Qwen3-30B-A3B (30.5B)
+    [
+        ("qwen2.5-0.5b", 0.49e9),
+        ("qwen2.5-7b", 7.61e9),
+        ("qwen2.5-14b", 14.7e9),
+        ("qwen2.5-32b", 32.5e9),
+        ("qwen3-30b-a3b", 30.5e9),
+    ],
+)
+def test_parameters_are_those_of_the_model_cards(name, parameters):
+    assert shape_of(load_config(name)).parameters == pytest.approx(parameters, rel=0.01)
+
+
+def test_bytes_are_those_of_tensors_that_exist():
+    config = load_config("tiny")
+    shape = shape_of(config)
+    weights = random_weights(config, torch.bfloat16, torch.device("cpu"), 2**20)
+    assert weight_bytes(shape, BF16) == sum(t.nbytes for t in weights.values())
+    projections = [t for name, t in weights.items() if name.endswith("_proj.weight")]
+    rest = sum(t.nbytes for name, t in weights.items() if not name.endswith("_proj.weight"))
+    assert weight_bytes(shape, INT8) == rest + sum(t.numel() + 4 * t.shape[0] for t in projections)
+
+
+def test_active_parameters_of_a_mixture_are_those_of_its_name():
+    shape = shape_of(load_config("qwen3-30b-a3b"))
+    active = shape.parameters - shape.expert * (1 - shape.experts_per_token / shape.experts)
+    assert active == pytest.approx(3.3e9, rel=0.02)  # "30.5B in total and 3.3B activated": its model card
+
+
+def test_experts_that_a_batch_touches_agree_with_sampling():
+    shape = shape_of(load_config("qwen3-30b-a3b"))
+    generator = torch.Generator().manual_seed(5)
+    for tokens in (1, 7, 40):
+        picked = torch.rand(400, tokens, shape.experts, generator=generator).topk(shape.experts_per_token).indices
+        distinct = sum(len(draw.unique()) for draw in picked.flatten(1)) / 400 / shape.experts
+        assert shape.experts_touched(tokens) == pytest.approx(distinct, rel=0.02)
+
+
+def test_kv_heads_are_copied_when_there_are_more_gpus(qwen32b):
+    assert qwen32b.kv_bytes_per_token(2, 1) == 64 * 2 * 8 * 128 * 2  # layers, K and V, heads, channels, bytes
+    assert qwen32b.kv_bytes_per_token(2, 8) == qwen32b.kv_bytes_per_token(2, 16) == 64 * 2 * 128 * 2
+
+
+def test_eight_bits_leave_more_memory_and_fp8_kv_twice_the_tokens(qwen32b):
+    bf16, int8, kv8 = (memory_of(qwen32b, choice, H200, Engine()) for choice in (BF16, INT8, INT8_KV8))
+    assert int8.kv - bf16.kv == pytest.approx(bf16.weights - int8.weights + bf16.activations - int8.activations)
+    assert kv8.tokens in (2 * int8.tokens, 2 * int8.tokens + 1)
+
+
+class SteadyClock:
+    """Every decode step takes a second, prefills nothing: times can be counted by hand."""
+
+    def decode(self, sequences, context):
+        return StepTime(linear=1.0, attention=0, quantize=0, reduce=0, rest=0)
+
+    def prefill(self, tokens, length):
+        return 0.0
+
+
+@pytest.mark.parametrize(
+    "tokens, limit, seconds, largest",
+    [
+        (10**9, 100, 10, 4),
+        (4 * 15, 100, 10, 4),  # 4 sequences of 5 + 10 tokens just fit
+        (10**9, 2, 20, 2),  # two, then the other two
+        (10**9, 1, 40, 1),
+    ],
+)
+def test_a_rollout_takes_as_many_steps_as_its_waves(tokens, limit, seconds, largest):
+    line = simulate(SteadyClock(), Work(sequences=4, prompt=5, response=10), tokens, limit)
+    assert (line.seconds, line.steps, line.largest, line.preemptions) == (seconds, seconds, largest, 0)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_schedule_is_that_of_a_loop_over_single_steps(seed):
+    generator = torch.Generator().manual_seed(seed)
+    sequences, prompt, response, limit = (int(torch.randint(1, high, (), generator=generator)) for high in (40, 30, 50, 30))
+    tokens = prompt + response + int(torch.randint(0, sequences * (prompt + response), (), generator=generator))
+    work = Work(sequences=sequences, prompt=prompt, response=response)
+    line = simulate(SteadyClock(), work, tokens, limit)
+    assert (line.steps, line.preemptions) == step_by_step(work, tokens, limit)
+
+
+def step_by_step(work: Work, tokens: int, limit: int) -> tuple[int, int]:
+    """Steps and preemptions, one token at a time."""
+    waiting, running, steps, preemptions = [0] * work.sequences, [], 0, 0
+    while waiting or running:
+        while waiting and len(running) < limit:
+            held = sum(work.prompt + done for done in running)
+            if held + work.prompt + waiting[0] + len(running) + 1 > tokens:
+                break
+            running.append(waiting.pop(0))
+        while sum(work.prompt + done + 1 for done in running) > tokens:
+            waiting.insert(0, running.pop())
+            preemptions += 1
+        running = [done + 1 for done in running]
+        running = [done for done in running if done < work.response]
+        steps += 1
+    return steps, preemptions
+
+
+MEASURED = [  # tokens/s on one H200, vLLM 0.24.0: the table of docs/precision_and_cap.md
+    (Work(sequences=128, prompt=256, response=512), None, 3885, {INT8: 5744, INT8_KV8: 5861}),
+    (Work(sequences=256, prompt=256, response=384), None, 4456, {INT8: 6916, INT8_KV8: 7057}),
+    (Work(sequences=28, prompt=8192, response=192), None, 838, {INT8: 1049, INT8_KV8: 1155}),
+    (Work(sequences=64, prompt=256, response=1024), 76, 1661, {INT8: 3755}),
+]
+
+
+@pytest.mark.parametrize("work, memory_gib, bf16, others", MEASURED)
+def test_speed_ratios_are_within_twenty_percent_of_the_measured_ones(qwen32b, work, memory_gib, bf16, others):
+    gpu, engine = H200, Engine(gpu_memory_utilization=0.9)
+    if memory_gib is not None:
+        gpu, engine = replace(H200, memory_gib=memory_gib), Engine(gpu_memory_utilization=1.0)
+    decode_only = work.prompt == 8192
+
+    def seconds(choice):
+        tokens = memory_of(qwen32b, choice, gpu, engine).tokens
+        line = simulate(Clock(shape=qwen32b, choice=choice, gpu=H200), work, tokens, 1024)
+        return line.decode_seconds if decode_only else line.seconds
+
+    base = seconds(BF16)
+    for choice, measured in others.items():
+        assert base / seconds(choice) == pytest.approx(measured / bf16, rel=0.2)
+
+
+def test_the_profiled_step_comes_out(qwen32b):
+    bf16, int8 = (Clock(shape=qwen32b, choice=choice, gpu=H200).decode(128, 470) for choice in (BF16, INT8))
+    assert bf16.total == pytest.approx(25.9e-3, rel=0.1) and int8.total == pytest.approx(18.3e-3, rel=0.1)
+    assert bf16.linear == pytest.approx(17.1e-3, rel=0.15) and int8.linear == pytest.approx(10.1e-3, rel=0.15)
+
+
+def plan(model="qwen2.5-32b", gpu="h200", count=1, engine=None, **work):
+    work = Work(**{"sequences": 128, "prompt": 256, "response": 512, **work})
+    return make_plan(model, shape_of(load_config(model)), gpus.find(gpu), count, engine or Engine(), work)
+
+
+def test_small_models_are_advised_to_stay_in_bf16():
+    assert plan("qwen2.5-0.5b").advice[0].startswith("Stay with BF16")
+
+
+def test_a_large_model_is_advised_to_take_int8_for_its_smaller_mismatch():
+    assert plan().advice[0].startswith("Take int8: 1.")
+
+
+def test_fp8_is_refused_without_its_tensor_cores_and_bf16_where_it_does_not_fit():
+    made = plan(gpu="a100-80gb", engine=Engine(gpu_memory_utilization=0.75))
+    said = {str(outcome.choice): outcome.refused for outcome in made.outcomes}
+    assert said["fp8"] == "no FP8 tensor cores" and "of weights leave 0.0" in said["bf16"] and said["int8"] is None
+    assert "BF16 does not fit" in made.advice[0]
+
+
+@pytest.mark.parametrize(
+    "words, part",
+    [
+        (dict(gpu="a6000", engine=Engine(gpu_memory_utilization=0.5)), "--tensor-parallel"),
+        (dict(count=3, engine=Engine(tensor_parallel=2)), "--gpus 3"),
+        (dict(count=3, engine=Engine(tensor_parallel=3)), "40 attention heads"),
+        (dict(gpu="b300"), "h200"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_its_option(words, part):
+    with pytest.raises(ConfigError, match=part):
+        plan(**words)
+
+
+def test_the_command_plans_a_run_by_its_overrides(tmp_path):
+    out = tmp_path / "new" / "plan.json"
+    words = ["plan", "experiment=dapo_qwen2.5_32b_int8", "--gpu", "h100", "--response-length", "3000", "--json", str(out)]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    made = json.loads(out.read_text())
+    assert made["gpus"] == 32 and made["engine"]["tensor_parallel"] == 4 and made["engine"]["gpu_memory_utilization"] == 0.8
+    assert made["work"] == {"sequences": 1024, "prompt": 1024, "response": 3000}  # 512 prompts x 16 samples, 8 engines
+    assert [row["choice"]["precision"] for row in made["outcomes"]][:3] == ["bf16", "int8", "fp8"]
+    assert all(len(line) <= 80 for line in result.output.splitlines())
+
+
+def test_a_run_whose_model_is_not_known_is_told_of_model():
+    words = ["plan", "experiment=dapo_qwen2.5_32b_int8", "actor_rollout_ref.model.path=a/b"]
+    done = subprocess.run([sys.executable, "-m", "flashrl_verl.cli", *words], capture_output=True, text=True, timeout=400)
+    assert done.returncode == 1
+    assert "--model" in done.stderr and "Traceback" not in done.stderr
