@@ -67,8 +67,10 @@ class LocalCluster:
             )
         self._nodes.append(node)
         deadline = time.monotonic() + 120
-        while "Ray runtime started" not in (elsewhere / "log").read_text(errors="replace"):
-            assert node.poll() is None and time.monotonic() < deadline, (elsewhere / "log").read_text(errors="replace")
+        while "Ray runtime started" not in (told := (elsewhere / "log").read_text(errors="replace")):
+            if node.poll() is not None or time.monotonic() > deadline:
+                self.__exit__()  # of a head that fails nobody else ends anything: ``with`` was not entered
+                raise AssertionError(told)
             time.sleep(0.2)
         return node
 
