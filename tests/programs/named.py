@@ -64,8 +64,10 @@ def says(quote: str) -> bool:
 
 @functools.cache
 def upstream() -> str:
-    """Source of verl, of the part of vLLM that speaks to users of an engine, and of W&B's variables; broken strings joined."""
-    paths = [*(SITE / "verl").rglob("*.py"), *(SITE / "vllm" / "v1").rglob("*.py"), SITE / "wandb" / "env.py"]
+    """Source of verl, of the part of vLLM that speaks to users of an engine, of W&B's variables and of Ray's errors, which name
+    its variables; broken strings joined."""
+    others = (SITE / "wandb" / "env.py", SITE / "ray" / "exceptions.py")
+    paths = [*(SITE / "verl").rglob("*.py"), *(SITE / "vllm" / "v1").rglob("*.py"), *others]
     return _JOINED.sub("", "\n".join(path.read_text() for path in paths))
 
 
