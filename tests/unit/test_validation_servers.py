@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from refusals import ACTOR, ENV, ROLLOUT, ROOT, assert_refused, changed, names, refusal
+from refusals import ACTOR, ENGINE, ENV, ROLLOUT, ROOT, assert_refused, changed, names, refusal
 
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.validation import validate_config
@@ -17,6 +17,9 @@ REFUSED = [
     ({f"{ROLLOUT}.prometheus.enable": True}, "prometheus.enable=true", f"{ROLLOUT}.prometheus.enable=false"),
     ({"trainer.logger": ["console", "rl_insight"]}, '["console", "rl_insight"]', "trainer.logger without rl_insight"),
     ({"trainer.logger": "rl_insight"}, "trainer.logger=rl_insight", "trainer.logger without rl_insight"),
+    # verl's uvicorn gets no certificate
+    ({f"{ENGINE}.ssl_certfile": "a.pem"}, f"{ENGINE}.ssl_certfile=a.pem", f"remove {ENGINE}.ssl_certfile"),
+    ({f"{ENGINE}.enable-ssl-refresh": True}, "enable-ssl-refresh=true", "flashrl.server_address=loopback"),
     # hardware chosen by half
     ({"trainer.device": "cpu"}, "trainer.device=cpu", "hardware=cpu"),
     ({"trainer.device": "npu"}, "trainer.device=npu", "hardware=cuda or hardware=cpu"),
