@@ -7,7 +7,6 @@ FSDP2 cuts every parameter, and with it the optimizer's moments, along one dimen
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -85,7 +84,6 @@ def own_rows(rows: int, ranks: int, rank: int) -> tuple[int, int]:
     return start, min(chunk, rows - start)
 
 
-@functools.lru_cache(maxsize=8)  # the tensors of a checkpoint share a mesh, and there are thousands of them
 def one_replica(mesh: DeviceMesh, mesh_dim: int) -> tuple[int, ...]:
     """The ranks along the mesh dimension that cuts, in order: with hybrid sharding those of the first replica alone."""
     lines = mesh.mesh.movedim(mesh_dim, 0).reshape(mesh.mesh.shape[mesh_dim], -1)
@@ -93,7 +91,10 @@ def one_replica(mesh: DeviceMesh, mesh_dim: int) -> tuple[int, ...]:
 
 
 def _rows(pieces: Sequence[DTensor], dim: int, start: int, length: int) -> torch.Tensor:
-    """Rows ``start`` to ``start + length`` along ``dim`` of the tensor that ``pieces`` are; only those needed are touched."""
+    """Rows ``start`` to ``start + length`` along ``dim`` of the tensor that ``pieces`` are.
+
+    Only the pieces that hold them are touched: there are as many pieces as ranks, for each of thousands of values.
+    """
     rows = pieces[0].shape[dim]
     if length == 0:
         return pieces[0].to_local().narrow(dim, 0, 0).clone()
