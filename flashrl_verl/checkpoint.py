@@ -3,28 +3,34 @@
 
 verl writes one file a rank, ``model_world_size_<N>_rank_<r>.pt`` and ``optim_...``, whose DTensors are rows of the parameters
 and of Adam's moments, and looks for its own N when it loads. Here every rank maps all files of the other N into memory and
-copies the rows that are its own now: nothing is written, and no rank holds more than its share, twice while it loads.
+copies the rows that are its own now: nothing is written. While a state is loaded a rank holds its share of it twice, the copy
+and what it replaces, as when verl loads.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 from verl.utils.fsdp_utils import fsdp_version
 
 from flashrl_verl.errors import FlashRLError
+from flashrl_verl.reshard import reshard, same_cut
 
 log = logging.getLogger("verl.flashrl")
 
 CONFIG_FILE = "fsdp_config.json"
 """verl's record beside the shards: FSDP's version and the number of ranks."""
+
+_MODEL_SHARD = re.compile(r"model_world_size_(\d+)_rank_\d+\.pt")
 
 
 class ElasticCheckpointManager(FSDPCheckpointManager):
@@ -43,7 +49,7 @@ class ElasticCheckpointManager(FSDPCheckpointManager):
         )
 
     def load_checkpoint(self, local_path: str | None, hdfs_path: str | None = None, del_local_after_load: bool = False) -> None:
-        """verl's; a checkpoint of another number of ranks is resharded.
+        """verl's; a checkpoint of another number of ranks, or cut over another mesh, is resharded. All ranks have to call it.
 
         Args:
             local_path: folder of the shards, on storage that every rank reads; None loads nothing.
@@ -51,26 +57,57 @@ class ElasticCheckpointManager(FSDPCheckpointManager):
             del_local_after_load: as verl's; does nothing to resharded files.
 
         Raises:
-            FlashRLError: the run is not FSDP2's or shards are missing, and nothing was loaded; or they do not fit the model.
+            FlashRLError: on every rank: the checkpoint is not of FSDP2 or shards are missing, and nothing was loaded. Or they
+                do not fit the model.
         """
-        ranks = None if local_path is None else saved_ranks(Path(local_path))
-        if ranks is None or ranks == self.world_size:
+        saved = None if local_path is None else self._saved(Path(local_path))
+        if saved is None:  # verl says what it lacks
             super().load_checkpoint(local_path, hdfs_path, del_local_after_load)
             return
-        folder = Path(local_path)
-        if fsdp_version(self.model) != 2:
+        folder, version = Path(local_path), fsdp_version(self.model)
+        if saved.fsdp not in (None, version):
             raise FlashRLError(
-                f"{folder} was saved by {ranks} ranks and this run has {self.world_size}: only FSDP2's checkpoints are cut "
-                "anew. Remedy: actor_rollout_ref.actor.strategy=fsdp2 from the start, or the same trainer.nnodes and "
+                f"{folder} was saved by FSDP {saved.fsdp} and this run has FSDP {version}: neither reads the other's shards. "
+                "Remedy: actor_rollout_ref.actor.strategy as it was (fsdp is FSDP 1, fsdp2 is FSDP 2)"
+            )
+        if saved.ranks == self.world_size and not (version == 2 and self._is_cut_otherwise(folder)):
+            super().load_checkpoint(local_path, hdfs_path, del_local_after_load)
+            return
+        if version != 2:
+            raise FlashRLError(
+                f"{folder} was saved by {saved.ranks} ranks and this run has {self.world_size}: only FSDP2's checkpoints are "
+                "cut anew. Remedy: actor_rollout_ref.actor.strategy=fsdp2 from the start, or the same trainer.nnodes and "
                 "trainer.n_gpus_per_node as before"
             )
+        self._load_cut_anew(folder, saved.ranks)
+
+    def _saved(self, folder: Path) -> Saved | None:
+        """Who saved it, as the first rank that can tell does: without shared storage the record is on one node alone."""
+        found = [saved for saved in together(lambda: saved_by(folder)) if saved is not None]
+        return next((saved for saved in found if saved.fsdp is not None), found[0] if found else None)
+
+    def _is_cut_otherwise(self, folder: Path) -> bool:
+        """Whether any rank's shard is cut over another mesh than its model is, as with another ``fsdp_size``."""
+
+        def differs() -> bool:
+            file = folder / f"model_world_size_{self.world_size}_rank_{self.rank}.pt"
+            if not file.is_file():
+                return False
+            mine = self.model.state_dict()
+            shards = torch.load(file, map_location="cpu", mmap=True, weights_only=False)
+            both = ((shard, mine.get(name)) for name, shard in shards.items())
+            return any(isinstance(s, DTensor) and isinstance(m, DTensor) and not same_cut(s, m) for s, m in both)
+
+        return any(together(differs))
+
+    def _load_cut_anew(self, folder: Path, ranks: int) -> None:
         if self.rank == 0:
             log.warning(
                 "%s was saved by %d ranks and is cut anew for %d; random states start anew", folder, ranks, self.world_size
             )
         wanted = {"model": self.should_load_model, "optim": self.should_load_optimizer, "extra_state": self.should_load_extra}
-        # All of them, before anything is loaded.
         shards = {kind: Shards(folder, kind, ranks) for kind, wants in wanted.items() if wants}
+        together(lambda: [kind.require() for kind in shards.values()])  # all of them, before anything is loaded
         if "model" in shards:
             self._load_model(shards["model"])
         if "optim" in shards:
@@ -84,6 +121,11 @@ class ElasticCheckpointManager(FSDPCheckpointManager):
 
     def _load_model(self, shards: Shards) -> None:
         states = shards.load_all()
+        if self.is_lora_only_state_dict(states[0]):
+            raise FlashRLError(
+                f"{shards.folder} holds {len(states[0])} tensors of LoRA adapters alone, and only whole models are cut anew. "
+                "Remedy: the same trainer.nnodes, trainer.n_gpus_per_node and fsdp_size as before"
+            )
         mine = self.model.state_dict()
         if states[0].keys() != mine.keys():
             differing = sorted(states[0].keys() ^ mine.keys())
@@ -119,20 +161,24 @@ class Shards:
         folder: where they lie.
         kind: model, optim or extra_state.
         ranks: how many there are.
-
-    Raises:
-        FlashRLError: one is missing here; what is there names the remedy.
     """
 
     def __init__(self, folder: Path, kind: str, ranks: int):
         self.folder = folder
         self.files = [folder / f"{kind}_world_size_{ranks}_rank_{rank}.pt" for rank in range(ranks)]
+
+    def require(self) -> None:
+        """All of them have to be here.
+
+        Raises:
+            FlashRLError: one is not.
+        """
         missing = [file.name for file in self.files if not file.is_file()]
         if missing:
             raise FlashRLError(
-                f"{folder} was saved by {ranks} ranks, and {len(missing)} of their files are not here ({missing[0]}). To "
-                "resume on another number of GPUs every node has to read all of them: put trainer.default_local_dir on storage "
-                "that the nodes share"
+                f"{self.folder} was saved by {len(self.files)} ranks, and {len(missing)} of their files are not here "
+                f"({missing[0]}). To resume on another number of GPUs every node has to read all of them: put "
+                "trainer.default_local_dir on storage that the nodes share"
             )
 
     def load(self, rank: int) -> dict[str, Any]:
@@ -144,100 +190,70 @@ class Shards:
         return [self.load(rank) for rank in range(len(self.files))]
 
 
-def saved_ranks(folder: Path) -> int | None:
-    """How many ranks wrote the checkpoint in ``folder``; None where verl left no record."""
+@dataclass(frozen=True)
+class Saved:
+    """Who saved a checkpoint."""
+
+    ranks: int
+    fsdp: int | None
+    """FSDP's version; None where only the names of the files were there to tell."""
+
+
+def saved_by(folder: Path) -> Saved | None:
+    """Who saved the checkpoint in ``folder``: as verl's record says, else as the names of its files do; None for neither.
+
+    Raises:
+        FlashRLError: the record is damaged, or there is none and the files are of several numbers of ranks.
+    """
+    again = "Resume from an earlier one: trainer.resume_mode=resume_path, trainer.resume_from_path=<folder>/global_step_<N>"
     try:
-        return int(json.loads((folder / CONFIG_FILE).read_text())["world_size"])
+        record = json.loads((folder / CONFIG_FILE).read_text())
+        return Saved(int(record["world_size"]), int(record["FSDP_version"]))
     except FileNotFoundError:
-        return None
+        names = folder.glob("model_world_size_*.pt")
+        ranks = sorted({int(match[1]) for name in names if (match := _MODEL_SHARD.fullmatch(name.name))})
     except (ValueError, KeyError, TypeError) as error:
         raise FlashRLError(
-            f"{folder / CONFIG_FILE} is damaged ({type(error).__name__}: {error}), so the checkpoint is not whole. Resume from "
-            "an earlier one: trainer.resume_mode=resume_path, trainer.resume_from_path=<folder>/global_step_<N>"
+            f"{folder / CONFIG_FILE} is damaged ({type(error).__name__}: {error}), so the checkpoint is not whole. {again}"
         ) from None
+    if len(ranks) > 1:
+        raise FlashRLError(
+            f"{folder} has shards of {' and of '.join(map(str, ranks))} ranks and no {CONFIG_FILE} that says which are the "
+            f"last. {again}"
+        )
+    return Saved(ranks[0], None) if ranks else None
 
 
-def reshard(parts: Sequence[Any], like: torch.Tensor, name: str) -> Any:
-    """One value of a state, cut as ``like`` is cut.
+def together(ask: Callable[[], Any]) -> list[Any]:
+    """What every rank finds, in their order.
+
+    Raises:
+        FlashRLError: the first that a rank raised, on all of them: none waits for one that has given up.
+    """
+    try:
+        mine: Any = (ask(), None)
+    except FlashRLError as error:
+        mine = (None, str(error))
+    told: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(told, mine)
+    if error := next((error for _, error in told if error is not None), None):
+        raise FlashRLError(error)
+    return [found for found, _ in told]
+
+
+def require_same_ranks(folder: Path, ranks: int) -> None:
+    """Refuse a critic's checkpoint of another number of ranks: it is loaded by verl's own manager, which needs the same.
 
     Args:
-        parts: the value on every earlier rank: DTensors with the same placements, or the same plain value everywhere.
-        like: this run's tensor of that place.
-        name: for the error.
-
-    Returns:
-        A DTensor with ``like``'s mesh and placements and ``parts``' dtype, on ``like``'s device; a plain value as it is.
+        folder: the critic's part of a checkpoint.
+        ranks: of this run's critic.
 
     Raises:
-        FlashRLError: the shapes differ, a placement is neither replicated nor by rows of one mesh dimension, or a plain value
-            differs between ranks.
+        FlashRLError: there are more or fewer of them now.
     """
-    first = parts[0]
-    if not isinstance(first, DTensor):  # Adam's step counts
-        if not all(_same(part, first) for part in parts[1:]):
-            raise FlashRLError(f"{name}: it is not cut by FSDP2 and differs between ranks, so it cannot be cut anew")
-        return first.clone() if isinstance(first, torch.Tensor) else first  # no view of the mapped file
-    if not isinstance(like, DTensor) or first.shape != like.shape:
-        raise FlashRLError(f"{name}: {tuple(first.shape)} in the checkpoint, {tuple(like.shape)} in the model")
-    old_dim, new_dim = sharded_dim(first.placements, name), sharded_dim(like.placements, name)
-    local = like.to_local()
-    if new_dim is None:
-        mine = _rows(parts, old_dim, 0, first.shape[0] if first.dim() else 0)
-    else:
-        mesh_dim, dim = new_dim
-        if old_dim is not None and old_dim[1] != dim:
-            raise FlashRLError(f"{name}: cut along dimension {old_dim[1]} in the checkpoint, along {dim} in the model")
-        mesh = like.device_mesh
-        start, length = own_rows(like.shape[dim], mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim))
-        assert length == local.shape[dim], f"{name}: FSDP2 gave this rank {local.shape[dim]} rows, not {length}"
-        mine = _rows(parts, old_dim, start, length, dim)
-    return DTensor.from_local(
-        mine.to(local.device), like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
-
-
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.shape == other.shape and torch.equal(one, other)
-    return one == other
-
-
-def sharded_dim(placements: Iterable[Any], name: str) -> tuple[int, int] | None:
-    """The mesh dimension that a tensor is cut over and its own dimension that is cut; None for replicated everywhere.
-
-    Raises:
-        FlashRLError: it is cut twice, or partial.
-    """
-    cut = [(i, p.dim) for i, p in enumerate(placements) if type(p) is Shard]
-    if len(cut) > 1 or any(not p.is_replicate() and type(p) is not Shard for p in placements):
-        raise FlashRLError(f"{name}: its placement {tuple(placements)} is not one that FSDP2 alone makes, and is not cut anew")
-    return cut[0] if cut else None
-
-
-def own_rows(rows: int, ranks: int, rank: int) -> tuple[int, int]:
-    """First row and number of rows of a rank, cut as ``torch.chunk`` does and FSDP2 with it: the last ranks may have none."""
-    chunk = -(-rows // ranks)
-    start = min(rank * chunk, rows)
-    return start, min(chunk, rows - start)
-
-
-def _rows(parts: Sequence[DTensor], cut: tuple[int, int] | None, start: int, length: int, dim: int = 0) -> torch.Tensor:
-    """Rows ``start`` to ``start + length`` along ``dim`` of the tensor whose pieces are ``parts``."""
-    if cut is None:
-        return parts[0].to_local().narrow(dim, start, length).clone()
-    mesh_dim, _ = cut
-    taken, at = [], 0
-    for part in _one_copy(parts, mesh_dim):
-        size = part.shape[dim]
-        low, high = max(start, at), min(start + length, at + size)
-        if low < high:
-            taken.append(part.narrow(dim, low - at, high - low))
-        at += size
-    return torch.cat(taken, dim) if taken else parts[0].to_local().narrow(dim, 0, 0).clone()
-
-
-def _one_copy(parts: Sequence[DTensor], mesh_dim: int) -> list[torch.Tensor]:
-    """The local tensors along the mesh dimension that cuts: with hybrid sharding the ranks of the first replica alone."""
-    mesh = parts[0].device_mesh.mesh
-    lines = mesh.movedim(mesh_dim, 0).reshape(mesh.shape[mesh_dim], -1)
-    return [parts[int(rank)].to_local() for rank in lines[:, 0]]
+    saved = saved_by(folder)
+    if saved is not None and saved.ranks != ranks:
+        raise FlashRLError(
+            f"{folder} was saved by {saved.ranks} ranks and this run has {ranks}: a critic's checkpoint is not cut anew, "
+            "as the actor's is. Nothing was loaded. Remedy: the same trainer.nnodes and trainer.n_gpus_per_node as before"
+        )

@@ -55,10 +55,11 @@ class FlashRLConfig:
     floor(share x R + 1/2) do, at least 1 and at most R - 1.
 
     It is FlashRL's hybrid rollout (there: a second profile, ``bf16``, in its configuration file, taken in turns by the data
-    parallel workers). Two reasons: with half of the replicas in BF16 about half of the responses have BF16's mismatch, so that
-    the batch's mean is about halved, at part of the speed; and one run shows both precisions on the same weights and prompts,
-    with the tokens that each replica generated and the bytes it holds. Mismatch and correction are the whole batch's: a
-    response does not tell which replica sampled it."""
+    parallel workers). Two reasons: the tokens that BF16 replicas generate have BF16's mismatch, so that the batch's mean
+    falls in proportion to their share of all tokens, at part of the speed (that is not the share of replicas: verl's balancer
+    sends more to the faster ones, and ``flashrl/replica_<i>_generated_tokens`` tells); and one run shows both precisions on
+    the same weights and prompts, with the tokens that each replica generated and the bytes it holds. Mismatch and correction
+    are the whole batch's: a response does not tell which replica sampled it."""
 
     ignore: tuple[str, ...] = ()
     """Layers that stay in high precision: exact names of the checkpoint (without ``.weight``), or ``re:`` and a regular

@@ -11,7 +11,6 @@ It is plain Python on the driver: metrics in, an event out. ``guard_watches.py``
 import json
 import logging
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from flashrl_verl.errors import FlashRLError, GuardError
 from flashrl_verl.guard_settings import NODE, Action, GuardConfig
 from flashrl_verl.guard_watches import Moment, Watch, produced, watches
 from flashrl_verl.rules import CORRECTION, get
+from flashrl_verl.whole_file import write_whole
 
 log = logging.getLogger("verl.flashrl")
 
@@ -213,12 +213,7 @@ class Guard:
             return
         folder.mkdir(parents=True, exist_ok=True)
         state = {"steps": self._steps, "told": sorted(self._told), "events": self._events}
-        scratch = folder / f"{STATE_FILE}.tmp"
-        with open(scratch, "w") as file:
-            json.dump(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        scratch.replace(folder / STATE_FILE)
+        write_whole(folder / STATE_FILE, json.dumps(state).encode())
         self._saving = folder
 
     def load(self, folder: Path) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import orjson
 
+from flashrl_verl.whole_file import write_whole
+
 
 def metrics_path(project_name: str, experiment_name: str) -> Path:
     """The path verl's file logger would use (``VERL_FILE_LOGGER_PATH``, else ``VERL_FILE_LOGGER_ROOT``)."""
@@ -30,9 +32,7 @@ class MetricsFile:
     def __init__(self, path: Path, resumed_step: int):
         path.parent.mkdir(parents=True, exist_ok=True)
         history = _history(path, resumed_step) if resumed_step > 0 and path.exists() else []
-        scratch = path.with_suffix(path.suffix + ".tmp")
-        scratch.write_bytes(b"".join(line + b"\n" for line in history))
-        scratch.replace(path)  # atomic: an interruption here leaves the old file
+        write_whole(path, b"".join(line + b"\n" for line in history))
         self._file = open(path, "ab", buffering=0)
 
     def log(self, data: dict, step: int) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from flashrl_verl import report
 from flashrl_verl.errors import ConfigError, FlashRLError
+from flashrl_verl.whole_file import write_whole
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -255,7 +256,7 @@ def begin_attempt(output: Path, facts: dict[str, Any], cfg: DictConfig, *, resum
         only = {key: earlier[key] for key in ("seconds", "peak_memory_bytes", "exit_code") if key in earlier}
         attempts = earlier.get("attempts", [only] if only else [])
     record = facts | {"output": str(output), "attempts": [*attempts, {"seconds": {}, "exit_code": None}]}
-    _write(output / CONFIG_FILE, OmegaConf.to_yaml(cfg, resolve=True))
+    write_whole(output / CONFIG_FILE, OmegaConf.to_yaml(cfg, resolve=True).encode())
     write_record(output, record)
     return record
 
@@ -270,11 +271,4 @@ def write_record(output: Path, record: dict[str, Any]) -> None:
     peaks = [attempt["peak_memory_bytes"] for attempt in record["attempts"] if "peak_memory_bytes" in attempt]
     if peaks:
         record["peak_memory_bytes"] = max(peaks)
-    _write(output / report.RUN_FILE, json.dumps(record, indent=2) + "\n")
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a file whole: a run that is killed meanwhile leaves the old one."""
-    temporary = path.with_name(f".{path.name}.new")
-    temporary.write_text(text)
-    os.replace(temporary, path)
+    write_whole(output / report.RUN_FILE, (json.dumps(record, indent=2) + "\n").encode())

@@ -8,7 +8,9 @@ left to either: what they need travels in the configuration and in Ray's runtime
 
 import importlib.metadata
 import json
+import logging
 import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ import flashrl_verl
 from flashrl_verl.errors import ConfigError, FlashRLError
 from flashrl_verl.local_paths import DATA, MODEL
 from flashrl_verl.rules import get
+
+log = logging.getLogger("verl.flashrl")
 
 DISTRIBUTION = "flashrl-verl"
 RUNTIME_ENV = "ray_kwargs.ray_init.runtime_env"
@@ -46,7 +50,8 @@ def prepare(cfg: DictConfig, *, ship_code: bool = True) -> None:
         ship_code: ``flashrl.ship_code``.
 
     Raises:
-        ConfigError: checkpoints would go to a folder that Ray deletes, or the job has modules of its own.
+        ConfigError: checkpoints would go to a folder that Ray deletes, the job has modules of its own, or the configuration
+            leaves out part of what is shipped.
         FlashRLError: this package has no metadata to ship.
     """
     root = Path.cwd()
@@ -54,12 +59,19 @@ def prepare(cfg: DictConfig, *, ship_code: bool = True) -> None:
     refuse_temporary_checkpoints(cfg)
     ours = get(cfg, RUNTIME_ENV, {})
     of_job = _environment_of_the_job()
-    variables, modules = dict(ours.get("env_vars") or {}), list(ours.get("py_modules") or [])
+    variables, modules = dict(ours.get("env_vars") or {}), _existing(root, ours.get("py_modules") or [])
     # Ray merges a job's variables with a driver's only where no name is in both; the job's reach every process anyway.
-    given = variables.keys() | (of_job.get("env_vars") or {}).keys()
+    given = {**variables, **(of_job.get("env_vars") or {})}
     found = {name: value for name in LOG_PATHS if (value := os.environ.get(name))}
     variables |= {name: _below(root, value) for name, value in {_ROOT: str(root), **found}.items() if name not in given}
+    warn_of_temporary_metrics(cfg, given | variables)
     if ship_code:
+        if ours.get("excludes"):
+            raise ConfigError(
+                f"flashrl.ship_code=true with {RUNTIME_ENV}.excludes={list(ours['excludes'])}: Ray would leave these out of "
+                "this package too. Remove them and name such files in a .gitignore of their own folder, or set "
+                "flashrl.ship_code=false where every node has this package"
+            )
         if of_job.get("py_modules"):
             raise ConfigError(
                 f"flashrl.ship_code=true with py_modules={of_job['py_modules']} in the job's runtime environment: Ray merges "
@@ -84,6 +96,11 @@ def _environment_of_the_job() -> dict[str, Any]:
 
 def _below(root: Path, text: str) -> str:
     return text if "://" in text else str(root / os.path.expanduser(text))
+
+
+def _existing(root: Path, texts: Iterable[str]) -> list[str]:
+    """Those that are paths here as absolute ones; names of the model hub and addresses as they are."""
+    return [_below(root, text) if (root / os.path.expanduser(text)).exists() else text for text in texts]
 
 
 def package() -> list[str]:
@@ -119,16 +136,13 @@ def make_paths_absolute(cfg: DictConfig, root: Path) -> None:
         root: where relative paths start.
     """
 
-    def absolute(text: str) -> str:
-        return _below(root, text) if (root / os.path.expanduser(text)).exists() else text
-
     for key in DATA:
         value = get(cfg, key)
         if value is not None:
-            OmegaConf.update(cfg, key, absolute(value) if isinstance(value, str) else [absolute(text) for text in value])
+            OmegaConf.update(cfg, key, _existing(root, [value])[0] if isinstance(value, str) else _existing(root, value))
     for key in READ:
         if isinstance(text := get(cfg, key), str):
-            OmegaConf.update(cfg, key, absolute(text))
+            OmegaConf.update(cfg, key, _existing(root, [text])[0])
     for key in WRITTEN:
         if isinstance(text := get(cfg, key), str):
             OmegaConf.update(cfg, key, _below(root, text))
@@ -146,4 +160,22 @@ def refuse_temporary_checkpoints(cfg: DictConfig) -> None:
             f"trainer.default_local_dir={folder} lies in Ray's temporary copy of the job's directory, which is deleted after "
             "it and which other nodes do not have. Set trainer.default_local_dir to an absolute path that every node "
             "mounts, or trainer.save_freq=-1"
+        )
+
+
+def warn_of_temporary_metrics(cfg: DictConfig, variables: Mapping[str, str]) -> None:
+    """Say that metrics are going to be lost: no error, for a short job's are in its log.
+
+    Args:
+        cfg: the composed configuration.
+        variables: those that the run's processes will have.
+    """
+    loggers = get(cfg, "trainer.logger", [])
+    target = variables.get("VERL_FILE_LOGGER_PATH") or variables.get(_ROOT, "")
+    if "file" in ([loggers] if isinstance(loggers, str) else loggers) and _JOB_COPIES in target:
+        log.warning(
+            "[flashrl] the metrics file goes to %s, Ray's temporary copy of the job's directory, which is deleted after it. To "
+            "keep it: +%s.env_vars.VERL_FILE_LOGGER_PATH=<absolute path>.jsonl",
+            target,
+            RUNTIME_ENV,
         )

@@ -12,9 +12,12 @@ from pathlib import Path
 
 import ray
 from omegaconf import DictConfig, open_dict
+from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 
+from flashrl_verl.checkpoint import require_same_ranks
 from flashrl_verl.cluster import check_cluster
 from flashrl_verl.compat import Status, check_versions
 from flashrl_verl.errors import DynamicSamplingError, FlashRLError, GuardError
@@ -77,7 +80,6 @@ class FlashRLTrainer(PPOTrainerSync):
 
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()
-        from verl.trainer.ppo.utils import Role
         from verl.workers.engine_workers import ActorRolloutRefWorker
 
         from flashrl_verl.worker import FlashRLWorker
@@ -123,6 +125,8 @@ class FlashRLTrainer(PPOTrainerSync):
             super().fit(agent_loop_manager)
 
     def _load_checkpoint(self) -> None:
+        if self.use_critic and (folder := self._resumes_from()):
+            require_same_ranks(folder / str(Role.Critic), self.critic_wg.world_size)  # before verl loads the actor
         super()._load_checkpoint()
         if self.global_steps > 0:
             by_path = self.config.trainer.resume_mode == "resume_path"
@@ -199,6 +203,15 @@ class FlashRLTrainer(PPOTrainerSync):
             f"Start it again with trainer.resume_mode=auto to go on from the last checkpoint in {folder}, on as many nodes, or "
             "with trainer.nnodes and trainer.n_gpus_per_node of what is left"
         )
+
+    def _resumes_from(self) -> Path | None:
+        """The folder that verl is about to load; None where it starts from scratch."""
+        trainer = self.config.trainer
+        if trainer.resume_mode == "auto":
+            found = find_latest_ckpt_path(trainer.default_local_dir)
+        else:
+            found = trainer.resume_from_path if trainer.resume_mode == "resume_path" else None
+        return Path(found) if found else None
 
     def _checkpoint_folder(self) -> Path:
         return Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"

@@ -241,6 +241,9 @@ def check_engine_arguments(cfg: DictConfig) -> None:
             reason, instead = _OWNED[argument]
             use = f", and use {instead}" if instead else ""
             refuse(key, value, f"verl puts engine_kwargs last, so this wins; {reason}", f"remove {key}{use}")
+        if "ssl" in argument.split("_"):  # all of vLLM's arguments about certificates
+            use = f"remove {key}; flashrl.server_address=loopback keeps HTTP on its machine (docs/security.md)"
+            refuse(key, value, "verl starts vLLM's server without it, so that its HTTP would not be encrypted", use)
         twin = f"{ROLLOUT}.{_TWINS[argument]}" if argument in _TWINS else None
         if twin and value != get(cfg, twin, value):
             refuse(

@@ -24,10 +24,9 @@ class FlashRLWorker(FlashRLActorWorker):
             ConfigError: the model's head is of a kind that cannot.
         """
         super().init_model()
-        if (actor := getattr(self, "actor", None)) is not None and type(
-            actor.engine.checkpoint_manager
-        ) is FSDPCheckpointManager:
-            actor.engine.checkpoint_manager = ElasticCheckpointManager.of(actor.engine.checkpoint_manager)
+        engine = self.actor.engine if getattr(self, "actor", None) is not None else None
+        if engine is not None and type(engine.checkpoint_manager) is FSDPCheckpointManager:
+            engine.checkpoint_manager = ElasticCheckpointManager.of(engine.checkpoint_manager)
         if FlashRLConfig.from_mapping((self.config.rollout.get("custom") or {}).get("flashrl", {})).fp32_lm_head:
             for trained in (getattr(self, "actor", None), getattr(self, "ref", None)):
                 if trained is not None:

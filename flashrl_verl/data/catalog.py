@@ -51,10 +51,18 @@ class DataSet:
     columns: tuple[str, ...]
     """Columns of the published files that are read."""
     read: Callable[[object, int, rows.Rules], rows.Example]
-    """Makes an example of a row and its number, or raises `rows.BadRow`."""
+    """What `example` does, with `rules`."""
     rules: rows.Rules
     keep_duplicates: bool
     """Whether copies of a prompt stay, unless the user says otherwise."""
+
+    def example(self, row: object, number: int) -> rows.Example:
+        """Make an example of a published row and its number, from 0.
+
+        Raises:
+            rows.BadRow: for the first thing that is wrong.
+        """
+        return self.read(row, number, self.rules)
 
     def file(self, split: Split) -> PublishedFile:
         """The file of a split; KeyError where the data set has none."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -58,6 +59,26 @@ def data(
     if bool(check) == (name is not None):
         names = ", ".join(name.value for name in Name)
         raise ConfigError(f"Name one data set ({names}), or the files to --check. --help explains both.")
+    if check:
+        _until_stopped(lambda console: _check(check, console))
+        return
+    from flashrl_verl.data.prepare import Request
+
+    request = Request(
+        name=name,
+        output=output.expanduser(),
+        source=source,
+        revision=revision,
+        split=split,
+        keep_duplicates=keep_duplicates,
+        drop_invalid=drop_invalid,
+        force=force,
+    )
+    _until_stopped(lambda console: _prepare(request, console))
+
+
+def _until_stopped(work: Callable[[Console], None]) -> None:
+    """Do the work, or as much of it as is done when somebody stops the program."""
     from rich.console import Console
 
     from flashrl_verl.process_tree import Stopped, stoppable
@@ -66,22 +87,7 @@ def data(
     console = Console() if sys.stdout.isatty() else Console(width=120)
     try:
         with stoppable():
-            if check:
-                _check(check, console)
-                return
-            from flashrl_verl.data.prepare import Request
-
-            request = Request(
-                name=name,
-                output=output.expanduser(),
-                source=source,
-                revision=revision,
-                split=split,
-                keep_duplicates=keep_duplicates,
-                drop_invalid=drop_invalid,
-                force=force,
-            )
-            _prepare(request, console)
+            work(console)
     except Stopped as stopped:
         console.print("stopped; no file is half-written")
         raise typer.Exit(stopped.exit_code) from None

@@ -14,6 +14,7 @@ from flashrl_verl.data import verl_file
 from flashrl_verl.data.catalog import CATALOG, DataSet, Name, PublishedFile, Split
 from flashrl_verl.data.survey import Progress, Survey, kept_rows, survey
 from flashrl_verl.errors import ConfigError, DataError
+from flashrl_verl.whole_file import move
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +145,7 @@ def _write(plan: _Plan, progress: Progress) -> Prepared:
         record |= {"output": records.of_output(plan.path, temporary, count, plan.found), "versions": records.versions()}
         # The record first: a stop between the two leaves no file without one, and the record names the file that it replaces.
         records.write(plan.path, record)
-        verl_file.move(temporary, plan.path)
+        move(temporary, plan.path)
     return Prepared(plan.path, record, made=True)
 
 

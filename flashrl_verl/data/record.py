@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
 import platform
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from flashrl_verl.data.catalog import DataSet, PublishedFile
 from flashrl_verl.data.source import Source, sha256
 from flashrl_verl.data.survey import Survey
 from flashrl_verl.data.verl_file import schema, temporary_beside
+from flashrl_verl.whole_file import move, write_synced
 
 PREPARATION = 1
 """Raise it when a change to this package changes what is made of the same source."""
@@ -44,11 +44,8 @@ def write(prepared: Path, record: dict[str, Any]) -> None:
     """
     path = path_of(prepared)
     with temporary_beside(path) as temporary:
-        with temporary.open("x", encoding="utf-8") as stream:
-            stream.write(json.dumps(record, indent=2, ensure_ascii=False) + "\n")
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, path)
+        write_synced(temporary, (json.dumps(record, indent=2, ensure_ascii=False) + "\n").encode())
+        move(temporary, path)
 
 
 def request(data_set: DataSet, file: PublishedFile, options: dict[str, Any]) -> dict[str, Any]:

@@ -137,11 +137,18 @@ def _quiet_hub() -> Iterator[None]:
 
 
 def sha256(path: Path) -> str:
-    """The checksum of a file, in hexadecimal."""
+    """The checksum of a file, in hexadecimal.
+
+    Raises:
+        DataError: it cannot be read.
+    """
     digest = hashlib.sha256()
-    with path.open("rb") as stream:
-        while block := stream.read(1 << 20):
-            digest.update(block)
+    try:
+        with path.open("rb") as stream:
+            while block := stream.read(1 << 20):
+                digest.update(block)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
     return digest.hexdigest()
 
 
@@ -224,14 +231,20 @@ class _JsonLines:
 
     def batches(self, wanted: Set[int] | None = None) -> Iterator[tuple[int, list[tuple[int, Any]]]]:
         batch: list[tuple[int, Any]] = []
-        # What is no UTF-8 becomes half a surrogate, which no row may hold.
-        with self._path.open(encoding="utf-8", errors="surrogateescape", newline="\n") as stream:
-            for number, line in enumerate(stream):
-                if wanted is None or number in wanted:
-                    batch.append((number, _parsed(line)))
-                if (number + 1) % BATCH == 0 or number + 1 == self.count:
-                    yield number + 1, batch
-                    batch = []
+        for number, line in enumerate(self._lines()):
+            if wanted is None or number in wanted:
+                batch.append((number, _parsed(line)))
+            if (number + 1) % BATCH == 0 or number + 1 == self.count:
+                yield number + 1, batch
+                batch = []
+
+    def _lines(self) -> Iterator[str]:
+        try:
+            # What is no UTF-8 becomes half a surrogate, which no row may hold.
+            with self._path.open(encoding="utf-8", errors="surrogateescape", newline="\n") as stream:
+                yield from stream
+        except OSError as error:
+            raise DataError(f"{self._path} cannot be read: {error}") from error
 
 
 def _parsed(line: str) -> Any:

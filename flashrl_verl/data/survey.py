@@ -81,7 +81,7 @@ def survey(source: Rows, path: Path, data_set: DataSet, *, drop_invalid: bool, p
     for done, batch in source.batches():
         for number, row in batch:
             try:
-                example = data_set.read(row, number, data_set.rules)
+                example = data_set.example(row, number)
                 key = example.key()
                 known, first = rows_of_ids.setdefault(example.source_id, (key, number))
                 if known != key:
@@ -147,7 +147,7 @@ def kept_rows(
 
 def _verl_row(row: Any, number: int, path: Path, data_set: DataSet, found: Survey, split: str) -> dict[str, Any]:
     try:
-        example = data_set.read(row, number, data_set.rules)
+        example = data_set.example(row, number)
         return example.verl_row(split, found.prompts[example.key()].index)
     except (rows.BadRow, KeyError) as error:
         raise DataError(f"row {number} of {path} is not what it was when it was checked. Run again.") from error

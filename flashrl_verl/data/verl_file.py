@@ -70,7 +70,8 @@ def temporary_beside(path: Path) -> Iterator[Path]:
             "Remedy: make room or allow writing there, or choose another --output."
         ) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # what the caller is told is what went wrong before
+            temporary.unlink()
 
 
 def write(path: Path, examples: Iterable[dict[str, Any]]) -> int:
@@ -99,17 +100,6 @@ def write(path: Path, examples: Iterable[dict[str, Any]]) -> int:
         stream.flush()
         os.fsync(stream.fileno())
     return count
-
-
-def move(temporary: Path, path: Path) -> None:
-    """Give a finished file its name, over what had it, and wait until the disk knows."""
-    os.replace(temporary, path)
-    with contextlib.suppress(OSError):  # the file is there; not every file system can wait for a folder
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
 
 
 # ---- reading back ----

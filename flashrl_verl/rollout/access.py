@@ -25,8 +25,9 @@ _KEY_BYTES = 32
 _POLICY_VIOLATION = 1008
 """WebSocket's code for a connection that is closed on purpose (RFC 6455, section 7.4.1)."""
 
-_ROUTES = ("/health", "/v1/models", "/metrics", "/openapi.json")
-"""What a server that has started is asked for without its key: below /v1, beside it, and FastAPI's own."""
+_ROUTES = ("/health", "/v1/models", "/metrics", "/openapi.json", "/invocations", "/tokenize")
+"""What a server that has started is asked for without its key: below /v1, beside it, FastAPI's own, and what vLLM's key leaves
+open. The key is asked for before the method, so that GET will do for those that take POST."""
 
 _PROBE_TIMEOUT_S = 60
 """How long a server may take to answer such a question, seconds; the engine has just started, and its host may be busy."""
@@ -95,7 +96,7 @@ def verify_refusal(address: str, port: int) -> None:
     """Ask a running server as an outsider, and once with the key of this process.
 
     Raises:
-        FlashRLError: it answers somebody without its key, or refuses the key.
+        FlashRLError: it answers somebody without its key, refuses the key, or does not answer.
     """
     for route in _ROUTES:
         status = _status(address, port, route, {})
@@ -117,5 +118,11 @@ def _status(address: str, port: int, route: str, headers: dict[str, str]) -> int
     try:
         connection.request("GET", route, headers=headers)
         return connection.getresponse().status
+    except (OSError, http.client.HTTPException) as error:
+        raise FlashRLError(
+            f"the rollout's HTTP server at {base_url(address, port)} gives no answer to GET {route}, so that it is not known "
+            f"whether it asks for its key: {type(error).__name__}: {error}. Its own log says why; an address that this machine "
+            "does not reach is changed by flashrl.server_address=loopback"
+        ) from error
     finally:
         connection.close()

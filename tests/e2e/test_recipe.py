@@ -6,6 +6,7 @@ import math
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -81,7 +82,10 @@ def test_the_server_refuses_an_outsider_and_is_not_on_the_nodes_address(logged_e
     assert set(told["without"].values()) == set(told["guessed"].values()) == {401}
     assert set(told["with"].values()) == {200}
     assert told["listens_at"] == ["127.0.0.1"] and told["url"].startswith("http://127.0.0.1:")
-    assert not told["node_takes_connections"]
+    if told["node"] is None:
+        warnings.warn("this machine has loopback alone: that its address takes no connection was not tested", stacklevel=1)
+    else:
+        assert not told["node_takes_connections"]
     assert len(told["key"]) > 40 and told["command_lines"] == [], "whoever lists processes would read it"
     assert told["key"] not in logged_everywhere.output
 

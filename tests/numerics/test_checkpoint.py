@@ -8,14 +8,17 @@ import checkpoint_ranks
 import engines  # noqa: F401 - chooses verl's platform, which verl reads once
 import pytest
 import torch
+from omegaconf import OmegaConf
 
-from flashrl_verl.checkpoint import own_rows, saved_ranks
+from flashrl_verl.checkpoint import Saved, require_same_ranks, saved_by
 from flashrl_verl.errors import FlashRLError
+from flashrl_verl.reshard import own_rows
 
 
-def spawn(ranks: int, task: str, folder, checkpoint, hybrid: bool = False) -> list[dict]:
+def spawn(ranks: int, task: str, folder, checkpoint, hybrid: bool = False, family: str = "qwen2.5") -> list[dict]:
     """The whole state at the checkpoint, and one step later."""
-    torch.multiprocessing.spawn(checkpoint_ranks.run, args=(ranks, task, str(folder), str(checkpoint), hybrid), nprocs=ranks)
+    words = (ranks, task, str(folder), str(checkpoint), hybrid, family)
+    torch.multiprocessing.spawn(checkpoint_ranks.run, args=words, nprocs=ranks)
     return torch.load(folder / f"{task}-{ranks}.pt")
 
 
@@ -31,7 +34,7 @@ def assert_equal(found: dict, expected: dict, **tolerance: float) -> None:
         torch.testing.assert_close(found["weights"][name], weight, **tolerance)
         for key, value in expected["moments"][name].items():
             torch.testing.assert_close(found["moments"][name][key], value, **tolerance)
-    assert (found["lr"], found["scheduler"]) == (expected["lr"], expected["scheduler"])
+    assert (found["groups"], found["scheduler"]) == (expected["groups"], expected["scheduler"])
 
 
 @pytest.mark.parametrize("ranks", [1, 3, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (2, 5))])
@@ -50,6 +53,30 @@ def test_a_checkpoint_of_one_rank_is_the_same_on_two(tmp_path):
     loaded, trained = spawn(2, "load", tmp_path, tmp_path / "checkpoint")
     assert_equal(loaded, saved, rtol=0, atol=0)
     assert_equal(trained, later, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_ranks_that_hold_no_rows_is_the_same_on_two(tmp_path):
+    saved, _ = spawn(5, "save", tmp_path, tmp_path / "checkpoint")
+    assert saved["empty"] > 0, "the last of the five"
+    loaded, _ = spawn(2, "load", tmp_path, tmp_path / "checkpoint")
+    assert loaded["empty"] == 0
+    assert_equal(loaded, saved, rtol=0, atol=0)
+
+
+def test_a_tensor_that_is_embedding_and_head_stays_one(tmp_path):
+    saved, later = spawn(2, "save", tmp_path, tmp_path / "checkpoint", family="llama3")
+    assert not any("lm_head" in name for name in saved["weights"]), "tied"
+    loaded, trained = spawn(1, "load", tmp_path, tmp_path / "checkpoint", family="llama3")
+    assert_equal(loaded, saved, rtol=0, atol=0)
+    assert_equal(trained, later, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_as_many_ranks_with_the_shards_in_two_replicas_are_given_theirs(tmp_path):
+    saved, _ = spawn(4, "save", tmp_path, tmp_path / "checkpoint")
+    loaded, _ = spawn(4, "load", tmp_path, tmp_path / "checkpoint", hybrid=True)
+    assert_equal(loaded, saved, rtol=0, atol=0)
 
 
 @pytest.mark.slow
@@ -73,6 +100,30 @@ def test_a_missing_shard_is_an_error_that_names_it_and_the_remedy(of_two, tmp_pa
         spawn(1, "load", tmp_path, copy)
 
 
+def test_without_verls_record_the_names_of_the_shards_tell(of_two, tmp_path):
+    checkpoint, (saved, _) = of_two
+    copy = shutil.copytree(checkpoint, tmp_path / "checkpoint")
+    (copy / "fsdp_config.json").unlink()
+    loaded, _ = spawn(1, "load", tmp_path, copy)
+    assert_equal(loaded, saved, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_checkpoint_of_fsdp_1_is_an_error_that_names_the_strategy(of_two, tmp_path, ranks):
+    copy = shutil.copytree(of_two[0], tmp_path / "checkpoint")
+    (copy / "fsdp_config.json").write_text(json.dumps({"FSDP_version": 1, "world_size": 2}))
+    with pytest.raises(Exception, match=r"FlashRLError: .* saved by FSDP 1 and .* has FSDP 2.*actor\.strategy"):
+        spawn(ranks, "load", tmp_path, copy)
+
+
+def test_adapters_alone_are_an_error_that_says_what_they_are(of_two, tmp_path):
+    copy = shutil.copytree(of_two[0], tmp_path / "checkpoint")
+    for rank in range(2):
+        torch.save({"layers.0.lora_A.weight": torch.ones(2, 2)}, copy / f"model_world_size_2_rank_{rank}.pt")
+    with pytest.raises(Exception, match="FlashRLError: .*1 tensors of LoRA adapters alone"):
+        spawn(1, "load", tmp_path, copy)
+
+
 @pytest.mark.parametrize("rows, ranks", [(7, 3), (8, 4), (5, 4), (3, 5), (1, 2), (130, 7)])
 def test_rows_are_those_of_torch_chunk(rows, ranks):
     pieces = list(torch.arange(rows).chunk(ranks))
@@ -82,11 +133,42 @@ def test_rows_are_those_of_torch_chunk(rows, ranks):
         assert list(range(start, start + length)) == expected
 
 
-def test_the_number_of_ranks_is_verls_own_record(tmp_path):
-    assert saved_ranks(tmp_path) is None
+def test_who_saved_it_is_verls_record_or_the_names_of_the_files(tmp_path):
+    assert saved_by(tmp_path) is None
+    (tmp_path / "model_world_size_8_rank_3.pt").touch()
+    assert saved_by(tmp_path) == Saved(8, None)
+    (tmp_path / "model_world_size_4_rank_3.pt").touch()
+    with pytest.raises(FlashRLError, match="shards of 4 and of 8 ranks.*resume_from_path"):
+        saved_by(tmp_path)
     record = tmp_path / "fsdp_config.json"
     record.write_text(json.dumps({"FSDP_version": 2, "world_size": 4}))
-    assert saved_ranks(tmp_path) == 4
+    assert saved_by(tmp_path) == Saved(4, 2)
     record.write_text('{"world_')
     with pytest.raises(FlashRLError, match="resume_from_path"):
-        saved_ranks(tmp_path)
+        saved_by(tmp_path)
+
+
+def test_a_critics_checkpoint_of_another_number_of_ranks_is_refused(tmp_path):
+    require_same_ranks(tmp_path, 4)  # nothing there: verl says so
+    (tmp_path / "fsdp_config.json").write_text(json.dumps({"FSDP_version": 2, "world_size": 4}))
+    require_same_ranks(tmp_path, 4)
+    with pytest.raises(FlashRLError, match="saved by 4 ranks and this run has 2.*critic.*trainer.nnodes"):
+        require_same_ranks(tmp_path, 2)
+
+
+@pytest.mark.parametrize("mode", ["auto", "resume_path"])
+def test_a_critic_is_looked_at_before_verl_loads_the_actor(tmp_path, mode):
+    from verl.single_controller.base.worker_group import WorkerGroup
+
+    from flashrl_verl.trainer import FlashRLTrainer
+
+    critic = tmp_path / "global_step_3" / "critic"
+    critic.mkdir(parents=True)
+    (critic / "fsdp_config.json").write_text(json.dumps({"FSDP_version": 2, "world_size": 4}))
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
+    trainer = FlashRLTrainer.__new__(FlashRLTrainer)  # without an actor: that verl asked for it would be another error
+    resume = {"resume_mode": mode, "resume_from_path": str(critic.parent), "default_local_dir": str(tmp_path)}
+    trainer.config, trainer.use_critic = OmegaConf.create({"trainer": resume}), True
+    trainer.critic_wg = WorkerGroup(resource_pool=None)
+    with pytest.raises(FlashRLError, match="saved by 4 ranks and this run has 0"):
+        trainer._load_checkpoint()

@@ -10,18 +10,21 @@ import torch
 LR, STEPS = 1e-2, 2
 
 
-def build(ranks: int, hybrid: bool = False) -> tuple[torch.nn.Module, torch.optim.Optimizer, Any]:
+def build(ranks: int, hybrid: bool = False, family: str = "qwen2.5") -> tuple[torch.nn.Module, torch.optim.Optimizer, Any]:
     from tiny_models import make
     from torch.distributed.fsdp import MixedPrecisionPolicy
     from verl.utils.fsdp_utils import apply_fsdp2
 
     shape, names = ((2, ranks // 2), ("ddp", "fsdp")) if hybrid else ((ranks,), ("fsdp",))
     mesh = torch.distributed.init_device_mesh("cpu", shape, mesh_dim_names=names)
-    # 130 rows of the MLP and 5 of 7 ranks: pieces of different sizes, and none at all.
-    model = make("qwen2.5", seed=0, intermediate_size=130)
+    # Of 6 rows the last two of five ranks have none; three ranks have pieces of different sizes of the others' 128.
+    model = make(family, seed=0, intermediate_size=6)
     policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
     apply_fsdp2(model, {"mesh": mesh, "mp_policy": policy, "offload_policy": None, "reshard_after_forward": True}, {})
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    # Two groups, so that a parameter's number in the optimizer is not its place in the model.
+    groups = [[p for p in model.parameters() if p.dim() > 1], [p for p in model.parameters() if p.dim() == 1]]
+    decay = [{"params": group, "weight_decay": weight} for group, weight in zip(groups, (0.1, 0.0), strict=True)]
+    optimizer = torch.optim.AdamW(decay, lr=LR)
     return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
 
 
@@ -42,14 +45,16 @@ def whole(model: torch.nn.Module, optimizer: torch.optim.Optimizer, scheduler: A
         for name, parameter in model.named_parameters()
     }
     weights = {name: full(parameter.data) for name, parameter in model.named_parameters()}
-    return {"weights": weights, "moments": moments, "lr": optimizer.param_groups[0]["lr"], "scheduler": scheduler.last_epoch}
+    empty = sum(parameter.to_local().numel() == 0 for parameter in model.parameters())
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    return {"weights": weights, "moments": moments, "groups": groups, "scheduler": scheduler.last_epoch, "empty": empty}
 
 
-def run(rank: int, ranks: int, task: str, folder: str, checkpoint: str, hybrid: bool = False) -> None:
+def run(rank: int, ranks: int, task: str, folder: str, checkpoint: str, hybrid: bool = False, family: str = "qwen2.5") -> None:
     """``save``: two steps, a checkpoint, and one step more. ``load``: the checkpoint, and one step more.
 
-    With ``hybrid`` two replicas hold the shards of ``ranks`` / 2. Rank 0 writes the whole state after the checkpoint and after
-    the last step to ``folder/<task>-<ranks>.pt``.
+    With ``hybrid`` two replicas hold the shards of ``ranks`` / 2. The last rank writes the whole state, and how many of its own
+    shards are empty, after the checkpoint and after the last step to ``folder/<task>-<ranks>.pt``.
     """
     os.environ["VERL_PLATFORM"] = "cpu"
     from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
@@ -60,7 +65,7 @@ def run(rank: int, ranks: int, task: str, folder: str, checkpoint: str, hybrid: 
     torch.manual_seed(rank)
     group = f"file://{folder}/group-{task}-{ranks}"
     torch.distributed.init_process_group("gloo", init_method=group, rank=rank, world_size=ranks)
-    model, optimizer, scheduler = build(ranks, hybrid)
+    model, optimizer, scheduler = build(ranks, hybrid, family)
     manager = FSDPCheckpointManager(model=model, optimizer=optimizer, lr_scheduler=scheduler)
     if task == "save":
         for step in range(STEPS):
@@ -71,6 +76,6 @@ def run(rank: int, ranks: int, task: str, folder: str, checkpoint: str, hybrid: 
     states = [whole(model, optimizer, scheduler)]
     train(model, optimizer, scheduler, STEPS)
     states.append(whole(model, optimizer, scheduler))
-    if rank == 0:
+    if rank == ranks - 1:
         torch.save(states, Path(folder) / f"{task}-{ranks}.pt")
     torch.distributed.destroy_process_group()

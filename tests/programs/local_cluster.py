@@ -67,8 +67,10 @@ class LocalCluster:
             )
         self._nodes.append(node)
         deadline = time.monotonic() + 120
-        while "Ray runtime started" not in (elsewhere / "log").read_text(errors="replace"):
-            assert node.poll() is None and time.monotonic() < deadline, (elsewhere / "log").read_text(errors="replace")
+        while "Ray runtime started" not in (told := (elsewhere / "log").read_text(errors="replace")):
+            if node.poll() is not None or time.monotonic() > deadline:
+                self.__exit__()  # of a head that fails nobody else ends anything: ``with`` was not entered
+                raise AssertionError(told)
             time.sleep(0.2)
         return node
 
@@ -81,18 +83,26 @@ class LocalCluster:
 
     @staticmethod
     def kill(node: subprocess.Popen) -> None:
-        """End a node as a power cut would: all of its processes at once."""
-        leader = psutil.Process(node.pid)
-        for process in [leader, *leader.children(recursive=True)]:
+        """End a node as a power cut would: all of its processes at once, and those that a leader which failed has left."""
+        members = [process for process in psutil.process_iter() if _session(process.pid) == node.pid]
+        if node.poll() is None:
+            members += psutil.Process(node.pid).children(recursive=True)
+        for process in members:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         node.wait()
 
     def __exit__(self, *_: object) -> None:
         for node in reversed(self._nodes):
-            if node.poll() is None:
-                self.kill(node)
+            self.kill(node)
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _session(process: int) -> int | None:
+    try:
+        return os.getsid(process)
+    except ProcessLookupError:  # it has ended
+        return None
 
 
 def _free_port(host: str) -> int:

@@ -4,6 +4,7 @@
 import ast
 import functools
 import re
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -33,13 +34,20 @@ _JOINED = re.compile(r'"\s*\n\s*f?"')
 
 @functools.cache
 def messages() -> tuple[str, ...]:
-    """Every string of the package, f-strings and implicit concatenations whole, with a mark for each value in them."""
+    """Every string of the package that a program can print, f-strings and implicit concatenations whole, with a mark for each
+    value in them."""
     return tuple(
         _text(node)
         for path in PACKAGE.rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in _expressions(ast.parse(path.read_text()))
         if isinstance(node, ast.JoinedStr | ast.Constant) and _text(node)
     )
+
+
+def _expressions(tree: ast.AST) -> Iterator[ast.AST]:
+    """All nodes but strings that are statements: docstrings, and those below constants and fields."""
+    documents = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    return (node for node in ast.walk(tree) if id(node) not in documents or not isinstance(node, ast.Constant))
 
 
 def _text(node: ast.expr) -> str:
@@ -56,17 +64,19 @@ def says(quote: str) -> bool:
 
 @functools.cache
 def upstream() -> str:
-    """Source of verl, of the part of vLLM that speaks to users of an engine, and of W&B's variables; broken strings joined."""
-    paths = [*(SITE / "verl").rglob("*.py"), *(SITE / "vllm" / "v1").rglob("*.py"), SITE / "wandb" / "env.py"]
+    """Source of verl, of the part of vLLM that speaks to users of an engine, of W&B's variables and of Ray's errors, which name
+    its variables; broken strings joined."""
+    others = (SITE / "wandb" / "env.py", SITE / "ray" / "exceptions.py")
+    paths = [*(SITE / "verl").rglob("*.py"), *(SITE / "vllm" / "v1").rglob("*.py"), *others]
     return _JOINED.sub("", "\n".join(path.read_text() for path in paths))
 
 
 @functools.cache
 def source() -> str:
-    """Everything that is ours and no document."""
-    folders = {"flashrl_verl": ("*.py", "*.yaml"), "recipe": ("*.py", "*.sh"), "scripts": ("*.sh",), "tests": ("*.py",)}
+    """Everything that is ours and runs for a user: neither documents nor tests, which may name what is gone."""
+    folders = {"flashrl_verl": ("*.py", "*.yaml"), "recipe": ("*.py", "*.sh"), "scripts": ("*.sh",)}
     paths = [path for folder, patterns in folders.items() for p in patterns for path in (ROOT / folder).rglob(p)]
-    return "\n".join(path.read_text() for path in [*paths, ROOT / "setup.py"] if path != Path(__file__))
+    return "\n".join(path.read_text() for path in [*paths, ROOT / "setup.py"])
 
 
 @functools.cache

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's real HTTP application, without an engine behind it: nobody gets past it without the key, on any route."""
 
+import socket
+import threading
+
 import pytest
 from starlette.routing import WebSocketRoute
 from starlette.testclient import TestClient
@@ -9,6 +12,7 @@ from vllm.entrypoints.openai.api_server import build_app
 from vllm.entrypoints.openai.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from flashrl_verl.errors import FlashRLError
 from flashrl_verl.rollout import access
 
 TASKS = ("generate", "transcription", "realtime", "render")
@@ -83,6 +87,24 @@ def test_no_websocket_opens_for_an_outsider(app):
         with pytest.raises(WebSocketDisconnect) as closed, TestClient(app).websocket_connect(path):
             pass
         assert closed.value.code == 1008
+
+
+@pytest.mark.parametrize("answer", [b"", b"no HTTP at all\r\n\r\n"])
+def test_a_server_that_does_not_answer_in_http_is_one_error_that_says_which(answer):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+
+        def answer_one():
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(answer)
+
+        threading.Thread(target=answer_one, daemon=True).start()
+        with pytest.raises(FlashRLError, match=f"http://127.0.0.1:{port} gives no answer to GET /health"):
+            access.verify_refusal("127.0.0.1", port)
+    with pytest.raises(FlashRLError, match=f"127.0.0.1:{port} gives no answer.*ConnectionRefusedError"):
+        access.verify_refusal("127.0.0.1", port)
 
 
 def test_every_replica_has_a_loopback_address_of_its_own():

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What reaches the processes of a run, whatever their node's environment and working directory are."""
 
+import copy
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -143,6 +145,40 @@ def test_without_a_runtime_environment_one_is_made(cfg):
     del cfg.ray_kwargs.ray_init.runtime_env
     runtime_env.prepare(cfg)
     assert len(cfg.ray_kwargs.ray_init.runtime_env.py_modules) == 2
+
+
+def test_metrics_in_rays_temporary_copy_are_warned_of_with_the_remedy(cfg, tmp_path, monkeypatch, logged):
+    job = tmp_path / "runtime_resources/working_dir_files/_ray_pkg_1"
+    job.mkdir(parents=True)
+    monkeypatch.chdir(job)
+    cfg.trainer.save_freq = -1
+    remedied = copy.deepcopy(cfg)
+    for loggers, warnings in ((["console"], 0), (["console", "file"], 1), ("file", 2)):
+        OmegaConf.update(cfg, "trainer.logger", loggers, force_add=True)
+        cfg.ray_kwargs.ray_init.runtime_env = {"env_vars": {"VERL_PLATFORM": "cpu"}}
+        runtime_env.prepare(cfg)
+        assert len(logged(logging.WARNING)) == warnings
+    [text, _] = logged(logging.WARNING)
+    key, _, _ = text.partition("To keep it: +")[2].partition("=")
+    OmegaConf.update(remedied, key, "/shared/metrics.jsonl", force_add=True)
+    OmegaConf.update(remedied, "trainer.logger", ["file"], force_add=True)
+    runtime_env.prepare(remedied)
+    assert len(logged(logging.WARNING)) == 2
+
+
+def test_the_users_modules_are_sent_from_where_the_driver_is_and_addresses_stay(cfg, tmp_path):
+    (tmp_path / "rewards").mkdir()
+    modules = ["rewards", "s3://bucket/more.zip"]
+    cfg.ray_kwargs.ray_init.runtime_env = {"env_vars": None, "py_modules": modules}
+    runtime_env.prepare(cfg, ship_code=False)
+    assert list(cfg.ray_kwargs.ray_init.runtime_env.py_modules) == [f"{tmp_path}/rewards", modules[1]]
+
+
+def test_what_ray_is_to_leave_out_would_be_left_out_of_the_package_and_is_refused(cfg):
+    cfg.ray_kwargs.ray_init.runtime_env = {"excludes": ["*.yaml"]}
+    with pytest.raises(ConfigError, match=r"excludes=\['\*\.yaml'\].*flashrl\.ship_code=false"):
+        runtime_env.prepare(cfg)
+    runtime_env.prepare(cfg, ship_code=False)
 
 
 def test_checkpoints_in_rays_temporary_copy_are_refused(cfg):

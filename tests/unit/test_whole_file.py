@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A file has its old content or its new one, and nothing is left beside it."""
+
+import subprocess
+import sys
+
+import pytest
+
+from flashrl_verl.whole_file import write_whole
+
+
+def test_the_new_content_replaces_the_old_and_is_alone(tmp_path):
+    path = tmp_path / "state.json"
+    for content in (b"old, and longer", b"new"):
+        write_whole(path, content)
+        assert path.read_bytes() == content
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_cannot_be_given_its_name_leaves_what_was_there(tmp_path):
+    path = tmp_path / "state.json"
+    path.mkdir()
+    (path / "inside").touch()
+    with pytest.raises(OSError):
+        write_whole(path, b"new")
+    assert list(tmp_path.iterdir()) == [path] and (path / "inside").exists()
+
+
+def test_a_file_that_does_not_fit_leaves_the_old_one(tmp_path):
+    path = tmp_path / "state.json"
+    path.write_bytes(b"old")
+    code = (
+        "import resource, signal, sys; from pathlib import Path; from flashrl_verl.whole_file import write_whole\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
+        "try: write_whole(Path(sys.argv[1]), bytes(100_000))\n"
+        "except OSError as error: print(error.strerror)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
+    assert done.stdout == "File too large\n"
+    assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
