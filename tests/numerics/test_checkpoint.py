@@ -37,7 +37,7 @@ def assert_equal(found: dict, expected: dict, **tolerance: float) -> None:
     assert (found["groups"], found["scheduler"]) == (expected["groups"], expected["scheduler"])
 
 
-@pytest.mark.parametrize("ranks", [1, 3, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (2, 5))])
+@pytest.mark.parametrize("ranks", [1, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (2, 3, 5))])
 def test_two_ranks_checkpoint_is_the_same_on_any_number_of_ranks(of_two, tmp_path, ranks):
     checkpoint, (saved, later) = of_two
     loaded, trained = spawn(ranks, "load", tmp_path, checkpoint)

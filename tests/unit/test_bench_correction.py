@@ -19,7 +19,7 @@ def test_padding_takes_the_memory_of_the_padded_fields():
     rows, tokens = 256, 4096
     cost = correction.measure("padding", rows, tokens, repeats=2)
     padded = rows * tokens * (8 + 3 * 4)  # an int64 mask and three float32 fields
-    assert padded < cost.peak_bytes < 2.5 * padded, (cost.peak_bytes / MIB, padded / MIB)
+    assert 0.9 * padded < cost.peak_bytes < 2.5 * padded, (cost.peak_bytes / MIB, padded / MIB)
     assert len(cost.seconds) == 2 and min(cost.seconds) > 0
 
 

@@ -149,6 +149,7 @@ def dry_runs(tmp_path_factory):
         yield {name: pool.submit(_run, RECIPE, "--dry-run", cwd=cwd, experiment=name) for name in OTHERS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experiment", OTHERS)
 def test_every_script_dry_runs_its_experiment(dry_runs, experiment):
     done = dry_runs[experiment].result()

@@ -98,7 +98,7 @@ def test_a_sender_gives_up_on_a_silent_receiver_and_names_the_key(monkeypatch):
 
 
 def test_a_receiver_gives_up_on_a_sender_that_stops(channel):
-    process, handle = channel("load", timeout_s=20.0)
+    process, handle = channel("load", timeout_s=10.0)
 
     def broken():
         yield from tensors()[:6]
