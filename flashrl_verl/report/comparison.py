@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from flashrl_verl.report.arms import Arm, NamedRun, load_arms
 from flashrl_verl.report.captions import alt_text, incomplete_means
+from flashrl_verl.report.costs import costs
 from flashrl_verl.report.metrics import IS_WEIGHTS, MISMATCH_KL
 from flashrl_verl.report.palette import DISTINCT
 from flashrl_verl.report.panels import Panel, Section, panels
@@ -54,6 +55,11 @@ class Comparison:
     def summary(self) -> Summary:
         """The table."""
         return summarize(self.arms)
+
+    @cached_property
+    def costs(self) -> Summary | None:
+        """The second table: time and memory, by part; None where no run logged them."""
+        return costs(self.arms)
 
     @cached_property
     def pictures(self) -> list[Picture]:

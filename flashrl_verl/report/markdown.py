@@ -4,15 +4,17 @@
 from __future__ import annotations
 
 from flashrl_verl.report.comparison import OVERVIEW_FILE, PICTURES, Comparison
+from flashrl_verl.report.costs import CAPTION
+from flashrl_verl.report.costs import TITLE as COSTS
 from flashrl_verl.report.run import fenced
+from flashrl_verl.report.summary import Summary
 
 
 def render(comparison: Comparison) -> str:
     """The text of `report.md`; pictures are in the folder `pictures`."""
-    header, rows = comparison.summary.header, comparison.summary.rows
     parts = [
         "# FlashRL runs compared",
-        "\n".join([_row(header), "|" + "---|" * len(header), *map(_row, rows)]),
+        _table(comparison.summary),
         "\n".join(f"- {_plain(note)}" for note in comparison.notes),
     ]
     if comparison.overview is not None:
@@ -22,6 +24,8 @@ def render(comparison: Comparison) -> str:
         for picture in pictures:
             file = f"{PICTURES}/{picture.panel.name}.svg"
             parts += [f"![{_plain(picture.alt)}]({file})", _plain(picture.caption)]
+    if comparison.costs is not None:
+        parts += [f"## {COSTS}", _table(comparison.costs), CAPTION]
     parts += [comparison.absent_line(), "## Runs"]
     for run in comparison.runs:
         facts = [f"- {_plain(label)}: {_code(text)}" for label, text in run.report.facts()]
@@ -29,6 +33,10 @@ def render(comparison: Comparison) -> str:
         if command := run.report.command():
             parts.append(fenced(command))
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _table(summary: Summary) -> str:
+    return "\n".join([_row(summary.header), "|" + "---|" * len(summary.header), *map(_row, summary.rows)])
 
 
 def _row(cells: list[str]) -> str:

@@ -8,6 +8,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from flashrl_verl import __version__
+from flashrl_verl.report import costs
 from flashrl_verl.report.palette import DASHES, Style
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from flashrl_verl.report.summary import Summary
 
 TITLE = "FlashRL runs compared"
+SUMMARY_CAPTION = "As logged; means over all steps of a run. ESS: effective sample size of the importance weights."
 STYLE = """\
 :root { color-scheme: light dark; --page: #ffffff; --ink: #222222; --line: #cccccc; --band: #f4f4f4; }
 @media (prefers-color-scheme: dark) { :root { --page: #1b1b1b; --ink: #e6e6e6; --line: #4a4a4a; --band: #262626; } }
@@ -51,7 +53,7 @@ def render(comparison: Comparison) -> str:
     body = [
         f"<h1>{TITLE}</h1>",
         f"<p>{_runs(len(comparison.runs))}, from their metrics files, by flashrl-verl {escape(__version__)}.</p>",
-        _table(comparison.summary),
+        _table(comparison.summary, "Summary of the runs", SUMMARY_CAPTION),
     ]
     if notes:
         body.append('<ul class="notes">\n' + "\n".join(f"<li>{escape(note)}</li>" for note in notes) + "\n</ul>")
@@ -61,6 +63,9 @@ def render(comparison: Comparison) -> str:
     for title, pictures in comparison.sections():
         figures = "\n".join(map(_figure, pictures))
         body.append(f'<section>\n<h2>{escape(title)}</h2>\n<div class="pictures">\n{figures}\n</div>\n</section>')
+    if comparison.costs is not None:
+        table = _table(comparison.costs, costs.TITLE, costs.CAPTION)
+        body.append(f"<section>\n<h2>{escape(costs.TITLE)}</h2>\n{table}\n</section>")
     body.append("<section>\n<h2>Runs</h2>")
     for run in comparison.runs:
         body.append(_run(run))
@@ -102,7 +107,7 @@ def _run(run: NamedRun) -> str:
     return "\n".join([f"<h3>{escape(run.label)}</h3>", "<dl>", *facts, "</dl>"])
 
 
-def _table(summary: Summary) -> str:
+def _table(summary: Summary, name: str, caption: str) -> str:
     head = "".join(f'<th scope="col">{escape(_arrows(name))}</th>' for name in summary.header)
     rows = "\n".join(
         f'<tr><th scope="row">{_line(style)} {escape(name)}</th>{"".join(map(_cell, cells))}</tr>'
@@ -110,8 +115,8 @@ def _table(summary: Summary) -> str:
     )
     # A region with a name that the keyboard can reach: it scrolls sideways on a narrow screen.
     return (
-        '<div class="scroll" role="region" aria-label="Summary of the runs" tabindex="0">\n<table>\n'
-        "<caption>As logged; means over all steps of a run. ESS: effective sample size of the importance weights.</caption>\n"
+        f'<div class="scroll" role="region" aria-label="{escape(name)}" tabindex="0">\n<table>\n'
+        f"<caption>{escape(caption)}</caption>\n"
         f"<thead>\n<tr>{head}</tr>\n</thead>\n<tbody>\n{rows}\n</tbody>\n</table>\n</div>"
     )
 

@@ -73,20 +73,20 @@ def test_ten_steps_with_cuda_graphs_and_sleep_mode(large_assets, tmp_path, preci
         assert all(math.isfinite(v) for v in metrics[step].values())
 
 
-@four_gpus
-def test_two_replicas_of_two_gpus_sample_in_int8_and_in_bf16(large_assets, tmp_path):
+@pytest.mark.parametrize("gpus", [pytest.param(2, marks=two_gpus), pytest.param(4, marks=four_gpus)])
+def test_of_two_replicas_one_samples_in_int8_and_one_in_bf16(large_assets, tmp_path, gpus):
     metrics = train(
         large_assets,
         tmp_path,
-        "trainer.n_gpus_per_node=4",
-        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+        f"trainer.n_gpus_per_node={gpus}",
+        f"actor_rollout_ref.rollout.tensor_model_parallel_size={gpus // 2}",
         "flashrl.precision=int8",
         "flashrl.bf16_replica_fraction=0.5",
         steps=STEPS,
     )
     for step in range(1, STEPS + 1):
         held = {key.removeprefix("flashrl/"): value for key, value in metrics[step].items() if key.startswith("flashrl/")}
-        assert held["receipts_verified"] == 4 and held["bf16_replicas"] == 1
+        assert held["receipts_verified"] == gpus and held["bf16_replicas"] == 1
         assert (held["replica_0_quantized_layers"], held["replica_1_quantized_layers"]) == (4 * 24, 0)
         assert held["replica_0_weight_bytes"] < held["replica_1_weight_bytes"]
         assert held["replica_0_generated_tokens"] > 0 and held["replica_1_generated_tokens"] > 0

@@ -63,8 +63,10 @@ def test_the_page_is_well_formed_and_names_every_run(two):
     assert parsed.all("html") == [{"lang": "en"}] and len(parsed.all("title")) == len(parsed.all("h1")) == 1
     text = " ".join(parsed.words)
     for run in result.runs:
-        assert text.count(run.label) >= 3  # title, table, runs
-    assert [attrs.get("scope") for attrs in parsed.all("th")] == ["col"] * len(result.summary.header) + ["row"] * 2
+        assert text.count(run.label) >= 4  # title, both tables, runs
+    tables = [result.summary, result.costs]
+    scopes = [scope for table in tables for scope in ["col"] * len(table.header) + ["row"] * 2]
+    assert [attrs.get("scope") for attrs in parsed.all("th")] == scopes
     images = parsed.all("img")
     assert len(images) == len(result.pictures) + 1
     for run in result.runs:
@@ -95,10 +97,12 @@ def test_names_and_commands_cannot_become_markup(two):
     assert not parsed.all("script") and wicked[0] in " ".join(parsed.words)
     text = markdown.render(result)
     assert "<script" not in text.replace("\\<", "")
-    [header] = [line for line in text.splitlines() if line.startswith("| run ")]
+    headers = [line for line in text.splitlines() if line.startswith("| run ")]
     bars = re.compile(r"(?<!\\)\|")
-    [row] = [line for line in text.splitlines() if line.startswith("| a\\|b")]
-    assert len(bars.findall(row)) == len(bars.findall(header)) and "\\[d\\](http://e)" in row
+    rows = [line for line in text.splitlines() if line.startswith("| a\\|b")]
+    assert len(headers) == len(rows) == 2
+    for header, row in zip(headers, rows, strict=True):
+        assert len(bars.findall(row)) == len(bars.findall(header)) and "\\[d\\](http://e)" in row
 
 
 def test_a_command_is_a_block_that_scrolls_and_the_keyboard_reaches(two):
