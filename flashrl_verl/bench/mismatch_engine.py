@@ -18,14 +18,10 @@ from typing import Any
 
 import torch
 
+from flashrl_verl.bench import engine_process
 from flashrl_verl.config import FlashRLConfig, Precision
 from flashrl_verl.errors import FlashRLError
-from flashrl_verl.log_excerpt import last_error
-from flashrl_verl.process_tree import ProcessTree, stoppable
 from flashrl_verl.quantization.formats import row_format
-
-ROOT = Path(__file__).resolve().parents[2]
-"""Where this package lies: a process started there with ``python -m`` imports the same one."""
 
 _BUCKET_TENSORS = 16
 """Tensors handed over at once; verl counts bytes instead. At most 16 x 1.6 GB (a 32B model's embedding) on the GPU."""
@@ -75,8 +71,7 @@ class Answer:
 
 
 def ask(job: Job, folder: Path) -> Answer:
-    """Run one engine in a process of its own: sleep mode's allocator and vLLM's groups allow one a process, and its memory
-    is free again when it ends.
+    """Run one engine in a process of its own.
 
     Args:
         job: what it is to do.
@@ -85,27 +80,7 @@ def ask(job: Job, folder: Path) -> Answer:
     Raises:
         FlashRLError: it failed; the message has its error and the log's path.
     """
-    folder = folder.resolve()
-    job_file, answer_file, log = (folder / f"engine-{job.precision}.{end}" for end in ("job.json", "answer.json", "log"))
-    job_file.write_text(json.dumps(asdict(job)))
-    answer_file.unlink(missing_ok=True)
-    log.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "flashrl_verl.bench.mismatch_engine", str(job_file), str(answer_file)]
-    env = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
-    tree = ProcessTree(command, log, env, ROOT)
-    with stoppable():
-        try:
-            while (code := tree.poll()) is None:
-                time.sleep(0.5)
-        finally:
-            tree.end()
-    if code or not answer_file.is_file():
-        said = "\n  ".join(last_error(log.read_text(errors="replace")))
-        raise FlashRLError(f"the {job.precision} engine failed (exit code {code}):\n  {said}\nwhole log: {log}")
-    answer = Answer(**json.loads(answer_file.read_text()))
-    for path in (job_file, answer_file):
-        path.unlink()
-    return answer
+    return Answer(**engine_process.ask("flashrl_verl.bench.mismatch_engine", f"engine-{job.precision}", asdict(job), folder))
 
 
 def require_precision(precision: Precision, layers: dict[str, Any]) -> None:

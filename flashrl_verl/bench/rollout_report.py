@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables, JSON and plot of ``flashrl bench rollout``."""
+
+import json
+import statistics
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.table import Table
+
+from flashrl_verl.bench.rollout import Arm, Report, RolloutConfig, decode_seconds, tokens_per_second
+from flashrl_verl.bench.shapes import load_config
+from flashrl_verl.config import Precision
+from flashrl_verl.plan import gpus
+from flashrl_verl.plan.memory import Choice, Engine, memory_of
+from flashrl_verl.plan.schedule import Work, simulate
+from flashrl_verl.plan.shape import shape_of
+from flashrl_verl.plan.step import Clock
+from flashrl_verl.report.figure import new_figure
+from flashrl_verl.report.palette import BLUE, GREEN, VERMILION
+
+COLOURS = {Precision.BF16: GREEN, Precision.INT8: BLUE, Precision.FP8: VERMILION}
+
+
+class Prediction:
+    """What ``flashrl plan`` says of a config on the GPU it was measured on; None of everything on other devices.
+
+    Args:
+        config: what was measured.
+        report: where.
+    """
+
+    def __init__(self, config: RolloutConfig, report: Report):
+        device = report.environment["device"].lower()
+        kinds = [gpu for name, gpu in gpus.GPUS.items() if name in device]
+        self._gpu = max(kinds, key=lambda gpu: len(gpu.name)) if kinds else None
+        self._shape = shape_of(load_config(config.model, config.layers))
+        self._engine = Engine(
+            tensor_parallel=config.tensor_parallel,
+            gpu_memory_utilization=config.gpu_memory_utilization,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+        )
+
+    def kv_tokens(self, arm: Arm) -> int | None:
+        """Tokens of the KV cache."""
+        return None if self._gpu is None else memory_of(self._shape, _choice(arm), self._gpu, self._engine).tokens
+
+    def seconds(self, arm: Arm, work: Work, tokens: int) -> tuple[float, float] | None:
+        """Of a whole rollout and of its decoding, with a KV cache of so many tokens."""
+        if self._gpu is None:
+            return None
+        clock = Clock(shape=self._shape, choice=_choice(arm), gpu=self._gpu, tensor_parallel=self._engine.tensor_parallel)
+        line = simulate(clock, work, tokens, self._engine.max_num_seqs)
+        return line.seconds, line.decode_seconds
+
+
+def _choice(arm: Arm) -> Choice:
+    return Choice(precision=arm.precision, fp8_kv=arm.kv_cache != "auto")
+
+
+def memory_table(config: RolloutConfig, report: Report) -> Table:
+    """Weights and KV cache of every arm, measured and planned."""
+    prediction = Prediction(config, report)
+    table = Table(title="Memory of one worker", title_justify="left")
+    for name in ("arm", "weights GB", "KV GB", "KV tokens", "planned", "measured / planned"):
+        table.add_column(name, justify="left" if name == "arm" else "right")
+    for arm in config.arms:
+        for answer in report.of(arm)[:1]:
+            memory, planned = answer.memory, prediction.kv_tokens(arm)
+            table.add_row(
+                str(arm),
+                f"{memory['weight_bytes'] / 1e9:.4g}",
+                f"{memory['kv_bytes'] / 1e9:.4g}",
+                str(memory["kv_tokens"]),
+                "-" if planned is None else str(planned),
+                "-" if not planned else f"{memory['kv_tokens'] / planned:.3f}",
+            )
+    return table
+
+
+def speed_table(config: RolloutConfig, report: Report) -> Table:
+    """Every work and arm: median and range, ratio to BF16 with the model's KV dtype, and the planned ratio."""
+    prediction = Prediction(config, report)
+    device = report.environment["device"]
+    table = Table(title=f"Rollout of {config.model} on {device}", title_justify="left")
+    for name in (
+        "work",
+        "arm",
+        "tokens/s (range)",
+        "x BF16",
+        "planned",
+        "decode tokens/s",
+        "x BF16",
+        "planned",
+        "step ms",
+        "n",
+    ):
+        table.add_column(name, justify="left" if name in ("work", "arm") else "right")
+    base = Arm(precision=Precision.BF16, kv_cache="auto")
+    for work in config.works:
+        for arm in config.arms:
+            row = _row(report, prediction, arm, base, work)
+            if row is not None:
+                table.add_row(_words(work), str(arm), *row)
+    return table
+
+
+def _row(report: Report, prediction: Prediction, arm: Arm, base: Arm, work: Work) -> list[str] | None:
+    timing = report.timing(arm, work)
+    if timing is None:
+        return None
+    other = report.timing(base, work)
+    speeds, decode = tokens_per_second(timing), statistics.median(decode_seconds(timing))
+    planned = prediction.seconds(arm, work, report.of(arm)[0].memory["kv_tokens"])
+    ratios = ["-"] * 4
+    if other is not None:
+        ratios[0] = f"{statistics.median(other.seconds) / statistics.median(timing.seconds):.2f}"
+        ratios[2] = f"{statistics.median(decode_seconds(other)) / decode:.2f}"
+        if planned is not None:
+            theirs = prediction.seconds(base, work, report.of(base)[0].memory["kv_tokens"])
+            ratios[1], ratios[3] = (f"{b / a:.2f}" for a, b in zip(planned, theirs, strict=True))
+    return [
+        f"{statistics.median(speeds):.0f} ({min(speeds):.0f}-{max(speeds):.0f})",
+        *ratios[:2],
+        f"{work.sequences * (work.response - 1) / decode:.0f}",
+        *ratios[2:],
+        f"{1e3 * decode / (work.response - 1):.2f}",
+        str(len(speeds)),
+    ]
+
+
+def write(config: RolloutConfig, report: Report) -> list[Path]:
+    """Write ``rollout.json`` and ``rollout.png`` beside the lines that are there; returns their paths.
+
+    Raises:
+        FlashRLError: matplotlib is not installed; ``rollout.json`` is there.
+    """
+    data, picture = config.output / "rollout.json", config.output / "rollout.png"
+    data.write_text(json.dumps(asdict(report), indent=1) + "\n")
+    _plot(config, report, picture)
+    return [data, picture]
+
+
+def _words(work: Work) -> str:
+    return f"{work.sequences} x ({work.prompt} -> {work.response})"
+
+
+def _plot(config: RolloutConfig, report: Report, path: Path) -> None:
+    figure = new_figure(8, 1.4 + 0.34 * len(config.works) * (len(config.arms) + 1))
+    axes = figure.subplots()
+    at, places, names = 0.0, [], []
+    for work in config.works:
+        for arm in config.arms:
+            timing = report.timing(arm, work)
+            if timing is None:
+                continue
+            speeds = tokens_per_second(timing)
+            middle = statistics.median(speeds)
+            error = [[middle - min(speeds)], [max(speeds) - middle]]
+            hatch = None if arm.kv_cache == "auto" else "///"  # told apart without colours too
+            axes.barh(at, middle, xerr=error, color=COLOURS[arm.precision], hatch=hatch, edgecolor="white", capsize=3)
+            axes.annotate(f" {middle:.0f}", (max(speeds), at), va="center", xytext=(4, 0), textcoords="offset points")
+            places.append(at)
+            names.append(f"{_words(work)}, {arm}")
+            at += 1
+        at += 0.6
+    axes.set_yticks(places, names, fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel("generated tokens/s, prefill included (median; bars: range)")
+    axes.set_title(f"{config.model}, {report.environment['device']}", fontsize=10, loc="left")
+    axes.margins(x=0.14)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
