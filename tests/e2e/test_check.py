@@ -11,6 +11,7 @@ import planted
 import pytest
 from local_cluster import LocalCluster, can_hide
 
+import flashrl_verl
 from flashrl_verl.check import subjects
 from flashrl_verl.check.child import run_child
 from flashrl_verl.check.findings import Finding, Verdict
@@ -104,7 +105,7 @@ def test_a_plugin_that_raises_is_told_although_verl_and_vllm_swallow_it(tmp_path
     folder = planted.module(tmp_path / "path", "broken_plugin", "raise ImportError('cannot import name ServerAdapter')")
     planted.module(folder, "broken_call", "def register():\n    raise RuntimeError('no such registry')")
     points = {"verl.plugins": "broken_plugin", "vllm.general_plugins": "broken_call:register"}
-    planted.metadata(folder, DISTRIBUTION, "0.1.0", points=points)
+    planted.metadata(folder, DISTRIBUTION, flashrl_verl.__version__, points=points)
     found = {**verl_process(environment(folder)), **vllm_process(environment(folder))}
     assert found["verl plugin"].verdict is FAIL
     assert "broken_plugin raises ImportError: cannot import name ServerAdapter" in found["verl plugin"].text
@@ -115,7 +116,7 @@ def test_a_plugin_that_raises_is_told_although_verl_and_vllm_swallow_it(tmp_path
 
 @pytest.mark.slow
 def test_a_process_without_our_entry_points_is_told(tmp_path):
-    folder = planted.metadata(tmp_path / "path", DISTRIBUTION, "0.1.0")
+    folder = planted.metadata(tmp_path / "path", DISTRIBUTION, flashrl_verl.__version__)
     found = {**verl_process(environment(folder)), **vllm_process(environment(folder))}
     for name, group in (("verl plugin", "verl.plugins"), ("vLLM plugin", "vllm.general_plugins")):
         assert found[name].verdict is FAIL and group in found[name].text and "pip install" in found[name].remedy

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Planted faults of a machine: little shared memory, a full disk, few files, addresses and interfaces that are not there, proxies,
-no token. Each is looked at without the fault too."""
+"""Planted faults of a machine: little shared memory, a full disk, few files, addresses and interfaces that are not there,
+proxies, no token. Each is looked at without the fault too."""
 
 import json
 import os
