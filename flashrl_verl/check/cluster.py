@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import socket
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -18,6 +19,9 @@ from flashrl_verl.check.subjects import ALIKE, CLUSTER, GPUS
 _START_S = 120.0
 """How long Ray may take beyond a node's own checks, seconds: it copies the package there and starts a worker, which takes some
 seconds."""
+
+_CONNECT_S = 10.0
+"""How long a node may take to accept a connection, seconds: milliseconds in one network."""
 
 DRIVER = "driver"
 """Where the run is started; compared with the nodes."""
@@ -48,6 +52,9 @@ def _join(settings: CheckSettings, address: str) -> Iterator[Finding]:
 
     from flashrl_verl.runtime_env import package
 
+    if silent := _silent(address):
+        yield fail(CLUSTER, f"nothing listens at {address}: {silent}", _remedy(silent))
+        return
     # Ray hides GPUs from what asks for none; the checks want to see all of them, and to take none away from anybody.
     variables = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
     shipped = {"py_modules": package()} if settings.ship_code else {}
@@ -59,6 +66,18 @@ def _join(settings: CheckSettings, address: str) -> Iterator[Finding]:
     there = alive()
     gpus = sum(entry["Resources"].get("GPU", 0) for entry in there)
     yield ok(CLUSTER, f"{len(there)} node(s), {gpus:g} GPU(s), Ray {importlib.metadata.version('ray')}")
+
+
+def _silent(address: str) -> str | None:
+    """Why nobody answers there; None if somebody does. Ray itself tries again for minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        return None  # auto, local: no address
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S):
+            return None
+    except OSError as error:
+        return f"{type(error).__name__}: {error}"
 
 
 def _remedy(error: str) -> str:

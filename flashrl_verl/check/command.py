@@ -85,14 +85,15 @@ def look(settings: CheckSettings, address: str | None) -> list[Finding]:
         settings: what to look for.
         address: for ``ray.init``; None for this machine alone.
     """
-    from flashrl_verl.check import node
+    from flashrl_verl.check import node, ray_access
     from flashrl_verl.check.child import run_child
+    from flashrl_verl.check.findings import guarded
     from flashrl_verl.check.subjects import ALIKE, CLUSTER
 
     if address is None:
         return node.check_node(settings).findings
     # The driver's own process first: what is wrong with it may be why the nodes cannot be asked.
-    here = list(node.check_process())
+    here = [*node.check_process(), *guarded("Ray token", ray_access.check_token, os.environ, Path.home(), True)]
     # A node's children have a limit each, and run at the same time; Ray joins before and answers after.
     limit_s = 2 * settings.timeout_s
     return [*here, *run_child("cluster", (CLUSTER, ALIKE), settings, limit_s=limit_s, address=address).findings]

@@ -6,13 +6,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from flashrl_verl.check.findings import Finding, guarded, ok
+from flashrl_verl.check.findings import Finding, fail, guarded, ok
 from flashrl_verl.check.metadata import PLUGIN
 from flashrl_verl.check.plugins import check_loaded
 from flashrl_verl.check.settings import CheckSettings
 from flashrl_verl.check.subjects import IMPORTED, VERL_PLUGIN
 from flashrl_verl.check.versions import check_imported
-from flashrl_verl.compat import TESTED
+from flashrl_verl.compat import INSTALL_COMMAND, TESTED
 
 
 def run(settings: CheckSettings) -> Iterator[Finding]:
@@ -34,8 +34,13 @@ def check_plugin() -> Iterator[Finding]:
     yield from wrong
     if wrong:
         return
-    import verl.trainer.ppo.v1  # noqa: F401 - the trainer registers after it
-    from verl.trainer.ppo.v1.trainer_base import get_trainer_cls
+    try:
+        import verl.trainer.ppo.v1  # noqa: F401 - the trainer registers after it
+        from verl.trainer.ppo.v1.trainer_base import get_trainer_cls
 
-    classes = (RolloutReplicaRegistry.get(PLUGIN), get_rollout_class(PLUGIN, "async"), get_trainer_cls(PLUGIN))
+        classes = (RolloutReplicaRegistry.get(PLUGIN), get_rollout_class(PLUGIN, "async"), get_trainer_cls(PLUGIN))
+    except Exception as error:  # noqa: BLE001 - a missing hook, or verl's and vLLM's own imports
+        text = f"registered, but replica, adapter and trainer cannot be had: {type(error).__name__}: {error}"
+        yield fail(VERL_PLUGIN, text, f"what the error names; else tested versions: {INSTALL_COMMAND}")
+        return
     yield ok(VERL_PLUGIN, f"loaded by verl in a fresh process: {', '.join(cls.__name__ for cls in classes)}")

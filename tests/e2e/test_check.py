@@ -3,6 +3,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from local_cluster import LocalCluster, can_hide
 
 import flashrl_verl
-from flashrl_verl.check import subjects
+from flashrl_verl.check import node, subjects
 from flashrl_verl.check.child import run_child
 from flashrl_verl.check.findings import Finding, Verdict
 from flashrl_verl.check.settings import CheckSettings
@@ -21,6 +22,7 @@ from flashrl_verl.config import Precision
 
 pytestmark = [pytest.mark.cpu_e2e, pytest.mark.timeout(1800)]
 
+ROOT = Path(__file__).parents[2]
 OK, WARN, FAIL, SKIPPED = Verdict.OK, Verdict.WARN, Verdict.FAIL, Verdict.SKIPPED
 SETTINGS = CheckSettings(precisions=("int8",), bucket_megabytes=64)
 
@@ -69,10 +71,9 @@ def test_a_sound_machine_passes_and_what_was_not_looked_at_is_not_ok(tmp_path):
         assert found["", "row kernel"].verdict is SKIPPED and found["", "driver"].verdict is SKIPPED
 
 
-@pytest.mark.slow
 def test_faults_of_one_machine_are_all_found_in_one_call(tmp_path):
     """The order of the faults is that of the report; none hides another."""
-    folder = planted.metadata(tmp_path / "path", "transformers", "4.57.0")
+    folder = planted.metadata(tmp_path / "path", "transformers", "5.0.0")
     planted.metadata(folder, DISTRIBUTION, "0.0.1", points=planted.POINTS)
     faults = environment(
         folder, VERL_USE_EXTERNAL_PLUGINS="none", VLLM_PLUGINS="lora_filesystem_resolver", GLOO_SOCKET_IFNAME="ib7",
@@ -86,7 +87,7 @@ def test_faults_of_one_machine_are_all_found_in_one_call(tmp_path):
     def expect(name: str, verdict: Verdict, text: str, remedy: str) -> None:
         assert told[name][0] is verdict and text in told[name][1] and remedy in told[name][2], told[name]
 
-    expect("transformers", FAIL, "4.57.0", "PYTHONPATH")
+    expect("transformers", FAIL, "5.0.0", "PYTHONPATH")
     expect("imported versions", FAIL, "its metadata in", "remove that metadata")
     expect(f"{DISTRIBUTION} metadata", FAIL, "0.0.1", "remove that metadata")
     expect("verl plugin", FAIL, "VERL_USE_EXTERNAL_PLUGINS=none leaves flashrl out", "unset VERL_USE_EXTERNAL_PLUGINS")
@@ -115,6 +116,14 @@ def test_a_plugin_that_raises_is_told_although_verl_and_vllm_swallow_it(tmp_path
 
 
 @pytest.mark.slow
+def test_classes_that_verl_cannot_import_are_told_although_the_plugin_registered(tmp_path):
+    """vLLM refuses transformers 4 by its metadata, in the process that asks for the replica."""
+    found = verl_process(environment(planted.metadata(tmp_path / "path", "transformers", "4.57.0")))
+    assert found["verl plugin"].verdict is FAIL and "Transformers v4" in found["verl plugin"].text
+    assert "tested versions" in found["verl plugin"].remedy
+
+
+@pytest.mark.slow
 def test_a_process_without_our_entry_points_is_told(tmp_path):
     folder = planted.metadata(tmp_path / "path", DISTRIBUTION, flashrl_verl.__version__)
     found = {**verl_process(environment(folder)), **vllm_process(environment(folder))}
@@ -139,7 +148,7 @@ def test_a_kernel_that_gives_nan_in_vllms_processes_is_found(tmp_path):
 
 @pytest.mark.slow
 def test_of_two_nodes_the_one_with_a_fault_is_named_and_their_difference_is_one_finding(tmp_path):
-    other = planted.metadata(tmp_path / "path", "transformers", "4.57.0")
+    other = planted.metadata(tmp_path / "path", "transformers", "5.0.0")
     with LocalCluster() as cluster:
         cluster.join(variables={"PYTHONPATH": str(other), "VLLM_PLUGINS": "lora_filesystem_resolver"})
         env = environment(RAY_AUTH_MODE="disabled")
@@ -147,21 +156,45 @@ def test_of_two_nodes_the_one_with_a_fault_is_named_and_their_difference_is_one_
         code, output, found = check(tmp_path, *words, env=env)
     assert code == 1, output
     assert found["", "cluster"].verdict is OK and "2 node(s)" in found["", "cluster"].text
-    nodes = sorted({node for node, _ in found} - {""})
-    assert [node.partition(" ")[0] for node in nodes] == ["127.0.0.2", "127.0.0.3"], output
+    nodes = sorted({where for where, _ in found} - {""})
+    assert [where.partition(" ")[0] for where in nodes] == ["127.0.0.2", "127.0.0.3"], output
     sound, faulty = nodes
-    assert [name for (node, name), f in found.items() if node == sound and f.verdict is FAIL] == []
+    assert [name for (where, name), f in found.items() if where == sound and f.verdict is FAIL] == []
     assert found[sound, "int8 numerics"].verdict is OK
     assert found[sound, f"{DISTRIBUTION} metadata"].text.endswith("sent by Ray")
-    failed = {name for (node, name), f in found.items() if node == faulty and f.verdict is FAIL}
+    failed = {name for (where, name), f in found.items() if where == faulty and f.verdict is FAIL}
     assert failed == {"transformers", "imported versions", "vLLM plugin"}, output
     assert found[faulty, "vLLM plugin"].remedy.endswith("on every node before `ray start`")
     alike = found["", "nodes alike"]
-    assert alike.verdict is FAIL and f"against 4.57.0 on {faulty}" in alike.text and "verl:" not in alike.text
+    assert alike.verdict is FAIL and f"against 5.0.0 on {faulty}" in alike.text and "verl:" not in alike.text
 
 
 @pytest.mark.slow
+def test_another_release_on_a_node_is_found_where_no_code_is_shipped_and_a_missing_token_before_that(tmp_path):
+    other = tmp_path / "path" / "flashrl_verl"
+    shutil.copytree(ROOT / "flashrl_verl", other, ignore=shutil.ignore_patterns("__pycache__"))
+    (other / "__init__.py").write_text((other / "__init__.py").read_text().replace(flashrl_verl.__version__, "0.0.9"))
+    with LocalCluster(variables={"PYTHONPATH": str(ROOT)}) as cluster:
+        cluster.join(variables={"PYTHONPATH": str(other.parent)})
+        words = ("--address", cluster.address, "--no-ship-code", "--precision", "bf16", "--bucket-megabytes", "64")
+        home = {"HOME": str(tmp_path)}
+        refused, output, found = check(tmp_path, *words, env=environment(RAY_AUTH_MODE="token", **home))
+        assert refused == 1 and found["", "cluster"].verdict is FAIL, output
+        assert "no token" in found["", "Ray token"].text and "auth_token" in found["", "cluster"].remedy
+        code, output, found = check(tmp_path, *words, env=environment(RAY_AUTH_MODE="disabled", **home))
+    assert code == 1, output
+    sound, faulty = sorted({where for where, _ in found} - {""})
+    assert [name for (where, name), f in found.items() if where == sound and f.verdict is FAIL] == [], output
+    stale = found[faulty, f"{DISTRIBUTION} metadata"]
+    assert stale.verdict is FAIL and "the code in" in stale.text and "is 0.0.9" in stale.text and "pip install" in stale.remedy
+    alike = found["", "nodes alike"]
+    assert alike.verdict is FAIL and f"against 0.0.9 ({node.checksum(other)}) on {faulty}" in alike.text
+    assert "flashrl.ship_code=true" in alike.remedy
+
+
 def test_an_address_where_no_cluster_is_ends_with_the_remedy(tmp_path):
-    code, output, found = check(tmp_path, "--address", "127.0.0.1:9", "--timeout", "60")
-    assert code == 1 and found["", "cluster"].verdict is FAIL, output
+    code, output, found = check(tmp_path, "--address", "127.0.0.1:9")
+    cluster = found["", "cluster"]
+    assert code == 1 and cluster.verdict is FAIL and "nothing listens at 127.0.0.1:9" in cluster.text, output
+    assert "ray start --head" in cluster.remedy
     assert found["", "nodes alike"].verdict is SKIPPED

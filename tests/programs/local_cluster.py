@@ -28,9 +28,13 @@ class LocalCluster:
 
     Their HOME is a folder of the cluster: in the user's may be a token, by which Ray would let nobody in. Within ``with``;
     every process is ended at its end.
+
+    Args:
+        variables: of the head's environment, beside PATH and HOME.
     """
 
-    def __init__(self):
+    def __init__(self, variables: Mapping[str, str] | None = None):
+        self._variables = variables
         # Short: the path of a socket below it has to stay under 107 letters. Ray's default would mix it with other clusters.
         self._folder = Path(tempfile.mkdtemp(prefix="flr-", dir="/tmp"))
         self._nodes: list[subprocess.Popen] = []
@@ -38,9 +42,8 @@ class LocalCluster:
 
     def __enter__(self) -> "LocalCluster":
         host, port = self.address.split(":")
-        self._start(
-            f"--node-ip-address={host}", "--head", "--include-dashboard=false", f"--port={port}", f"--temp-dir={self._folder}"
-        )
+        words = ("--head", "--include-dashboard=false", f"--port={port}", f"--temp-dir={self._folder}")
+        self._start(f"--node-ip-address={host}", *words, variables=self._variables)
         return self
 
     def join(self, hide: Sequence[Path] = (), variables: Mapping[str, str] | None = None) -> subprocess.Popen:
