@@ -102,7 +102,7 @@ def check_disk(folder: str) -> Iterator[Finding]:
         yield fail(
             name, f"{folder} cannot be written to by this user; Ray's sessions and the weights' sockets go there", remedy
         )
-    elif usage.used > _DISK_STOP * (usage.used + usage.free):
+    elif usage.free < (1 - _DISK_STOP) * usage.total:  # what is reserved counts as used, as for Ray
         yield fail(name, f"{free}: above {_DISK_STOP:.0%} used, Ray stops writing and tasks fail", remedy)
     elif usage.free < _DISK_LITTLE:
         yield warn(name, f"{free}; logs and spilled objects may need more", remedy)

@@ -32,7 +32,7 @@ def check_loaded(
     names = [word.strip() for word in (policy or "").split(",")]
     if not registered and policy is not None and policy.strip() != everything and PLUGIN not in names:
         text = f"{variable}={policy} leaves {PLUGIN} out"
-        also = ",".join([*filter(None, (word for word in names if word != "none")), PLUGIN])
+        also = ",".join([*filter(None, (word for word in names if word.lower() != "none")), PLUGIN])
         yield fail(name, text, f"unset {variable}, or {variable}={also}, on every node before `ray start`")
         return
     try:

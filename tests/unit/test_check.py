@@ -3,6 +3,8 @@
 
 import json
 import os
+import subprocess
+import sys
 import time
 
 import planted
@@ -121,6 +123,15 @@ def test_settings_survive_the_way_to_a_child():
 def test_a_wrong_call_is_exit_code_2_and_nothing_is_looked_at(words):
     result = CliRunner().invoke(app, ["check", *words])
     assert result.exit_code == 2 and "Usage" in result.output
+
+
+def test_without_a_requirement_the_one_line_names_it_and_the_remedy():
+    program = (
+        "import sys; sys.modules['psutil'] = None; from flashrl_verl.cli import main; sys.argv = ['flashrl', 'check']; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and done.stdout.startswith("fail  requirements: psutil is missing")
+    assert "pip install psutil" in done.stdout and "Traceback" not in done.stderr
 
 
 def test_a_report_says_the_verdict_in_words_and_the_remedy_below_it(tmp_path):
