@@ -129,7 +129,7 @@ def test_without_a_requirement_the_one_line_names_it_and_the_remedy():
     program = (
         "import sys; sys.modules['psutil'] = None; from flashrl_verl.cli import main; sys.argv = ['flashrl', 'check']; main()"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=400)
     assert done.returncode == 1 and done.stdout.startswith("fail  requirements: psutil is missing")
     assert "pip install psutil" in done.stdout and "Traceback" not in done.stderr
 

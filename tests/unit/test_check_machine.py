@@ -28,7 +28,7 @@ def only(findings):
 
 def run(words: list[str]) -> dict:
     """The finding that a command of ``planted.told`` prints."""
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
     return only(json.loads(done.stdout))
 
@@ -177,7 +177,7 @@ def test_what_the_proxy_check_says_of_clients_is_so(tmp_path):
     def ask(**variables) -> dict:
         clean = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
         words = [sys.executable, str(tmp_path / "program.py")]
-        done = subprocess.run(words, env={**clean, **variables}, capture_output=True, text=True, check=True, timeout=120)
+        done = subprocess.run(words, env={**clean, **variables}, capture_output=True, text=True, check=True, timeout=400)
         return json.loads(done.stdout)
 
     there = 501  # BaseHTTPRequestHandler knows no GET: the server was reached
