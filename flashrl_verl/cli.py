@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flashrl_verl.check.command import check
 from flashrl_verl.data.command import data
 from flashrl_verl.environment import environment_needed
 from flashrl_verl.errors import ConfigError, FlashRLError
@@ -94,6 +95,7 @@ def report(
 
 app.command()(data)
 app.command()(plan)
+app.command()(check)
 
 
 bench = typer.Typer(help="Benchmarks of the weight update and of log-probs; nothing is downloaded.", no_args_is_help=True)

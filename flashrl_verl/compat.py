@@ -6,11 +6,14 @@ call it differently. A missing package stops the run; an untested version is a w
 ones, because users bring forks.
 """
 
+import ctypes
 import importlib.metadata
 import importlib.util
-from collections.abc import Mapping
+import platform
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
@@ -19,6 +22,9 @@ from packaging.version import InvalidVersion, Version
 from flashrl_verl.errors import ConfigError
 
 INSTALL_COMMAND = "bash scripts/setup_env.sh"
+
+DISTRIBUTION = "flashrl-verl"
+"""Name under which this package is installed."""
 
 
 class Status(str, Enum):
@@ -60,6 +66,9 @@ TESTED: Mapping[str, Component] = MappingProxyType(
         )
     }
 )
+
+TESTED_PYTHON = ("3.11", "3.12")
+"""Versions of Python of the two environments above."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +113,33 @@ def installed_version(component: Component) -> str | None:
         except importlib.metadata.PackageNotFoundError:
             continue
     return "unknown" if importlib.util.find_spec(component.module) else None
+
+
+def python_version() -> str:
+    """Version of this Python, such as 3.11.9."""
+    return platform.python_version()
+
+
+def copies(name: str, path: Sequence[str] | None = None) -> list[importlib.metadata.Distribution]:
+    """All metadata of a distribution, in the order in which Python looks: the first one answers, the others are hidden by it.
+
+    Args:
+        name: of the distribution; case, ``-`` and ``_`` do not matter.
+        path: folders to look in; None for ``sys.path``.
+
+    Returns:
+        One distribution for each pair of folder and version.
+    """
+    where = {} if path is None else {"path": list(path)}
+    found: dict[tuple, importlib.metadata.Distribution] = {}
+    for distribution in importlib.metadata.distributions(name=name, **where):
+        found.setdefault((place(distribution), distribution.version), distribution)
+    return list(found.values())
+
+
+def place(distribution: importlib.metadata.Distribution) -> Path:
+    """The folder that holds a distribution's metadata, and usually its code."""
+    return Path(str(distribution.locate_file("")))
 
 
 def classify(component: Component, installed: str | None) -> Finding:
@@ -180,6 +216,63 @@ def cuda_capability() -> int:
     from vllm.platforms import current_platform
 
     return current_platform.get_device_capability().to_int()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One CUDA device of this process."""
+
+    index: int
+    """Its number in torch."""
+    name: str
+    capability: int
+    """Compute capability as 10 x major + minor."""
+    free_bytes: int
+    total_bytes: int
+
+
+def cuda_gpus() -> list[Gpu]:
+    """The CUDA devices that this process sees. Imports torch and initializes CUDA.
+
+    Raises:
+        RuntimeError: torch has no CUDA, or the driver does not answer it (torch's own message).
+    """
+    import torch
+
+    torch.cuda.init()
+    found = []
+    for index in range(torch.cuda.device_count()):
+        (major, minor), (free, total) = torch.cuda.get_device_capability(index), torch.cuda.mem_get_info(index)
+        name = torch.cuda.get_device_name(index)
+        found.append(Gpu(index=index, name=name, capability=10 * major + minor, free_bytes=free, total_bytes=total))
+    return found
+
+
+def nvidia_devices() -> int:
+    """Number of NVIDIA GPUs that this machine (or container) has, whatever torch and vLLM make of them."""
+    return len([path for path in Path("/dev").glob("nvidia[0-9]*") if path.name.removeprefix("nvidia").isdigit()])
+
+
+def driver_cuda() -> tuple[int, int] | None:
+    """The newest CUDA version (major, minor) of the installed driver; None when there is no driver."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    number = ctypes.c_int()
+    if library.cuDriverGetVersion(ctypes.byref(number)) != 0:
+        return None
+    return number.value // 1000, number.value % 1000 // 10  # 12040 is 12.4
+
+
+def torch_cuda() -> tuple[int, int] | None:
+    """The CUDA version (major, minor) that torch was built with; None for a build without CUDA. Imports torch."""
+    import torch
+
+    if not torch.version.cuda:
+        return None
+    major, minor = torch.version.cuda.split(".")[:2]
+    return int(major), int(minor)
 
 
 def vllm_device() -> Literal["cpu", "cuda"]:

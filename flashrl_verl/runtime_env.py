@@ -17,13 +17,13 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 import flashrl_verl
+from flashrl_verl.compat import DISTRIBUTION
 from flashrl_verl.errors import ConfigError, FlashRLError
 from flashrl_verl.local_paths import DATA, MODEL
 from flashrl_verl.rules import get
 
 log = logging.getLogger("verl.flashrl")
 
-DISTRIBUTION = "flashrl-verl"
 RUNTIME_ENV = "ray_kwargs.ray_init.runtime_env"
 
 _ROOT = "VERL_FILE_LOGGER_ROOT"

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -28,9 +28,13 @@ class LocalCluster:
 
     Their HOME is a folder of the cluster: in the user's may be a token, by which Ray would let nobody in. Within ``with``;
     every process is ended at its end.
+
+    Args:
+        variables: of the head's environment, beside PATH and HOME.
     """
 
-    def __init__(self):
+    def __init__(self, variables: Mapping[str, str] | None = None):
+        self._variables = variables
         # Short: the path of a socket below it has to stay under 107 letters. Ray's default would mix it with other clusters.
         self._folder = Path(tempfile.mkdtemp(prefix="flr-", dir="/tmp"))
         self._nodes: list[subprocess.Popen] = []
@@ -38,21 +42,21 @@ class LocalCluster:
 
     def __enter__(self) -> "LocalCluster":
         host, port = self.address.split(":")
-        self._start(
-            f"--node-ip-address={host}", "--head", "--include-dashboard=false", f"--port={port}", f"--temp-dir={self._folder}"
-        )
+        words = ("--head", "--include-dashboard=false", f"--port={port}", f"--temp-dir={self._folder}")
+        self._start(f"--node-ip-address={host}", *words, variables=self._variables)
         return self
 
-    def join(self, hide: Sequence[Path] = ()) -> subprocess.Popen:
+    def join(self, hide: Sequence[Path] = (), variables: Mapping[str, str] | None = None) -> subprocess.Popen:
         """Another node; returns its processes' leader.
 
         Args:
             hide: folders that are empty for its processes, as on a machine that does not have them (``can_hide``).
+            variables: of its environment, beside PATH and HOME.
         """
         host = f"127.0.0.{2 + len(self._nodes)}"
-        return self._start(f"--node-ip-address={host}", f"--address={self.address}", hide=hide)
+        return self._start(f"--node-ip-address={host}", f"--address={self.address}", hide=hide, variables=variables)
 
-    def _start(self, *words: str, hide: Sequence[Path] = ()) -> subprocess.Popen:
+    def _start(self, *words: str, hide: Sequence[Path] = (), variables: Mapping[str, str] | None = None) -> subprocess.Popen:
         elsewhere = self._folder / f"node{len(self._nodes)}"
         elsewhere.mkdir()
         with open(elsewhere / "log", "wb") as log:
@@ -62,7 +66,7 @@ class LocalCluster:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                env={"PATH": os.environ["PATH"], "HOME": str(self._folder)},
+                env={"PATH": os.environ["PATH"], "HOME": str(self._folder), **(variables or {})},
                 start_new_session=True,
             )
         self._nodes.append(node)

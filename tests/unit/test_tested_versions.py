@@ -11,7 +11,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from flashrl_verl.compat import TESTED
+from flashrl_verl.compat import TESTED, TESTED_PYTHON
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENTS = {"CPU": "requirements/cpu.txt", "H200": "requirements/cuda.txt"}
@@ -48,6 +48,7 @@ def test_the_readme_tells_exactly_what_the_versions_are_checked_against():
     for module, component in TESTED.items():
         told = {Version(_version(row[module])).public for row in table.values()}
         assert told == set(component.tested), module
+    assert {row["python"] for row in table.values()} == set(TESTED_PYTHON)
 
 
 @pytest.mark.parametrize("environment", ENVIRONMENTS)

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every node of a Ray cluster looks at itself, from a worker that has what a run's workers have; then they are compared."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from flashrl_verl.check import node
+from flashrl_verl.check.child import Report
+from flashrl_verl.check.findings import Finding, Verdict, fail, guarded, ok, skipped, warn
+from flashrl_verl.check.settings import CheckSettings
+from flashrl_verl.check.subjects import ALIKE, CLUSTER, GPUS
+
+_START_S = 120.0
+"""How long Ray may take beyond a node's own checks, seconds: it copies the package there and starts a worker, which takes some
+seconds."""
+
+_CONNECT_S = 10.0
+"""How long a node may take to accept a connection, seconds: milliseconds in one network."""
+
+DRIVER = "driver"
+"""Where the run is started; compared with the nodes."""
+
+
+def run(settings: CheckSettings, address: str) -> Iterator[Finding | tuple[str, str]]:
+    """What a child process finds that joins the cluster as a driver.
+
+    Args:
+        settings: what to look for.
+        address: of the cluster, for ``ray.init``.
+    """
+    found = list(guarded(CLUSTER, _join, settings, address))
+    yield from found
+    if found[0].verdict is Verdict.FAIL:
+        yield skipped(ALIKE, "no node was asked")
+        return
+    import ray
+
+    try:
+        yield from guarded(CLUSTER, _ask, settings)
+    finally:
+        ray.shutdown()
+
+
+def _join(settings: CheckSettings, address: str) -> Iterator[Finding]:
+    import ray
+
+    from flashrl_verl.runtime_env import package
+
+    if silent := _silent(address):
+        yield fail(CLUSTER, f"nothing listens at {address}: {silent}", _remedy(silent))
+        return
+    # Ray hides GPUs from what asks for none; the checks want to see all of them, and to take none away from anybody.
+    variables = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+    shipped = {"py_modules": package()} if settings.ship_code else {}
+    try:
+        ray.init(address, log_to_driver=False, runtime_env={"env_vars": variables, **shipped})
+    except Exception as error:  # noqa: BLE001 - Ray raises several kinds; the text is what differs
+        yield fail(CLUSTER, f"{address} cannot be joined: {type(error).__name__}: {error}", _remedy(str(error)))
+        return
+    there = alive()
+    gpus = sum(entry["Resources"].get("GPU", 0) for entry in there)
+    yield ok(CLUSTER, f"{len(there)} node(s), {gpus:g} GPU(s), Ray {importlib.metadata.version('ray')}")
+
+
+def _silent(address: str) -> str | None:
+    """Why nobody answers there; None if somebody does. Ray itself tries again for minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        return None  # auto, local: no address
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S):
+            return None
+    except OSError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def _remedy(error: str) -> str:
+    if "oken" in error or "nauthenticated" in error:  # token, Token, InvalidAuthToken; gRPC's UNAUTHENTICATED in both spellings
+        return "RAY_AUTH_MODE=token and the cluster's own ~/.ray/auth_token in this shell, or RAY_AUTH_MODE=disabled everywhere"
+    if "ersion mismatch" in error or "ersions" in error:
+        return "the same Python and ray here as on the nodes: bash scripts/setup_env.sh on each"
+    return "`ray status` on the first node shows the address; `ray start --head` starts one (docs/clusters.md)"
+
+
+def alive() -> list[dict[str, Any]]:
+    """Ray's entries of the nodes that are alive, by address."""
+    import ray
+
+    return sorted((entry for entry in ray.nodes() if entry["Alive"]), key=lambda entry: entry["NodeManagerAddress"])
+
+
+def _ask(settings: CheckSettings) -> Iterator[Finding]:
+    """Findings of every node, then of all of them together."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    asked = {}
+    for entry in alive():
+        name = f"{entry['NodeManagerAddress']} ({entry['NodeID'][:8]})"
+        there = NodeAffinitySchedulingStrategy(entry["NodeID"], soft=False)
+        task = ray.remote(num_cpus=0, max_retries=0)(look).options(scheduling_strategy=there)
+        asked[name] = task.remote(settings.to_dict(), entry["NodeManagerAddress"])
+    deadline = time.monotonic() + settings.timeout_s + _START_S
+    reports: dict[str, Report] = {}
+    for name, reference in asked.items():
+        answers = list(guarded(CLUSTER, _await, name, reference, deadline, settings, reports))
+        yield from answers
+        if name in reports:
+            yield from (replace(finding, node=name) for finding in reports[name].findings)
+    facts = {DRIVER: node.facts(), **{name: report.facts for name, report in reports.items()}}
+    yield from compare(facts)
+
+
+def _await(
+    name: str, reference: Any, deadline: float, settings: CheckSettings, reports: dict[str, Report]
+) -> Iterator[Finding]:
+    """Take a node's answer into ``reports``; yields why there is none."""
+    import ray
+
+    try:
+        findings, facts = ray.get(reference, timeout=max(1.0, deadline - time.monotonic()))
+    except ray.exceptions.GetTimeoutError:
+        yield replace(
+            fail(CLUSTER, "did not answer in time", "`ray status`, and the node's logs in /tmp/ray/session_latest/logs"),
+            node=name,
+        )
+    except Exception as error:  # noqa: BLE001 - whatever a node's worker could not do is its finding
+        yield replace(_no_worker(error, settings.ship_code), node=name)
+    else:
+        reports[name] = Report([Finding(**finding) for finding in findings], facts)
+
+
+def _no_worker(error: Exception, shipped: bool) -> Finding:
+    text = next((line for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
+    if "flashrl_verl" in text and not shipped:
+        remedy = "pip install --no-deps -e <flashrl-verl> on this node, or flashrl.ship_code=true"
+    else:
+        remedy = (
+            "the same Python and packages on every node: bash scripts/setup_env.sh; then /tmp/ray/session_latest/logs there"
+        )
+    return fail(CLUSTER, f"a worker on this node could not look: {type(error).__name__}: {text}", remedy)
+
+
+def look(settings: dict[str, Any], address: str) -> tuple[list[dict[str, str]], dict[str, str]]:
+    """What a Ray worker does on its node.
+
+    Args:
+        settings: ``CheckSettings`` as a dictionary.
+        address: of the node.
+
+    Returns:
+        Findings as dictionaries, and facts: plain types, so that a node with another version of this package can answer.
+    """
+    report = node.check_node(CheckSettings(**settings), address=address)
+    return [finding.to_dict() for finding in report.findings], report.facts
+
+
+def compare(facts: Mapping[str, Mapping[str, str]]) -> Iterator[Finding]:
+    """One finding for all differences of software, and one for GPUs of different kinds.
+
+    Args:
+        facts: node -> name -> value.
+    """
+    names = list(dict.fromkeys(name for known in facts.values() for name in known if name != "GPUs"))
+    differ = {name: _by_value(facts, name) for name in names}
+    told = [f"{name}: {_listed(values)}" for name, values in differ.items() if len(values) > 1]
+    if told:
+        remedy = (
+            "one environment for all nodes (bash scripts/setup_env.sh, or an image); for flashrl-verl flashrl.ship_code=true"
+        )
+        yield fail(ALIKE, "; ".join(told), remedy)
+    else:
+        yield ok(ALIKE, f"{len(facts)} processes have the same {', '.join(names)}")
+    kinds = {name: known["GPUs"] for name, known in facts.items() if known.get("GPUs", "none") != "none"}
+    if len(set(kinds.values())) > 1:
+        listed = "; ".join(f"{name}: {value}" for name, value in kinds.items())
+        yield warn(GPUS, listed, "nodes of one kind: kernels differ, and the slowest sets the pace")
+
+
+def _by_value(facts: Mapping[str, Mapping[str, str]], name: str) -> dict[str, list[str]]:
+    values: dict[str, list[str]] = {}
+    for where, known in facts.items():
+        if name in known:
+            values.setdefault(known[name], []).append(where)
+    return values
+
+
+def _listed(values: Mapping[str, list[str]]) -> str:
+    return " against ".join(f"{value} on {', '.join(where)}" for value, where in values.items())

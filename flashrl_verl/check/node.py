@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All checks of one machine: of this process, and of fresh ones as verl and vLLM start them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import flashrl_verl
+from flashrl_verl.check import memory, metadata, network, ray_access, subjects, versions
+from flashrl_verl.check.child import Report, run_child
+from flashrl_verl.check.findings import Finding, guarded
+from flashrl_verl.check.settings import CheckSettings
+from flashrl_verl.compat import DISTRIBUTION, TESTED, installed_version, nvidia_devices, python_version
+
+
+def check_node(settings: CheckSettings, *, address: str | None = None) -> Report:
+    """Look at this machine, from this process and from fresh ones.
+
+    Args:
+        settings: what to look for.
+        address: of this node in its Ray cluster; None where there is none yet.
+
+    Returns:
+        Findings in the order of the report, and facts to compare with other nodes.
+    """
+    report = Report(facts=facts())
+    report.add(check_process())
+    report.add(check_machine(settings, address))
+    # Both at the same time: they mostly wait for the disk, and a node for training has cores enough.
+    with ThreadPoolExecutor(2) as pool:
+        of_verl = pool.submit(run_child, "verl_process", subjects.of_verl_process(), settings)
+        of_vllm = pool.submit(run_child, "vllm_process", subjects.of_vllm_process(settings), settings)
+        for child in (of_verl.result(), of_vllm.result()):
+            report.add(child.findings)
+            report.facts.update(child.facts)
+    return report
+
+
+def check_process() -> Iterator[Finding]:
+    """What is installed for this process."""
+    yield from guarded("Python", versions.check_python, python_version())
+    yield from guarded("versions", versions.check_components)
+    yield from guarded("requirements", versions.check_requirements)
+    yield from guarded("vllm metadata", metadata.check_vllm)
+    yield from guarded(f"{DISTRIBUTION} metadata", metadata.check_ours)
+    yield from guarded("entry points", metadata.check_entry_points)
+
+
+def check_machine(settings: CheckSettings, address: str | None) -> Iterator[Finding]:
+    """What this machine has room for, and whether its sockets work.
+
+    Args:
+        settings: what to look for.
+        address: of this node in its Ray cluster; None where there is none yet.
+    """
+    gpus = nvidia_devices()
+    yield from guarded("shared memory", memory.check_shared_memory, settings.shared_memory, settings.bucket_megabytes, gpus)
+    yield from guarded("disk", memory.check_disk, settings.temporary)
+    yield from guarded("open files", memory.check_open_files)
+    yield from guarded("loopback", network.check_loopback, max(gpus, 1))
+    yield from guarded("node address", lambda: network.check_node_address(address or _own_address()))
+    yield from guarded("host name", network.check_host_name, socket.gethostname(), address)
+    yield from guarded("network interface", network.check_interfaces, os.environ)
+    yield from guarded("proxy", lambda: network.check_proxy(os.environ, address or _own_address()))
+    yield from guarded("Ray token", ray_access.check_token, os.environ, Path.home(), address is not None)
+
+
+def _own_address() -> str:
+    import ray
+
+    return ray.util.get_node_ip_address()
+
+
+def facts() -> dict[str, str]:
+    """What has to be the same on every node: versions, and the code of this package."""
+    found = {name: installed_version(component) or "none" for name, component in TESTED.items()}
+    return {"Python": python_version(), **found, DISTRIBUTION: f"{flashrl_verl.__version__} ({checksum()})"}
+
+
+def checksum(folder: Path | None = None) -> str:
+    """SHA-256 over names and contents of a package's modules and YAML, 12 digits; this package's without a folder."""
+    folder = folder or Path(flashrl_verl.__file__).parent
+    digest = hashlib.sha256()
+    for path in sorted(path for pattern in ("*.py", "*.yaml") for path in folder.rglob(pattern)):
+        digest.update(f"{path.relative_to(folder).as_posix()}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:12]

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names of what the child processes look at; importing this imports neither verl nor vLLM."""
+
+from __future__ import annotations
+
+from flashrl_verl.check.settings import CheckSettings
+from flashrl_verl.config import Precision
+
+CLUSTER, ALIKE, GPUS = "cluster", "nodes alike", "GPUs alike"
+VERL_PLUGIN, IMPORTED = "verl plugin", "imported versions"
+VLLM_PLUGIN, DRIVER, DEVICE, ROW_KERNEL = "vLLM plugin", "driver", "device", "row kernel"
+
+
+def kernel(precision: Precision) -> str:
+    return f"{precision.value} kernel"
+
+
+def numerics(precision: Precision) -> str:
+    return f"{precision.value} numerics"
+
+
+def of_verl_process() -> tuple[str, ...]:
+    """What `verl_process.run` says in any case."""
+    return (VERL_PLUGIN, IMPORTED)
+
+
+def of_vllm_process(settings: CheckSettings) -> tuple[str, ...]:
+    """What `vllm_process.run` says in any case, in its order."""
+    by_precision = [name for precision in settings.precisions for name in (kernel(precision), numerics(precision))]
+    return (VLLM_PLUGIN, DRIVER, DEVICE, ROW_KERNEL, *by_precision)

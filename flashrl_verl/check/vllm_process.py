@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""In a fresh process: vLLM loads our plugin as it does in each of its own, finds a device, and a layer computes right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from flashrl_verl.check import subjects
+from flashrl_verl.check.findings import Finding, Verdict, guarded, ok, skipped
+from flashrl_verl.check.metadata import PLUGIN
+from flashrl_verl.check.plugins import check_loaded
+from flashrl_verl.check.settings import CheckSettings
+from flashrl_verl.check.subjects import VLLM_PLUGIN
+from flashrl_verl.compat import cuda_gpus, driver_cuda, nvidia_devices, torch_cuda, vllm_device
+from flashrl_verl.errors import ConfigError
+
+
+def run(settings: CheckSettings) -> Iterator[Finding | tuple[str, str]]:
+    """What the child finds; nothing of vLLM may be imported before it."""
+    loaded = list(guarded(VLLM_PLUGIN, check_plugin))
+    yield from loaded
+    from flashrl_verl.check import gpu, numerics  # they import vLLM's ops
+
+    yield from guarded(subjects.DRIVER, gpu.check_driver, nvidia_devices(), driver_cuda(), torch_cuda())
+    try:
+        device = vllm_device()
+        gpus = cuda_gpus() if device == "cuda" else []
+    except (ConfigError, RuntimeError) as error:
+        yield gpu.no_device(error)
+        later = (subjects.ROW_KERNEL, *(f(p) for p in settings.precisions for f in (subjects.kernel, subjects.numerics)))
+        yield from (skipped(subject, "there is no device") for subject in later)
+        return
+    yield from guarded(subjects.DEVICE, gpu.check_device, device, gpus)
+    yield ("GPUs", ", ".join(sorted(g.name for g in gpus)) or "none")
+    yield from guarded(subjects.ROW_KERNEL, gpu.check_row_kernel, settings.precisions, gpus)
+    for precision in settings.precisions:
+        kernels = list(guarded(subjects.kernel(precision), gpu.check_kernel, precision, device, [g.capability for g in gpus]))
+        yield from kernels
+        # `numerics` imports what the plugin was to register: after a failure above it would say nothing of a run.
+        if any(finding.verdict is Verdict.FAIL for finding in (*loaded, *kernels)):
+            yield skipped(subjects.numerics(precision), "without plugin and kernel there is no layer to look at")
+        else:
+            yield from guarded(subjects.numerics(precision), numerics.check_layer, precision, device, len(gpus))
+
+
+def check_plugin() -> Iterator[Finding]:
+    """``vllm.general_plugins`` are loaded by vLLM's own function, and ours has registered its quantization."""
+    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
+    from vllm.plugins import load_general_plugins
+
+    error = None
+    try:
+        load_general_plugins()
+    except Exception as raised:  # noqa: BLE001 - vLLM guards the import of a plugin, not its call
+        error = raised
+    registered = PLUGIN in QUANTIZATION_METHODS
+    wrong = list(check_loaded(VLLM_PLUGIN, "vllm.general_plugins", "VLLM_PLUGINS", None, registered, lambda p: p.load()()))
+    yield from wrong
+    if error is not None and not wrong:  # another package's
+        raise error
+    if not wrong:
+        yield ok(VLLM_PLUGIN, f"loaded by vLLM in a fresh process: quantization={PLUGIN}")

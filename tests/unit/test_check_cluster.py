@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Differences between nodes are one finding, and what keeps the nodes from being asked has its remedy."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+import flashrl_verl
+from flashrl_verl.check import cluster, node
+from flashrl_verl.check.findings import Verdict
+from flashrl_verl.compat import DISTRIBUTION, TESTED
+
+SAME = {"Python": "3.12.3", "vllm": "0.24.0", DISTRIBUTION: "0.1.0 (abc)"}
+
+
+def test_nodes_that_are_alike_are_ok():
+    [finding] = cluster.compare({"driver": SAME, "n1": {**SAME, "GPUs": "H200"}, "n2": {**SAME, "GPUs": "H200"}})
+    assert finding.verdict is Verdict.OK and "3 processes" in finding.text
+
+
+def test_all_differences_of_software_are_one_failure_that_says_who_has_what():
+    other = {**SAME, "vllm": "0.27.1", DISTRIBUTION: "0.1.0 (def)"}
+    [finding] = cluster.compare({"driver": SAME, "n1": SAME, "n2": other})
+    assert finding.verdict is Verdict.FAIL
+    assert "vllm: 0.24.0 on driver, n1 against 0.27.1 on n2" in finding.text
+    assert "(abc) on driver, n1 against 0.1.0 (def) on n2" in finding.text and "Python" not in finding.text
+    assert "one environment for all nodes" in finding.remedy
+
+
+def test_gpus_of_two_kinds_are_a_warning_and_a_head_without_any_is_none():
+    alike = cluster.compare({"head": {**SAME, "GPUs": "none"}, "n1": {**SAME, "GPUs": "H200"}})
+    assert [finding.verdict for finding in alike] == [Verdict.OK]
+    _, finding = cluster.compare({"n1": {**SAME, "GPUs": "H200"}, "n2": {**SAME, "GPUs": "A100"}})
+    assert finding.verdict is Verdict.WARN and "n2: A100" in finding.text
+
+
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        ("Token authentication is enabled but no authentication token was found", "auth_token"),
+        ("Unauthenticated: InvalidAuthToken: Authentication token is missing or incorrect", "auth_token"),
+        ("Version mismatch: The cluster was started with:\n    Ray: 2.59.0", "the same Python and ray"),
+        ("Could not find any running Ray instance.", "ray start --head"),
+    ],
+)
+def test_a_cluster_that_cannot_be_joined_has_the_remedy_of_its_error(error, remedy):
+    assert remedy in cluster._remedy(error)
+
+
+def test_a_node_without_this_package_is_told_how_it_gets_it():
+    error = ImportError("Traceback\nModuleNotFoundError: No module named 'flashrl_verl'")
+    assert "flashrl.ship_code=true" in cluster._no_worker(error, shipped=False).remedy
+    assert "flashrl.ship_code" not in cluster._no_worker(OSError("worker died"), shipped=True).remedy
+
+
+def test_facts_have_every_version_and_the_code():
+    facts = node.facts()
+    assert set(facts) == {"Python", *TESTED, DISTRIBUTION}
+    assert facts[DISTRIBUTION] == f"{flashrl_verl.__version__} ({node.checksum()})"
+
+
+def test_the_checksum_follows_contents_and_names_of_code_and_yaml_alone(tmp_path):
+    copy = tmp_path / "flashrl_verl"
+    shutil.copytree(Path(flashrl_verl.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    same = node.checksum()
+    (copy / "notes.txt").write_text("not code")
+    assert node.checksum(copy) == same
+    (copy / "configs" / "precision" / "int8.yaml").open("a").write("\n")
+    changed = node.checksum(copy)
+    (copy / "errors.py").rename(copy / "mistakes.py")
+    assert len({same, changed, node.checksum(copy)}) == 3

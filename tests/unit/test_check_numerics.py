@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layer check passes on real vLLM layers and finds kernels that give NaN, wrong scales, or the weights of before."""
+
+import pytest
+
+from flashrl_verl.check import numerics
+from flashrl_verl.check.findings import Verdict
+from flashrl_verl.config import Precision
+from flashrl_verl.plugin_vllm import register
+from flashrl_verl.quantization import gemm, parameter
+from flashrl_verl.quantization.linear import RowQuantizedLinearMethod
+
+EIGHT_BITS = [Precision.INT8, Precision.FP8]
+
+
+def look(precision: Precision):
+    register()
+    [finding] = numerics.check_layer(precision, "cpu", 0)
+    assert finding.name == f"{precision.value} numerics"
+    return finding
+
+
+def kernel(precision: Precision) -> type:
+    return gemm.OneDnnGemm if precision is Precision.INT8 else gemm.EmulatedGemm
+
+
+@pytest.mark.parametrize("precision", list(Precision))
+def test_a_sound_layer_is_ok_in_every_precision(precision):
+    finding = look(precision)
+    assert finding.verdict is Verdict.OK and "dB against float64" in finding.text
+
+
+@pytest.mark.parametrize("precision", EIGHT_BITS)
+def test_nan_of_a_kernel_is_refused(monkeypatch, precision):
+    apply = kernel(precision).apply
+
+    def poisoned(self, layer, x, bias):
+        out = apply(self, layer, x, bias)
+        out[-1, -1] = float("nan")
+        return out
+
+    monkeypatch.setattr(kernel(precision), "apply", poisoned)
+    finding = look(precision)
+    assert finding.verdict is Verdict.FAIL and "NaN" in finding.text and "flashrl.precision=bf16" in finding.remedy
+
+
+@pytest.mark.parametrize("precision", EIGHT_BITS)
+def test_a_product_that_is_a_tenth_too_large_is_below_the_limit(monkeypatch, precision):
+    apply = kernel(precision).apply
+    monkeypatch.setattr(kernel(precision), "apply", lambda self, layer, x, bias: apply(self, layer, x, bias) * 1.1)
+    finding = look(precision)
+    assert finding.verdict is Verdict.FAIL and "below" in finding.text
+
+
+def test_a_kernel_that_keeps_the_weights_of_before_is_named_so(monkeypatch):
+    changed = gemm.OneDnnGemm.weights_changed
+
+    def once(self, layer):
+        if not hasattr(layer, "onednn_handle"):
+            changed(self, layer)
+
+    monkeypatch.setattr(gemm.OneDnnGemm, "weights_changed", once)
+    finding = look(Precision.INT8)
+    assert finding.verdict is Verdict.FAIL and "computes with the weights before" in finding.text
+
+
+def test_a_layer_that_is_not_quantized_is_not_called_int8(monkeypatch):
+    from flashrl_verl.quantization import config
+
+    monkeypatch.setattr(config, "QUANTIZED_LAYERS", ())
+    finding = look(Precision.INT8)
+    assert finding.verdict is Verdict.FAIL and "not quantized" in finding.text
+
+
+def test_storage_that_moves_while_it_is_loaded_is_refused(monkeypatch):
+    process = RowQuantizedLinearMethod.process_weights_after_loading
+
+    def moving(self, layer):
+        layer.weight.data = layer.weight.data.clone()
+        layer.weight._views.clear()
+        process(self, layer)
+
+    monkeypatch.setattr(RowQuantizedLinearMethod, "process_weights_after_loading", moving)
+    finding = look(Precision.INT8)
+    assert finding.verdict is Verdict.FAIL and "moved" in finding.text
+
+
+def test_one_wrong_row_of_hundreds_is_found(monkeypatch):
+    """A row whose codes belong to another scale: what a race in a fused loader would leave."""
+    quantize = parameter.quantize_rows_into
+
+    def one_wrong(weight, codes, scales, *rest):
+        quantize(weight, codes, scales, *rest)
+        scales[7] *= 3
+
+    monkeypatch.setattr(parameter, "quantize_rows_into", one_wrong)
+    assert look(Precision.INT8).verdict is Verdict.FAIL
