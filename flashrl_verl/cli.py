@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flashrl_verl.bench.rollout_command import rollout
 from flashrl_verl.check.command import check
 from flashrl_verl.data.command import data
 from flashrl_verl.environment import environment_needed
@@ -100,6 +101,7 @@ app.command()(check)
 
 bench = typer.Typer(help="Benchmarks of the weight update and of log-probs; nothing is downloaded.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
+bench.command()(rollout)
 
 
 @bench.command("refit")

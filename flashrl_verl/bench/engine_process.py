@@ -45,7 +45,7 @@ def ask(module: str, name: str, job: dict[str, Any], folder: Path) -> dict[str, 
             tree.end()
     if code or not answer_file.is_file():
         said = "\n  ".join(last_error(log.read_text(errors="replace")))
-        raise FlashRLError(f"the {name} failed (exit code {code}):\n  {said}\nwhole log: {log}")
+        raise FlashRLError(f"{name} failed (exit code {code}):\n  {said}\nwhole log: {log}")
     answer = json.loads(answer_file.read_text())
     for path in (job_file, answer_file):
         path.unlink()

@@ -17,6 +17,9 @@ from typing import Any
 
 from flashrl_verl.config import FlashRLConfig, Precision
 
+_WARM_UP_TOKENS = 8
+"""Of a first rollout of each work, which is not measured: kernels of these sizes are chosen or compiled in it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
@@ -71,11 +74,11 @@ def work(job: Job) -> Answer:
     llm.collective_rpc("bench_fill", args=(job.model, job.seed))
     vocabulary = json.loads((Path(job.model) / "config.json").read_text())["vocab_size"]
     draw = random.Random(job.seed)
-    _generate(llm, _prompts(draw, 4, 16, vocabulary), 8)  # what is made at the first call is not measured
     start_seconds = time.monotonic() - started
     timings = []
     for sequences, prompt, response in job.works:
         whole, prefill = [], []
+        _generate(llm, _prompts(draw, sequences, prompt, vocabulary), min(response, _WARM_UP_TOKENS))
         for _ in range(job.repeats):
             prompts = _prompts(draw, sequences, prompt, vocabulary)
             prefill.append(_generate(llm, prompts, 1))

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `flashrl bench rollout`."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flashrl_verl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from flashrl_verl.bench.rollout import Arm
+    from flashrl_verl.plan.schedule import Work
+
+DEFAULT_WORK = "128x256+512"
+
+
+def rollout(
+    model: Annotated[str, typer.Option(help="A name (qwen2.5-32b, ...), a config.json, or its folder.")] = "tiny",
+    arm: Annotated[
+        str, typer.Option(help="Arms separated by commas: a precision, or precision:kv_cache_dtype, such as int8:fp8.")
+    ] = "bf16,int8",
+    work: Annotated[
+        str, typer.Option(help="Works separated by commas: sequences x prompt + response tokens, such as 28x8192+192.")
+    ] = DEFAULT_WORK,
+    rounds: Annotated[int, typer.Option(min=1, help="How often every arm's engine is started, in turns.")] = 1,
+    repeats: Annotated[int, typer.Option(min=1, help="Rollouts of each work with one engine.")] = 3,
+    gpu_memory_utilization: Annotated[float, typer.Option(min=0.01, max=1.0, help="vLLM's share of the GPU.")] = 0.9,
+    tensor_parallel: Annotated[int, typer.Option(min=1, help="GPUs of the engine.")] = 1,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences decoded together.")] = 1024,
+    max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prefill.")] = 8192,
+    layers: Annotated[int | None, typer.Option(min=1, help="Decoder layers instead of the model's.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of weights, prompts and sampling.")] = 0,
+    output: Annotated[
+        Path, typer.Option(help="Folder for rollout.jsonl, rollout.json, rollout.png and the engines' logs.")
+    ] = Path("outputs/bench_rollout"),
+) -> None:
+    """Time generation by precision, with random weights of a model's shape, and see how many tokens the KV cache holds.
+
+    The same command goes on after a stop; more arms and more rounds may be added to what is there.
+    """
+    from rich.console import Console
+
+    from flashrl_verl.bench import rollout as bench
+    from flashrl_verl.bench import rollout_report
+    from flashrl_verl.process_tree import Stopped
+    from flashrl_verl.run_directory import check_output
+
+    check_output(output)
+    config = bench.RolloutConfig(
+        model=model,
+        arms=tuple(map(_arm, _words(arm))),
+        works=tuple(map(_work, _words(work))),
+        rounds=rounds,
+        repeats=repeats,
+        gpu_memory_utilization=gpu_memory_utilization,
+        tensor_parallel=tensor_parallel,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        layers=layers,
+        seed=seed,
+        output=output.expanduser().resolve(),
+    )
+    console = Console() if sys.stdout.isatty() else Console(width=140)
+    try:
+        with console.status("starting") as status:
+
+            def progress(text: str) -> None:
+                status.update(text)
+                if not console.is_terminal:
+                    console.print(text, markup=False, highlight=False)
+
+            report = bench.run(config, progress)
+    except Stopped as stopped:
+        raise typer.Exit(stopped.exit_code) from None
+    written = rollout_report.write(config, report)
+    console.print(rollout_report.memory_table(config, report))
+    console.print(rollout_report.speed_table(config, report))
+    console.print("written: " + ", ".join(map(str, written)), highlight=False, soft_wrap=True)
+
+
+def _words(text: str) -> list[str]:
+    return [word for word in map(str.strip, text.split(",")) if word]
+
+
+def _arm(word: str) -> Arm:
+    from flashrl_verl.bench.rollout import Arm
+    from flashrl_verl.config import Precision
+
+    precision, _, kv_cache = word.partition(":")
+    try:
+        return Arm(precision=Precision(precision), kv_cache=kv_cache or "auto")
+    except ValueError:
+        names = ", ".join(p.value for p in Precision)
+        raise ConfigError(f"--arm {word!r}: {precision!r} is not one of {names}") from None
+
+
+def _work(word: str) -> Work:
+    from flashrl_verl.plan.schedule import Work
+
+    found = re.fullmatch(r"(\d+)x(\d+)\+(\d+)", word)
+    sequences, prompt, response = map(int, found.groups()) if found else (0, 0, 0)
+    if min(sequences, prompt) < 1 or response < 2:
+        raise ConfigError(f"--work {word!r} is not sequences x prompt + response tokens (2 or more), such as {DEFAULT_WORK}")
+    return Work(sequences=sequences, prompt=prompt, response=response)
