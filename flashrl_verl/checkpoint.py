@@ -196,6 +196,33 @@ def reshard(parts: Sequence[Any], like: torch.Tensor, name: str) -> Any:
     )
 
 
+def whole(parts: Sequence[Any], name: str) -> torch.Tensor:
+    """One tensor of a state, uncut.
+
+    Args:
+        parts: the tensor on every rank that wrote the checkpoint, in their order.
+        name: for the error.
+
+    Returns:
+        All of it, in ``parts``' dtype; a tensor that was not cut may be a view of the mapped file.
+
+    Raises:
+        FlashRLError: it is cut in a way that FSDP alone does not make, or ranks differ in what each has whole.
+    """
+    first = parts[0]
+    if not isinstance(first, DTensor):
+        if not all(_same(part, first) for part in parts[1:]):
+            raise FlashRLError(f"{name}: it is not cut by FSDP and differs between ranks, so no rank's is the tensor")
+        return first
+    cut = sharded_dim(first.placements, name)
+    if cut is None:
+        return first.to_local()
+    found = _rows(parts, cut, 0, first.shape[cut[1]], cut[1])
+    if found.shape != first.shape:
+        raise FlashRLError(f"{name}: the ranks' pieces make {tuple(found.shape)}, and the tensor has {tuple(first.shape)}")
+    return found
+
+
 def _same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return one.shape == other.shape and torch.equal(one, other)

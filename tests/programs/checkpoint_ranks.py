@@ -10,7 +10,9 @@ import torch
 LR, STEPS = 1e-2, 2
 
 
-def build(ranks: int, hybrid: bool = False) -> tuple[torch.nn.Module, torch.optim.Optimizer, Any]:
+def build(
+    ranks: int, hybrid: bool = False, name: str = "qwen2.5", intermediate: int = 130
+) -> tuple[torch.nn.Module, torch.optim.Optimizer, Any]:
     from tiny_models import make
     from torch.distributed.fsdp import MixedPrecisionPolicy
     from verl.utils.fsdp_utils import apply_fsdp2
@@ -18,7 +20,7 @@ def build(ranks: int, hybrid: bool = False) -> tuple[torch.nn.Module, torch.opti
     shape, names = ((2, ranks // 2), ("ddp", "fsdp")) if hybrid else ((ranks,), ("fsdp",))
     mesh = torch.distributed.init_device_mesh("cpu", shape, mesh_dim_names=names)
     # 130 rows of the MLP and 5 of 7 ranks: pieces of different sizes, and none at all.
-    model = make("qwen2.5", seed=0, intermediate_size=130)
+    model = make(name, seed=0, intermediate_size=intermediate)
     policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
     apply_fsdp2(model, {"mesh": mesh, "mp_policy": policy, "offload_policy": None, "reshard_after_forward": True}, {})
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
@@ -45,11 +47,20 @@ def whole(model: torch.nn.Module, optimizer: torch.optim.Optimizer, scheduler: A
     return {"weights": weights, "moments": moments, "lr": optimizer.param_groups[0]["lr"], "scheduler": scheduler.last_epoch}
 
 
-def run(rank: int, ranks: int, task: str, folder: str, checkpoint: str, hybrid: bool = False) -> None:
+def run(
+    rank: int,
+    ranks: int,
+    task: str,
+    folder: str,
+    checkpoint: str,
+    hybrid: bool = False,
+    name: str = "qwen2.5",
+    intermediate: int = 130,
+) -> None:
     """``save``: two steps, a checkpoint, and one step more. ``load``: the checkpoint, and one step more.
 
-    With ``hybrid`` two replicas hold the shards of ``ranks`` / 2. Rank 0 writes the whole state after the checkpoint and after
-    the last step to ``folder/<task>-<ranks>.pt``.
+    The model is ``tiny_models.CONFIGS[name]``, ``intermediate`` wide. With ``hybrid`` two replicas hold the shards of ``ranks``
+    / 2. Rank 0 writes the whole state after the checkpoint and after the last step to ``folder/<task>-<ranks>.pt``.
     """
     os.environ["VERL_PLATFORM"] = "cpu"
     from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
@@ -60,7 +71,7 @@ def run(rank: int, ranks: int, task: str, folder: str, checkpoint: str, hybrid: 
     torch.manual_seed(rank)
     group = f"file://{folder}/group-{task}-{ranks}"
     torch.distributed.init_process_group("gloo", init_method=group, rank=rank, world_size=ranks)
-    model, optimizer, scheduler = build(ranks, hybrid)
+    model, optimizer, scheduler = build(ranks, hybrid, name, intermediate)
     manager = FSDPCheckpointManager(model=model, optimizer=optimizer, lr_scheduler=scheduler)
     if task == "save":
         for step in range(STEPS):

@@ -32,7 +32,7 @@ def flashrl(*words: str) -> subprocess.CompletedProcess:
 # ---- commands ----
 
 
-@pytest.mark.parametrize("command", [[], ["quickstart"], ["report"], ["data"], ["version"]])
+@pytest.mark.parametrize("command", [[], ["quickstart"], ["report"], ["data"], ["export"], ["eval"], ["version"]])
 def test_every_command_explains_itself(command):
     result = CliRunner().invoke(app, [*command, "--help"])
     assert result.exit_code == 0 and "Usage" in result.output
