@@ -4,13 +4,20 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.export.command import IGNORE, KEEP_FIRST, KEEP_LAST, say, say_layers
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from flashrl_verl.config import Precision
+    from flashrl_verl.evaluate.evaluate import EvalConfig
 
 
 def evaluate(
@@ -49,25 +56,12 @@ def evaluate(
     """
     from rich.console import Console
 
-    from flashrl_verl import run_settings
     from flashrl_verl.cli import precisions_of
-    from flashrl_verl.config import Precision
-    from flashrl_verl.data.bar import Bar
-    from flashrl_verl.evaluate.evaluate import EvalConfig, run
-    from flashrl_verl.export.source import open_checkpoint
-    from flashrl_verl.process_tree import Stopped, stoppable
-    from flashrl_verl.run_directory import check_output
+    from flashrl_verl.evaluate.evaluate import EvalConfig
 
     console = Console() if sys.stdout.isatty() else Console(width=160)
     precisions = precisions_of(precision)
-    given = bool(ignore or keep_first_layers is not None or keep_last_layers is not None)
-    eight = any(one is not Precision.BF16 for one in precisions)
-    if given and not eight:
-        raise ConfigError("--ignore and the kept layers have no effect with --precision bf16: leave them out")
-    opened = open_checkpoint(checkpoint)
-    layers = run_settings.layers_of(opened.settings, ignore or (), keep_first_layers, keep_last_layers)
-    if eight:
-        say_layers(console, layers, given, opened.settings)
+    name, layers = _layers(console, checkpoint, precisions, (ignore or [], keep_first_layers, keep_last_layers))
     config = EvalConfig(
         checkpoint=checkpoint,
         data=tuple(path.expanduser() for path in data),
@@ -82,17 +76,45 @@ def evaluate(
         reward=reward_function,
         threshold=threshold,
         layers=layers,
-        output=output or Path("outputs/eval") / opened.name,
+        output=(output or Path("outputs/eval") / name).expanduser(),
         force=force,
     )
+    _run(config, console)
+
+
+def _layers(
+    console: Console, checkpoint: Path, precisions: Sequence[Precision], said: tuple[list[str], int | None, int | None]
+) -> tuple[str, dict[str, Any]]:
+    """The checkpoint's name, and the layers that its 8-bit engines keep in BF16."""
+    from flashrl_verl import run_settings
+    from flashrl_verl.config import Precision
+    from flashrl_verl.export.source import open_checkpoint
+
+    given = said != ([], None, None)
+    eight = any(one is not Precision.BF16 for one in precisions)
+    if given and not eight:
+        raise ConfigError("--ignore and the kept layers have no effect with --precision bf16: leave them out")
+    opened = open_checkpoint(checkpoint)
+    layers = run_settings.layers_of(opened.settings, *said)
+    if eight:
+        say_layers(console, layers, given, opened.settings)
+    return opened.name, layers
+
+
+def _run(config: EvalConfig, console: Console) -> None:
+    from flashrl_verl.data.bar import Bar
+    from flashrl_verl.evaluate.evaluate import run
+    from flashrl_verl.process_tree import Stopped, stoppable
+    from flashrl_verl.run_directory import check_output
+
     check_output(config.output)
     try:
-        with stoppable(), Bar(console, "") as bar:
+        with stoppable(), Bar(console, "done") as bar:
             report = run(config, bar)
     except Stopped as stopped:
         say(console, f"stopped; the same command goes on after the precisions that are finished in {config.output}")
         raise typer.Exit(stopped.exit_code) from None
-    written = report.write(config.output.expanduser())
+    written = report.write(config.output)
     console.print(report.table())
     for note in report.notes():
         say(console, note)

@@ -71,12 +71,16 @@ def export(
     except Stopped as stopped:
         console.print("stopped; nothing is left behind")
         raise typer.Exit(stopped.exit_code) from None
+    _say_result(console, folder, record)
+
+
+def _say_result(console: Any, folder: Path, record: dict[str, Any]) -> None:
     size = sum(file["bytes"] for file in record["files"].values())
     of = f" of step {record['step']}" if record["step"] is not None else ""
-    say(console, f"{folder}: {format.value}{of}, {size / 1e9:.2f} GB in {len(record['files'])} files")
+    say(console, f"{folder}: {record['format']}{of}, {size / 1e9:.2f} GB in {len(record['files'])} files")
     if layers := record.get("quantized_layers"):
         say(console, f"  {layers} layers as codes; the rest BF16. Serve it: vllm serve {folder}")
-    if record.get("quantized_experts") and format is Precision.INT8:
+    if record.get("quantized_experts") and record["format"] == Precision.INT8.value:
         say(
             console,
             "  vLLM's CUDA kernels for INT8 experts use the codes as weights only: tokens may differ from the rollout's",
