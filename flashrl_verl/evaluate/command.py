@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flashrl_verl.errors import ConfigError
-from flashrl_verl.export.command import IGNORE, KEEP_FIRST, KEEP_LAST, say, say_layers
+from flashrl_verl.export.command import IGNORE, KEEP_FIRST, KEEP_LAST, quiet, say, say_layers
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -61,7 +61,8 @@ def evaluate(
 
     console = Console() if sys.stdout.isatty() else Console(width=160)
     precisions = precisions_of(precision)
-    name, layers = _layers(console, checkpoint, precisions, (ignore or [], keep_first_layers, keep_last_layers))
+    with quiet():
+        name, layers = _layers(console, checkpoint, precisions, (ignore or [], keep_first_layers, keep_last_layers))
     config = EvalConfig(
         checkpoint=checkpoint,
         data=tuple(path.expanduser() for path in data),
@@ -109,7 +110,7 @@ def _run(config: EvalConfig, console: Console) -> None:
 
     check_output(config.output)
     try:
-        with stoppable(), Bar(console, "done") as bar:
+        with stoppable(), quiet(), Bar(console, "done") as bar:
             report = run(config, bar)
     except Stopped as stopped:
         say(console, f"stopped; the same command goes on after the precisions that are finished in {config.output}")

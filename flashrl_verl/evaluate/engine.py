@@ -25,6 +25,7 @@ from flashrl_verl.bench.mismatch_engine import ROOT, kernel_names, require_preci
 from flashrl_verl.config import FlashRLConfig, Precision
 from flashrl_verl.errors import FlashRLError
 from flashrl_verl.log_excerpt import last_error
+from flashrl_verl.platforms.cores import bind_ranks
 from flashrl_verl.process_tree import ProcessTree
 
 _GPU_MEMORY_SHARE = 0.9
@@ -174,6 +175,7 @@ def _start(job: Job) -> Any:
         arguments["gpu_memory_utilization"] = _GPU_MEMORY_SHARE * free / total
     else:
         arguments["enforce_eager"] = True  # compiling takes a CPU longer than it gains
+        bind_ranks(job.tensor_parallel_size)
     return vllm.LLM(
         job.model,
         skip_tokenizer_init=True,

@@ -84,6 +84,8 @@ def run(config: EvalConfig, progress: Progress = lambda doing, done, total: None
     """
     reward = load_reward(config.reward)
     problems, rows = read_problems(config.data, config.limit)
+    for problem in {problem.data_source: problem for problem in problems}.values():
+        score(reward, problem, "")  # a source that the reward does not know is found out before hours of generation
     checkpoint = open_checkpoint(config.checkpoint)
     output = config.output.expanduser().resolve()
     prompts, stops, tokenizer = _prompts(checkpoint, problems, config)

@@ -31,7 +31,8 @@ class Figure:
     high: float
 
     def __str__(self) -> str:
-        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
+        value, low, high = (round(number, 3) + 0.0 for number in (self.value, self.low, self.high))  # no -0.000
+        return f"{value:.3f} [{low:.3f}, {high:.3f}]"
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
@@ -82,7 +83,7 @@ def figures(columns: Sequence[np.ndarray], seed: int, resamples: int = RESAMPLES
     """Return mean and interval of several quantities of the same problems.
 
     Where all problems have one value, drawing them again says nothing. All 0 or all 1, the interval is the exact one of as many
-    trials (Clopper and Pearson 1934: 1 - (a/2)^(1/problems) wide); otherwise it has no width.
+    trials (Clopper and Pearson 1934: ``_reach`` wide); otherwise it has no width.
 
     Args:
         columns: [problems] each.
@@ -103,9 +104,8 @@ def figures(columns: Sequence[np.ndarray], seed: int, resamples: int = RESAMPLES
     for column, low, high in zip(matrix.T, lows, highs, strict=True):
         value = float(column.mean())
         if np.ptp(column) == 0:
-            reach = 1 - tail ** (1 / problems)
-            low = 1 - reach if value == 1 else value
-            high = reach if value == 0 else value
+            low = 1 - _reach(problems) if value == 1 else value
+            high = _reach(problems) if value == 0 else value
         found.append(Figure(value=value, low=float(low), high=float(high)))
     return found
 
@@ -113,7 +113,10 @@ def figures(columns: Sequence[np.ndarray], seed: int, resamples: int = RESAMPLES
 def differences(
     columns: Sequence[np.ndarray], baseline: Sequence[np.ndarray], seed: int, resamples: int = RESAMPLES
 ) -> list[Figure]:
-    """Return ``columns`` minus ``baseline`` of the same problems, paired; no width where no problem differs.
+    """Return ``columns`` minus ``baseline`` of the same problems, paired.
+
+    Where no problem differs, the interval is what so many problems can exclude: the chance that one differs is at most
+    ``_reach``, and a metric from 0 to 1 differs by at most 1.
 
     Args:
         columns: [problems] each.
@@ -123,7 +126,10 @@ def differences(
     """
     pairs = [one - other for one, other in zip(columns, baseline, strict=True)]
     found = figures(pairs, seed, resamples)
-    return [
-        Figure(value=f.value, low=f.value, high=f.value) if np.ptp(pair) == 0 else f
-        for f, pair in zip(found, pairs, strict=True)
-    ]
+    reach = _reach(len(pairs[0]))
+    return [f if pair.any() else Figure(value=0.0, low=-reach, high=reach) for f, pair in zip(found, pairs, strict=True)]
+
+
+def _reach(trials: int) -> float:
+    """The largest chance of an event that still fails to happen in all trials in half of ``1 - LEVEL`` of all cases."""
+    return float(1 - ((1 - LEVEL) / 2) ** (1 / trials))

@@ -3,15 +3,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import re
 import sys
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from flashrl_verl.config import Precision
 from flashrl_verl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from flashrl_verl.export.export import Request
 
 _UNITS = {"kb": 10**3, "mb": 10**6, "gb": 10**9}
 
@@ -38,40 +45,58 @@ def export(
 ) -> None:
     """Export a checkpoint for serving: a Hugging Face folder in BF16, or INT8 or FP8 that plain vLLM loads.
 
-    The 8-bit codes and scales are the rollout's own. Nothing of verl, Ray or a GPU is started; 8 bits need an installed vLLM
-    that finds its device.
+    The 8-bit codes and scales are the rollout's own. BF16 needs no GPU; 8 bits need a vLLM that finds its device.
     """
     from rich.console import Console
 
-    from flashrl_verl import run_settings
     from flashrl_verl.data.bar import Bar
-    from flashrl_verl.export.export import Request
     from flashrl_verl.export.export import export as write
-    from flashrl_verl.export.source import open_checkpoint
     from flashrl_verl.process_tree import Stopped, stoppable
 
     console = Console() if sys.stdout.isatty() else Console(width=120)
-    given = bool(ignore or keep_first_layers is not None or keep_last_layers is not None)
-    if format is Precision.BF16 and given:
-        raise ConfigError("--ignore and the kept layers have no effect with --format bf16: leave them out")
-    recorded = open_checkpoint(checkpoint).settings
-    layers = run_settings.layers_of(recorded, ignore or (), keep_first_layers, keep_last_layers)
-    if format is not Precision.BF16:
-        say_layers(console, layers, given, recorded)
-    request = Request(
-        checkpoint=checkpoint,
-        output=output,
-        format=format,
-        layers=None if format is Precision.BF16 else layers,
-        max_shard_bytes=_bytes(max_shard_size),
-    )
     try:
-        with stoppable(), Bar(console, "tensors") as bar:
-            folder, record = write(request, bar)
+        with stoppable(), quiet(), Bar(console, "tensors") as bar:
+            kept = (ignore or [], keep_first_layers, keep_last_layers)
+            folder, record = write(_request(console, checkpoint, format, output, kept, _bytes(max_shard_size)), bar)
     except Stopped as stopped:
         console.print("stopped; nothing is left behind")
         raise typer.Exit(stopped.exit_code) from None
     _say_result(console, folder, record)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without what verl and torch log while they are imported and read a checkpoint; what goes wrong raises."""
+    before = logging.root.manager.disable
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logging.disable(logging.WARNING)
+        try:
+            yield
+        finally:
+            logging.disable(before)
+
+
+def _request(
+    console: Any,
+    checkpoint: Path,
+    format: Precision,
+    output: Path | None,
+    kept: tuple[list[str], int | None, int | None],
+    max_shard_bytes: int,
+) -> Request:
+    from flashrl_verl import run_settings
+    from flashrl_verl.export.export import Request
+    from flashrl_verl.export.source import open_checkpoint
+
+    given, layers = kept != ([], None, None), None
+    if format is not Precision.BF16:
+        recorded = open_checkpoint(checkpoint).settings
+        layers = run_settings.layers_of(recorded, *kept)
+        say_layers(console, layers, given, recorded)
+    elif given:
+        raise ConfigError("--ignore and the kept layers have no effect with --format bf16: leave them out")
+    return Request(checkpoint=checkpoint, output=output, format=format, layers=layers, max_shard_bytes=max_shard_bytes)
 
 
 def _say_result(console: Any, folder: Path, record: dict[str, Any]) -> None:

@@ -2,8 +2,8 @@
 """What is exported or evaluated: a checkpoint that verl's FSDP actors wrote, or a Hugging Face folder in high precision.
 
 A tensor is put together from the ranks' mapped files when its turn comes, so a checkpoint needs the memory of its largest
-tensor. verl's own merger (``python -m verl.model_merger merge --backend fsdp``) gives the same weights and holds all of them
-several times, the ranks' FP32 pieces and two models; names, experts and tied tensors are converted here by verl's functions.
+tensors. verl's own merger (``python -m verl.model_merger merge --backend fsdp``) gives the same weights and reads all ranks'
+FP32 pieces into memory first; names, experts and tied tensors are converted here by verl's functions.
 """
 
 from __future__ import annotations

@@ -71,6 +71,7 @@ class ShardWriter:
             return
         part = self._part(len(self._written))
         save_file(self._pending, part, metadata={"format": "pt"})
+        part.chmod(0o644)  # safetensors' 0600 would hide the weights from whoever serves them
         with part.open("rb+") as stream:
             os.fsync(stream.fileno())
         self._written.append(list(self._pending))

@@ -114,6 +114,19 @@ def test_what_is_finished_is_not_generated_again_and_other_settings_are_refused(
     assert isinstance(other.exception, ConfigError) and "seed 0 (now 1)" in str(other.exception)
 
 
+def test_a_reward_that_does_not_know_the_data_is_refused_before_an_engine_starts(checkpoint, data, tmp_path):
+    words = ["eval", str(checkpoint), "--data", str(data), "--output", str(tmp_path / "out"), "--max-tokens", str(TOKENS)]
+    result = CliRunner().invoke(app, words)
+    assert isinstance(result.exception, ConfigError) and "--reward-function" in str(result.exception)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_response_longer_than_the_model_is_refused_before_an_engine_starts(checkpoint, data, tmp_path):
+    result = evaluate(checkpoint, data, tmp_path / "out", "--max-tokens", "100000")
+    assert isinstance(result.exception, ConfigError) and "set --max-tokens" in str(result.exception)
+    assert not (tmp_path / "out").exists()
+
+
 def test_an_engine_that_cannot_start_says_why_and_leaves_the_finished_precision(checkpoint, data, output, tmp_path, evaluated):
     copy = shutil.copytree(output, tmp_path / "copy")
     shutil.rmtree(copy / "int8")

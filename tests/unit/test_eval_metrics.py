@@ -90,7 +90,7 @@ def test_problems_that_are_all_alike_do_not_look_certain():
     assert right.low**30 == pytest.approx((1 - LEVEL) / 2) and right.high == 1.0
     assert wrong.low == 0.0 and wrong.high == pytest.approx(1 - right.low)
     (same,) = differences([np.ones(30)], [np.ones(30)], 0)
-    assert (same.value, same.low, same.high) == (0.0, 0.0, 0.0)
+    assert (same.value, same.low, same.high) == (0.0, -wrong.high, wrong.high)
 
 
 def test_a_seed_fixes_the_interval():
