@@ -40,7 +40,7 @@ def load_prompts(model: Path, data: Path | None, count: int, seed: int) -> Promp
     Raises:
         ConfigError: no tokenizer, no chat template, or not verl's format; the message names the option.
     """
-    tokenizer = load_tokenizer(model)
+    tokenizer = load_tokenizer(model, f"--model {model}")
     conversations = _additions(seed) if data is None else _read(data, seed)
     chosen = itertools.islice(itertools.cycle(conversations), count)
     return Prompts(
@@ -51,21 +51,25 @@ def load_prompts(model: Path, data: Path | None, count: int, seed: int) -> Promp
     )
 
 
-def load_tokenizer(model: Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(model: Path, called: str) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model's folder.
+
+    Args:
+        model: the folder.
+        called: what an error calls it.
 
     Raises:
         ConfigError: there is none, or it has no chat template.
     """
     # Without its files transformers makes an empty tokenizer of the model's kind, and every prompt is empty.
     if not any((model / name).is_file() for name in _TOKENIZER_FILES):
-        raise ConfigError(f"{model} has no tokenizer to write prompts with ({', '.join(_TOKENIZER_FILES)})")
+        raise ConfigError(f"{called} has no tokenizer to write prompts with ({', '.join(_TOKENIZER_FILES)})")
     try:
         tokenizer = AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"{model}: its tokenizer cannot be loaded: {error}") from error
+        raise ConfigError(f"{called}: its tokenizer cannot be loaded: {error}") from error
     if not tokenizer.chat_template:
-        raise ConfigError(f"{model}: its tokenizer has no chat template; take an instruction-tuned model")
+        raise ConfigError(f"{called}: its tokenizer has no chat template; take an instruction-tuned model")
     return tokenizer
 
 

@@ -126,7 +126,7 @@ def _prompts(checkpoint: Checkpoint, problems: list[Problem], config: EvalConfig
 
     from flashrl_verl.bench.mismatch_prompts import encode, load_tokenizer, stop_token_ids
 
-    tokenizer = load_tokenizer(checkpoint.folder)
+    tokenizer = load_tokenizer(checkpoint.folder, str(checkpoint.folder))
     prompts = [encode(tokenizer, problem.messages) for problem in problems]
     longest = max(map(len, prompts))
     model = AutoConfig.from_pretrained(checkpoint.folder).get_text_config()

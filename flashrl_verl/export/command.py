@@ -105,6 +105,11 @@ def _say_result(console: Any, folder: Path, record: dict[str, Any]) -> None:
     say(console, f"{folder}: {record['format']}{of}, {size / 1e9:.2f} GB in {len(record['files'])} files")
     if layers := record.get("quantized_layers"):
         say(console, f"  {layers} layers as codes; the rest BF16. Serve it: vllm serve {folder}")
+    if (record["settings"] or {}).get("fp32_lm_head"):
+        say(
+            console,
+            "  the run computed its logits in FP32 (flashrl.fp32_lm_head); served they are BF16, and near ties may fall otherwise",
+        )
     if record.get("quantized_experts") and record["format"] == Precision.INT8.value:
         say(
             console,
