@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import hashlib
 import importlib.metadata
 import json
 import shutil
@@ -89,7 +90,7 @@ def run(config: EvalConfig, progress: Progress = lambda doing, done, total: None
     checkpoint = open_checkpoint(config.checkpoint)
     output = config.output.expanduser().resolve()
     prompts, stops, tokenizer = _prompts(checkpoint, problems, config)
-    settings = {precision: _settings(config, checkpoint, precision) for precision in config.precisions}
+    settings = {precision: _settings(config, checkpoint, prompts, precision) for precision in config.precisions}
     left = [precision for precision in settings if not _finished(output, precision, settings[precision], config.force)]
     model = _in_bf16(checkpoint, output, progress) if left else None
     for precision in left:
@@ -118,7 +119,9 @@ def run(config: EvalConfig, progress: Progress = lambda doing, done, total: None
             progress(f"{precision.value}: scoring", done, len(problems))
         _write_responses(output / precision.value / RESPONSES, problems, texts, values, answer)
         evaluated.append(Evaluated(precision=precision.value, values=values, answer=answer, generated=precision in left))
-    return Report.of(evaluated, problems, config.threshold, config.seed, _facts(config, checkpoint, rows))
+    return Report.of(
+        evaluated, problems, config.threshold, config.seed, _facts(config, checkpoint, rows, settings[config.precisions[-1]])
+    )
 
 
 def _prompts(checkpoint: Checkpoint, problems: list[Problem], config: EvalConfig) -> tuple[list[list[int]], list[int], Any]:
@@ -158,15 +161,15 @@ def _in_bf16(checkpoint: Checkpoint, output: Path, progress: Progress) -> Path:
 # ---- what was generated before ----
 
 
-def _settings(config: EvalConfig, checkpoint: Checkpoint, precision: Precision) -> dict[str, Any]:
-    """All that the responses of a precision depend on. Rewards and thresholds may change without generating again."""
+def _settings(config: EvalConfig, checkpoint: Checkpoint, prompts: list[list[int]], precision: Precision) -> dict[str, Any]:
+    """All that the responses of a precision depend on. Answers, rewards and thresholds may change without generating again."""
     return {
         "checkpoint": str(checkpoint.path),
         "weights": checkpoint.fingerprint(),
-        "data": [sha256(file) for file in config.data],
+        "prompts": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),  # data, their choice, and the chat template
         **{
             key: getattr(config, key)
-            for key in ("samples", "temperature", "top_p", "max_tokens", "seed", "limit", "tensor_parallel_size")
+            for key in ("samples", "temperature", "top_p", "max_tokens", "seed", "tensor_parallel_size")
         },
         "layers": None if precision is Precision.BF16 else config.layers,
         "versions": _versions(),
@@ -224,13 +227,14 @@ def _write_responses(
 # ---- what the report says besides figures ----
 
 
-def _facts(config: EvalConfig, checkpoint: Checkpoint, rows: int) -> dict[str, Any]:
+def _facts(config: EvalConfig, checkpoint: Checkpoint, rows: int, settings: dict[str, Any]) -> dict[str, Any]:
     return {
         "step": checkpoint.step,
-        "data_files": [str(file) for file in config.data],
+        "data": {str(file): sha256(file) for file in config.data},
+        "limit": config.limit,
         "rows": rows,
         "reward": config.reward or "verl's default_compute_score",
-        "settings": _settings(config, checkpoint, config.precisions[-1]),
+        "settings": settings,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
 

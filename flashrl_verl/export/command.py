@@ -108,7 +108,7 @@ def _say_result(console: Any, folder: Path, record: dict[str, Any]) -> None:
     if (record["settings"] or {}).get("fp32_lm_head"):
         say(
             console,
-            "  the run computed its logits in FP32 (flashrl.fp32_lm_head); served they are BF16, and near ties may fall otherwise",
+            "  the run's logits were FP32 (flashrl.fp32_lm_head), and are BF16 when served: near ties may fall otherwise",
         )
     if record.get("quantized_experts") and record["format"] == Precision.INT8.value:
         say(
