@@ -31,6 +31,9 @@ from flashrl_verl.process_tree import ProcessTree
 _GPU_MEMORY_SHARE = 0.9
 """Of the GPU's free memory, for vLLM: whatever else runs there keeps its own."""
 
+LOG = "engine.log"
+"""What the engine said, in its folder."""
+
 _MODULE = "flashrl_verl.evaluate.engine"
 
 
@@ -83,7 +86,7 @@ def ask(job: Job, folder: Path, progress: Callable[[int, int], None]) -> Answer:
     Raises:
         FlashRLError: it failed; the message has its error and the log's path.
     """
-    job_file, answer_file, log, count = (folder / name for name in ("job.json", "answer.json", "engine.log", "progress"))
+    job_file, answer_file, log, count = (folder / name for name in ("job.json", "answer.json", LOG, "progress"))
     for path in (answer_file, log, count):
         path.unlink(missing_ok=True)
     job_file.write_text(json.dumps(asdict(job)))

@@ -19,7 +19,7 @@ from flashrl_verl import run_settings
 from flashrl_verl.config import Precision
 from flashrl_verl.data.source import sha256
 from flashrl_verl.errors import ConfigError
-from flashrl_verl.evaluate.engine import Answer, Job, ask
+from flashrl_verl.evaluate.engine import LOG, Answer, Job, ask
 from flashrl_verl.evaluate.problems import Problem, read_problems
 from flashrl_verl.evaluate.report import Evaluated, Report
 from flashrl_verl.evaluate.scoring import load_reward, score
@@ -154,7 +154,7 @@ def _in_bf16(checkpoint: Checkpoint, output: Path, progress: Progress) -> Path:
             "source_files"
         ] == checkpoint.fingerprint():
             return folder
-        shutil.rmtree(folder)  # of another checkpoint: `_finished` has let it be replaced
+        _clear(folder, RECORD)  # of another checkpoint: `_finished` has let it be replaced
     return export(Request(checkpoint=checkpoint.path, output=folder), progress)[0]
 
 
@@ -194,13 +194,24 @@ def _finished(output: Path, precision: Precision, settings: dict[str, Any], forc
 
 
 def _generate(job: Job, folder: Path, settings: dict[str, Any], progress: Progress) -> None:
-    if folder.exists():
-        shutil.rmtree(folder)
+    _clear(folder, LOG)
     folder.mkdir(parents=True)
     progress(f"{job.precision}: starting the engine", 0, 1)
     answer = ask(job, folder, lambda done, total: progress(f"{job.precision}: responses", done, total))
     (folder / ANSWER).write_text(json.dumps(dataclasses.asdict(answer)))
     (folder / GENERATED).write_text(json.dumps(settings, indent=1))  # last: with it the precision is finished
+
+
+def _clear(folder: Path, mark: str) -> None:
+    """Remove what an earlier evaluation left, and nothing else.
+
+    Raises:
+        ConfigError: the folder holds something without the mark.
+    """
+    if (folder / mark).exists() or (folder.is_dir() and not any(folder.iterdir())):
+        shutil.rmtree(folder)
+    elif folder.exists():
+        raise ConfigError(f"{folder} is no evaluation's (it has no {mark}) and is not replaced. Choose another --output")
 
 
 def _answer(folder: Path) -> Answer:

@@ -10,6 +10,7 @@ import engines  # noqa: F401 - chooses verl's platform, which verl reads once
 import pytest
 import references
 import torch
+import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_models import make
@@ -143,6 +144,12 @@ def test_codes_and_scales_are_an_independent_recomputation_and_compressed_tensor
         assert torch.equal(theirs, torch.from_numpy(codes).float() * torch.from_numpy(scales))
     rest = {name: tensor for name, tensor in weights.items() if name not in quantized}
     assert_rounded({name: found[name] for name in rest}, rest)
+    read = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=transformers.CompressedTensorsConfig(run_compressed=False), dtype=torch.bfloat16
+    )
+    for name in quantized:  # transformers rounds scales to BF16, and the product again
+        exact = found[name].float() * found[f"{name}_scale"]
+        assert ((read.get_parameter(name).float() - exact).abs() <= 2**-7 * exact.abs()).all(), name
 
 
 def test_the_runs_own_record_says_what_stays_in_bf16(of_two, tmp_path):

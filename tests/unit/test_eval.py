@@ -11,8 +11,8 @@ import pytest
 
 from flashrl_verl.config import Precision
 from flashrl_verl.errors import ConfigError, DataError, FlashRLError
-from flashrl_verl.evaluate.engine import Answer, require_engine
-from flashrl_verl.evaluate.evaluate import GENERATED, EvalConfig, _finished
+from flashrl_verl.evaluate.engine import LOG, Answer, require_engine
+from flashrl_verl.evaluate.evaluate import GENERATED, EvalConfig, _clear, _finished
 from flashrl_verl.evaluate.problems import Problem, read_problems
 from flashrl_verl.evaluate.report import Evaluated, Report
 from flashrl_verl.evaluate.scoring import load_reward, score
@@ -138,6 +138,19 @@ def test_finished_responses_are_used_again_only_under_the_same_settings(tmp_path
     assert not _finished(tmp_path, Precision.INT8, settings, force=True)
     with pytest.raises(ConfigError, match=r"samples 4 \(now 8\)"):
         _finished(tmp_path, Precision.INT8, settings | {"samples": 8}, force=False)
+
+
+def test_only_what_an_evaluation_left_is_replaced(tmp_path):
+    _clear(tmp_path / "absent", LOG)
+    mine = tmp_path / "int8"
+    mine.mkdir()
+    (mine / "notes.txt").touch()
+    with pytest.raises(ConfigError, match="is not replaced"):
+        _clear(mine, LOG)
+    assert (mine / "notes.txt").exists()
+    (mine / LOG).touch()
+    _clear(mine, LOG)
+    assert not mine.exists()
 
 
 def _layers(precision: str, quantized: dict[str, int]) -> dict:
