@@ -17,6 +17,8 @@ from flashrl_verl.check.command import check
 from flashrl_verl.data.command import data
 from flashrl_verl.environment import environment_needed
 from flashrl_verl.errors import ConfigError, FlashRLError
+from flashrl_verl.evaluate.command import evaluate
+from flashrl_verl.export.command import export
 from flashrl_verl.plan.command import plan
 
 if TYPE_CHECKING:
@@ -97,6 +99,8 @@ def report(
 app.command()(data)
 app.command()(plan)
 app.command()(check)
+app.command()(export)
+app.command("eval")(evaluate)
 
 
 bench = typer.Typer(help="Benchmarks of the weight update and of log-probs; nothing is downloaded.", no_args_is_help=True)
@@ -125,7 +129,7 @@ def bench_refit(
     sources = {"bf16": torch.bfloat16, "fp32": torch.float32}
     if source not in sources:
         raise ConfigError(f"--source {source!r} is not one of {', '.join(sources)}")
-    precisions = list(_precisions(precision))
+    precisions = list(precisions_of(precision))
     check_output(output)
     # vLLM and verl talk on standard output while models are built; what goes wrong raises.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -179,7 +183,7 @@ def bench_mismatch(
 
     config = mismatch.MismatchConfig(
         model=model,
-        precisions=_precisions(precision),
+        precisions=precisions_of(precision),
         prompts=prompts,
         tokens=tokens,
         data=data,
@@ -236,7 +240,8 @@ def bench_correction(
     console.print("written: " + ", ".join(map(str, written)), highlight=False, soft_wrap=True)
 
 
-def _precisions(words: str) -> tuple[Precision, ...]:
+def precisions_of(words: str) -> tuple[Precision, ...]:
+    """Read ``--precision``: names separated by commas."""
     from flashrl_verl.config import Precision
 
     chosen = []

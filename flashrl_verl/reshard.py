@@ -53,6 +53,29 @@ def reshard(parts: Sequence[Any], like: Any, name: str) -> Any:
     )
 
 
+def whole(parts: Sequence[Any], name: str) -> torch.Tensor:
+    """One tensor of a state, uncut.
+
+    Args:
+        parts: the tensor on every rank that wrote the checkpoint, in their order.
+        name: for the error.
+
+    Returns:
+        All of it, in ``parts``' dtype; a tensor that was not cut may be a view of the mapped file.
+
+    Raises:
+        FlashRLError: it is cut in a way that FSDP2 alone does not make, or ranks differ in what each has whole.
+    """
+    first = parts[0]
+    if not isinstance(first, DTensor):
+        if not all(_same(part, first) for part in parts[1:]):
+            raise FlashRLError(f"{name}: it is not cut by FSDP2 and differs between ranks, so no rank's is the tensor")
+        return first
+    mesh_dim, dim = cut_of(first.placements, name)
+    pieces = [parts[rank] for rank in one_replica(first.device_mesh, mesh_dim)]
+    return _rows(pieces, dim, 0, first.shape[dim])
+
+
 def same_cut(one: DTensor, other: DTensor) -> bool:
     """Whether the same rank holds the same rows of two tensors of one shape."""
     return one.placements == other.placements and torch.equal(one.device_mesh.mesh, other.device_mesh.mesh)

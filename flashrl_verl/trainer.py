@@ -17,6 +17,7 @@ from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 
+from flashrl_verl import run_settings
 from flashrl_verl.checkpoint import require_same_ranks
 from flashrl_verl.cluster import check_cluster
 from flashrl_verl.compat import Status, check_versions
@@ -177,6 +178,7 @@ class FlashRLTrainer(PPOTrainerSync):
                 f"({', '.join(bad[:8])}); no checkpoint was saved from it. Resume from the last one with a lower "
                 "actor_rollout_ref.actor.optim.lr or actor_rollout_ref.actor.optim.clip_grad"
             )
+        run_settings.save(self._checkpoint_folder(), self.flashrl)
         self.guard.save(self._checkpoint_folder())  # first: verl ends with the record that makes it the last checkpoint
         super()._save_checkpoint()
 

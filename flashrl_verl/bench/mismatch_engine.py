@@ -126,7 +126,7 @@ def work(job: Job) -> Answer:
         log_probs=log_probs,
         common_log_probs=common_log_probs,
         layers=layers,
-        kernels=_kernels(job.precision),
+        kernels=kernel_names(job.precision),
         updated=updated,
         seconds={name: round(value, 2) for name, value in seconds.items()},
     )
@@ -222,7 +222,8 @@ def _score(llm: Any, prompts: list[list[int]], responses: list[list[int]]) -> li
     ]
 
 
-def _kernels(precision: str) -> dict[str, str]:
+def kernel_names(precision: str) -> dict[str, str]:
+    """Of linear layers and of experts, as this machine multiplies them in a precision."""
     from flashrl_verl.quantization.gemm import device_kernels
 
     fmt = row_format(Precision(precision))

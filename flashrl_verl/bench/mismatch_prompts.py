@@ -40,23 +40,37 @@ def load_prompts(model: Path, data: Path | None, count: int, seed: int) -> Promp
     Raises:
         ConfigError: no tokenizer, no chat template, or not verl's format; the message names the option.
     """
-    # Without its files transformers makes an empty tokenizer of the model's kind, and every prompt is empty.
-    if not any((model / name).is_file() for name in _TOKENIZER_FILES):
-        raise ConfigError(f"--model {model} has no tokenizer to write prompts with ({', '.join(_TOKENIZER_FILES)})")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"--model {model}: its tokenizer cannot be loaded: {error}") from error
-    if not tokenizer.chat_template:
-        raise ConfigError(f"--model {model}: its tokenizer has no chat template; take an instruction-tuned model")
+    tokenizer = load_tokenizer(model, f"--model {model}")
     conversations = _additions(seed) if data is None else _read(data, seed)
     chosen = itertools.islice(itertools.cycle(conversations), count)
     return Prompts(
-        tokens=[_encode(tokenizer, messages) for messages in chosen],
-        stop_token_ids=_stop_token_ids(model, tokenizer),
+        tokens=[encode(tokenizer, messages) for messages in chosen],
+        stop_token_ids=stop_token_ids(model, tokenizer),
         vocab_size=len(tokenizer),
         source="additions of the toy task" if data is None else str(data),
     )
+
+
+def load_tokenizer(model: Path, called: str) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a model's folder.
+
+    Args:
+        model: the folder.
+        called: what an error calls it.
+
+    Raises:
+        ConfigError: there is none, or it has no chat template.
+    """
+    # Without its files transformers makes an empty tokenizer of the model's kind, and every prompt is empty.
+    if not any((model / name).is_file() for name in _TOKENIZER_FILES):
+        raise ConfigError(f"{called} has no tokenizer to write prompts with ({', '.join(_TOKENIZER_FILES)})")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{called}: its tokenizer cannot be loaded: {error}") from error
+    if not tokenizer.chat_template:
+        raise ConfigError(f"{called}: its tokenizer has no chat template; take an instruction-tuned model")
+    return tokenizer
 
 
 def _additions(seed: int) -> list[list[dict[str, str]]]:
@@ -78,12 +92,13 @@ def _read(data: Path, seed: int) -> list[list[dict[str, str]]]:
     return rows
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]) -> list[int]:
+def encode(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]) -> list[int]:
+    """Tokens of a conversation, up to where the model answers."""
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     return tokenizer.encode(text, add_special_tokens=False)
 
 
-def _stop_token_ids(model: Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def stop_token_ids(model: Path, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The tokenizer's end of turn and those of generation_config.json, as vLLM combines them when it has a tokenizer."""
     found = set()
     if (model / "generation_config.json").is_file():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a reading of many rows shows: a bar where there is a terminal, a line now and then where there is none."""
+"""What a long count shows: a bar where there is a terminal, a line now and then where there is none."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ PLAIN_INTERVAL = 10.0
 
 
 class Bar:
-    """Shows rows done, rows in all and the time left; a `survey.Progress`. Nothing appears before the first rows.
+    """Shows how many are done, how many there are and the time left; a `survey.Progress`. Nothing appears before the first.
 
     Args:
         console: where people read.
+        unit: what is counted.
     """
 
-    def __init__(self, console: Console):
+    def __init__(self, console: Console, unit: str = "rows"):
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
         columns = (
@@ -30,7 +31,7 @@ class Bar:
             MofNCompleteColumn(),
             TimeRemainingColumn(),
         )
-        self._console, self._spoke = console, time.monotonic()
+        self._console, self._unit, self._spoke = console, unit, time.monotonic()
         self._bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
         self._doing, self._task = "", None
 
@@ -49,4 +50,4 @@ class Bar:
         self._bar.update(self._task, completed=done, total=total)
         if not self._console.is_terminal and time.monotonic() - self._spoke > PLAIN_INTERVAL:
             self._spoke = time.monotonic()
-            self._console.print(f"{doing}: {done:,} of {total:,} rows", markup=False, highlight=False, soft_wrap=True)
+            self._console.print(f"{doing}: {done:,} of {total:,} {self._unit}", markup=False, highlight=False, soft_wrap=True)

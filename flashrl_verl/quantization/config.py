@@ -101,15 +101,12 @@ class FlashRLQuantizationConfig(QuantizationConfig):
         )
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        # Every layer is asked about, quantized or not, so that an entry of `ignore` for one that never is counts as of use.
         if isinstance(layer, LinearBase):
-            kept = self._kept(prefix, fused_parts(prefix, self.packed_modules_mapping))
-            if self.format is not None and type(layer) in QUANTIZED_LAYERS and not kept:
+            if self.quantizes(layer, prefix):
                 return RowQuantizedLinearMethod(self.format)
             return UnpackedLinearMethod() if current_platform.is_cpu() else UnquantizedLinearMethod()
         if isinstance(layer, RoutedExperts):
-            kept = self._kept(prefix, expert_parts(prefix, layer.moe_config.num_experts))
-            if self.format is not None and not kept:
+            if self.quantizes(layer, prefix):
                 return RowQuantizedMoEMethod(self.format, layer.moe_config, prefix)
             return UnpackedMoEMethod(layer.moe_config) if current_platform.is_cpu() else None
         if isinstance(layer, VocabParallelEmbedding):
@@ -123,6 +120,26 @@ class FlashRLQuantizationConfig(QuantizationConfig):
                 "actor_rollout_ref.rollout.name=vllm with trainer.v1.trainer_mode=sync"
             )
         return None  # attention, and above embeddings and lm_head, use vLLM's own unquantized method
+
+    def parts(self, layer: LinearBase | RoutedExperts, prefix: str) -> list[str]:
+        """The checkpoint's names of the layers that vLLM keeps in this one; empty where it fuses none."""
+        if isinstance(layer, RoutedExperts):
+            return expert_parts(prefix, layer.moe_config.num_experts)
+        return fused_parts(prefix, self.packed_modules_mapping)
+
+    def quantizes(self, layer: LinearBase | RoutedExperts, prefix: str) -> bool:
+        """Whether a layer gets 8-bit codes.
+
+        Args:
+            layer: one of vLLM's.
+            prefix: its name.
+
+        Raises:
+            ConfigError: ``ignore`` names some of the fused parts only.
+        """
+        # Every layer is asked about, quantized or not, so that an entry of `ignore` for one that never is counts as of use.
+        kept = self._kept(prefix, self.parts(layer, prefix))
+        return self.format is not None and (isinstance(layer, RoutedExperts) or type(layer) in QUANTIZED_LAYERS) and not kept
 
     def _kept(self, prefix: str, parts: list[str]) -> bool:
         layers = sys.maxsize

@@ -10,7 +10,9 @@ import torch
 LR, STEPS = 1e-2, 2
 
 
-def build(ranks: int, hybrid: bool = False, family: str = "qwen2.5") -> tuple[torch.nn.Module, torch.optim.Optimizer, Any]:
+def build(
+    ranks: int, hybrid: bool = False, family: str = "qwen2.5", intermediate: int = 6
+) -> tuple[torch.nn.Module, torch.optim.Optimizer, Any]:
     from tiny_models import make
     from torch.distributed.fsdp import MixedPrecisionPolicy
     from verl.utils.fsdp_utils import apply_fsdp2
@@ -18,7 +20,7 @@ def build(ranks: int, hybrid: bool = False, family: str = "qwen2.5") -> tuple[to
     shape, names = ((2, ranks // 2), ("ddp", "fsdp")) if hybrid else ((ranks,), ("fsdp",))
     mesh = torch.distributed.init_device_mesh("cpu", shape, mesh_dim_names=names)
     # Of 6 rows the last two of five ranks have none; three ranks have pieces of different sizes of the others' 128.
-    model = make(family, seed=0, intermediate_size=6)
+    model = make(family, seed=0, intermediate_size=intermediate)
     policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
     apply_fsdp2(model, {"mesh": mesh, "mp_policy": policy, "offload_policy": None, "reshard_after_forward": True}, {})
     # Two groups, so that a parameter's number in the optimizer is not its place in the model.
@@ -50,11 +52,21 @@ def whole(model: torch.nn.Module, optimizer: torch.optim.Optimizer, scheduler: A
     return {"weights": weights, "moments": moments, "groups": groups, "scheduler": scheduler.last_epoch, "empty": empty}
 
 
-def run(rank: int, ranks: int, task: str, folder: str, checkpoint: str, hybrid: bool = False, family: str = "qwen2.5") -> None:
+def run(
+    rank: int,
+    ranks: int,
+    task: str,
+    folder: str,
+    checkpoint: str,
+    hybrid: bool = False,
+    family: str = "qwen2.5",
+    intermediate: int = 6,
+) -> None:
     """``save``: two steps, a checkpoint, and one step more. ``load``: the checkpoint, and one step more.
 
-    With ``hybrid`` two replicas hold the shards of ``ranks`` / 2. The last rank writes the whole state, and how many of its own
-    shards are empty, after the checkpoint and after the last step to ``folder/<task>-<ranks>.pt``.
+    The model is ``tiny_models.CONFIGS[family]``, ``intermediate`` wide. With ``hybrid`` two replicas hold the shards of ``ranks``
+    / 2. The last rank writes the whole state, and how many of its own shards are empty, after the checkpoint and after the last
+    step to ``folder/<task>-<ranks>.pt``.
     """
     os.environ["VERL_PLATFORM"] = "cpu"
     from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
@@ -65,7 +77,7 @@ def run(rank: int, ranks: int, task: str, folder: str, checkpoint: str, hybrid: 
     torch.manual_seed(rank)
     group = f"file://{folder}/group-{task}-{ranks}"
     torch.distributed.init_process_group("gloo", init_method=group, rank=rank, world_size=ranks)
-    model, optimizer, scheduler = build(ranks, hybrid, family)
+    model, optimizer, scheduler = build(ranks, hybrid, family, intermediate)
     manager = FSDPCheckpointManager(model=model, optimizer=optimizer, lr_scheduler=scheduler)
     if task == "save":
         for step in range(STEPS):

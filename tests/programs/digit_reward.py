@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewards for end-to-end tests with untrained models: one that varies within a group, and one that never does."""
+"""Rewards for end-to-end tests with untrained models: varying within a group, never varying, and right or wrong."""
 
 
 def share_of_digits(data_source, solution_str, ground_truth, extra_info=None) -> dict:
@@ -10,3 +10,8 @@ def share_of_digits(data_source, solution_str, ground_truth, extra_info=None) ->
 
 def constant(data_source, solution_str, ground_truth, extra_info=None) -> dict:
     return {"score": 0.0, "acc": 0.0}
+
+
+def even_length(data_source, solution_str, ground_truth, extra_info=None) -> float:
+    """1 for an even number of characters: right about half the time, and for some prompts more often than for others."""
+    return float(len(solution_str) % 2 == 0)

@@ -34,7 +34,9 @@ def flashrl(*words: str) -> subprocess.CompletedProcess:
 # ---- commands ----
 
 
-@pytest.mark.parametrize("command", [[], ["quickstart"], ["report"], ["data"], ["check"], ["version"]])
+@pytest.mark.parametrize(
+    "command", [[], ["quickstart"], ["report"], ["data"], ["plan"], ["check"], ["export"], ["eval"], ["version"]]
+)
 def test_every_command_explains_itself(command):
     result = CliRunner().invoke(app, [*command, "--help"])
     assert result.exit_code == 0 and "Usage" in result.output

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One precision of ``flashrl eval``: a vLLM engine in a process of its own, which ends with it.
+
+    python -m flashrl_verl.evaluate.engine JOB.json ANSWER.json
+
+INT8 and FP8 are the rollout's engine: FlashRL's quantization of the BF16 weights while they are loaded. BF16 is vLLM without
+any quantization. What the engine holds is asked of its live model before anything is generated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flashrl_verl.bench.mismatch_engine import ROOT, kernel_names, require_precision
+from flashrl_verl.config import FlashRLConfig, Precision
+from flashrl_verl.errors import FlashRLError
+from flashrl_verl.log_excerpt import last_error
+from flashrl_verl.platforms.cores import bind_ranks
+from flashrl_verl.process_tree import ProcessTree
+
+_GPU_MEMORY_SHARE = 0.9
+"""Of the GPU's free memory, for vLLM: whatever else runs there keeps its own."""
+
+LOG = "engine.log"
+"""What the engine said, in its folder."""
+
+_MODULE = "flashrl_verl.evaluate.engine"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What an engine is to do."""
+
+    model: str
+    """Folder of the BF16 weights."""
+    precision: str
+    layers: dict[str, Any]
+    """``ignore``, ``keep_first_layers`` and ``keep_last_layers``."""
+    prompts: list[list[int]]
+    samples: int
+    """Responses to each prompt."""
+    temperature: float
+    top_p: float
+    max_tokens: int
+    """Longest response."""
+    seed: int
+    stop_token_ids: list[int]
+    vocab_size: int
+    """Length of the tokenizer: what an embedding has beyond it is masked, as in verl's rollout."""
+    tensor_parallel_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What it did."""
+
+    responses: list[list[list[int]]]
+    """``samples`` token lists for each prompt."""
+    truncated: list[list[bool]]
+    """Whether each ended at ``max_tokens``."""
+    layers: dict[str, Any]
+    """Numbers of the live model: ``quantized_layers``, ``unquantized_layers``, ``kept_layers``, ``weight_bytes``."""
+    kernels: dict[str, str]
+    seconds: dict[str, float]
+    """``start`` and ``generate``."""
+
+
+def ask(job: Job, folder: Path, progress: Callable[[int, int], None]) -> Answer:
+    """Run one engine in a process of its own.
+
+    Args:
+        job: what it is to do.
+        folder: for its log; it exists.
+        progress: told how many responses there are, and will be.
+
+    Raises:
+        FlashRLError: it failed; the message has its error and the log's path.
+    """
+    job_file, answer_file, log, count = (folder / name for name in ("job.json", "answer.json", LOG, "progress"))
+    for path in (answer_file, log, count):
+        path.unlink(missing_ok=True)
+    job_file.write_text(json.dumps(asdict(job)))
+    total = len(job.prompts) * job.samples
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
+    tree = ProcessTree([sys.executable, "-m", _MODULE, str(job_file), str(answer_file)], log, env, ROOT)
+    try:
+        while (code := tree.poll()) is None:
+            time.sleep(0.5)
+            with contextlib.suppress(FileNotFoundError, ValueError):
+                progress(int(count.read_text()), total)
+    finally:
+        tree.end()
+    if code or not answer_file.is_file():
+        said = "\n  ".join(last_error(log.read_text(errors="replace")))
+        raise FlashRLError(f"the {job.precision} engine failed (exit code {code}):\n  {said}\nwhole log: {log}")
+    answer = Answer(**json.loads(answer_file.read_text()))
+    for path in (job_file, answer_file, count):
+        path.unlink(missing_ok=True)
+    return answer
+
+
+def require_engine(precision: Precision, workers: list[dict[str, Any]]) -> None:
+    """Refuse an engine that is not what its figures will be called.
+
+    Args:
+        precision: their name.
+        workers: ``FlashRLWorkerExtension.flashrl_layers`` of each.
+
+    Raises:
+        FlashRLError: a worker's live model holds something else, or an entry of ``ignore`` matched nothing.
+    """
+    for layers in workers:
+        if precision is Precision.BF16:  # vLLM's own: it has no config of ours to name a precision
+            layers = layers | {"precision": "bf16" if layers["precision"] == "None" else layers["precision"]}
+        require_precision(precision, layers)
+        if layers["ignore_unused"]:
+            raise FlashRLError(f"--ignore {' '.join(layers['ignore_unused'])} matches no layer of the model")
+
+
+def work(job: Job, count: Path) -> Answer:
+    """Start the engine, look at it, generate.
+
+    Args:
+        job: what to do.
+        count: file that gets the number of responses so far.
+    """
+    started = time.monotonic()
+    llm = _start(job)
+    workers = llm.collective_rpc("flashrl_layers")
+    require_engine(Precision(job.precision), workers)
+    llm.collective_rpc("monkey_patch_model", kwargs={"vocab_size": job.vocab_size})  # as verl's server does
+    ready = time.monotonic()
+    outputs = _generate(llm, job, count)
+    ended = time.monotonic()
+    grouped = [outputs[first : first + job.samples] for first in range(0, len(outputs), job.samples)]
+    first = workers[0]
+    return Answer(
+        responses=[[list(output.token_ids) for output in group] for group in grouped],
+        truncated=[[output.finish_reason == "length" for output in group] for group in grouped],
+        layers={
+            "quantized_layers": first["quantized_layers"],
+            "quantized": first["quantized"],
+            "unquantized_layers": len(first["unquantized_layers"]),
+            "kept_layers": first["kept_layers"],
+            "weight_bytes": sum(worker["weight_bytes"] for worker in workers),
+        },
+        kernels=kernel_names(job.precision),
+        seconds={"start": round(ready - started, 2), "generate": round(ended - ready, 2)},
+    )
+
+
+def _start(job: Job) -> Any:
+    if job.tensor_parallel_size == 1:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # one process to watch, and to read an error of
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    import vllm
+
+    arguments: dict[str, Any] = {}
+    if job.precision != Precision.BF16.value:
+        from flashrl_verl.plugin_vllm import register
+        from flashrl_verl.quantization.config import NAME, quantization_config_dict
+
+        register()
+        settings = FlashRLConfig(precision=Precision(job.precision), **job.layers)
+        arguments = {"quantization": NAME, "hf_overrides": {"quantization_config": quantization_config_dict(settings)}}
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        arguments["gpu_memory_utilization"] = _GPU_MEMORY_SHARE * free / total
+    else:
+        arguments["enforce_eager"] = True  # compiling takes a CPU longer than it gains
+        bind_ranks(job.tensor_parallel_size)
+    return vllm.LLM(
+        job.model,
+        skip_tokenizer_init=True,
+        worker_extension_cls="flashrl_verl.rollout.worker.FlashRLWorkerExtension",
+        dtype="bfloat16",
+        max_model_len=max(map(len, job.prompts)) + job.max_tokens,
+        tensor_parallel_size=job.tensor_parallel_size,
+        seed=job.seed,
+        **arguments,
+    )
+
+
+def _generate(llm: Any, job: Job, count: Path) -> list[Any]:
+    """The responses, problem by problem."""
+    from tqdm import tqdm
+    from vllm import SamplingParams
+
+    class Counted(tqdm):
+        """vLLM's bar, written down for the process that watches this one."""
+
+        def __init__(self, *args: Any, **kwargs: Any):
+            super().__init__(*args, **{**kwargs, "mininterval": 30.0})
+            self._counts = kwargs.get("desc") == "Processed prompts"  # vLLM shows others while it prepares
+
+        def update(self, n: float | None = 1) -> bool | None:
+            shown = super().update(n)
+            if self._counts:
+                scratch = count.with_suffix(".new")
+                scratch.write_text(str(int(self.n)))
+                scratch.replace(count)
+            return shown
+
+    params = SamplingParams(
+        temperature=job.temperature,
+        top_p=job.top_p,
+        max_tokens=job.max_tokens,
+        stop_token_ids=job.stop_token_ids,
+        detokenize=False,
+    )
+    # Each sample is a request of its own: vLLM shares a prompt's computation among them by its prefix cache.
+    prompts = [{"prompt_token_ids": ids} for ids in job.prompts for _ in range(job.samples)]
+    return [result.outputs[0] for result in llm.generate(prompts, params, use_tqdm=Counted)]
+
+
+def main() -> None:
+    """Read the job, do it, write the answer."""
+    from omegaconf import OmegaConf
+
+    from flashrl_verl.compat import vllm_device
+    from flashrl_verl.platforms import activate
+
+    job_file, answer_file = map(Path, sys.argv[1:])
+    activate(OmegaConf.create({"trainer": {"device": vllm_device()}}))
+    answer = work(Job(**json.loads(job_file.read_text())), answer_file.with_name("progress"))
+    scratch = answer_file.with_suffix(".new")
+    scratch.write_text(json.dumps(asdict(answer)))
+    scratch.replace(answer_file)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``flashrl eval``: the same problems to the same weights in several precisions, one engine after another."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import hashlib
+import importlib.metadata
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import flashrl_verl
+from flashrl_verl import run_settings
+from flashrl_verl.config import Precision
+from flashrl_verl.data.source import sha256
+from flashrl_verl.errors import ConfigError
+from flashrl_verl.evaluate.engine import LOG, Answer, Job, ask
+from flashrl_verl.evaluate.problems import Problem, read_problems
+from flashrl_verl.evaluate.report import Evaluated, Report
+from flashrl_verl.evaluate.scoring import load_reward, score
+from flashrl_verl.export.source import RECORD, Checkpoint, open_checkpoint
+
+GENERATED, ANSWER, RESPONSES = "settings.json", "answer.json", "responses.jsonl"
+"""In a precision's folder: what its responses depend on, what its engine was, and the responses."""
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """What the command line says."""
+
+    checkpoint: Path
+    data: tuple[Path, ...]
+    precisions: tuple[Precision, ...] = (Precision.BF16,)
+    """In this order; the others are compared with the first."""
+    samples: int = 8
+    """Responses to each problem."""
+    temperature: float = 1.0
+    top_p: float = 1.0
+    max_tokens: int = 4096
+    """Longest response, in tokens."""
+    seed: int = 0
+    """Of the sampling and of the intervals."""
+    limit: int | None = None
+    """The first so many problems; None for all."""
+    tensor_parallel_size: int = 1
+    reward: str | None = None
+    """``path:name``; None for verl's default."""
+    threshold: float = 1.0
+    """Least value of a correct response."""
+    layers: dict[str, Any] = dataclasses.field(default_factory=lambda: run_settings.layers_of(None, (), None, None))
+    """Layers that INT8 and FP8 keep in BF16."""
+    output: Path = Path("outputs/eval")
+    force: bool = False
+    """Generate again what another evaluation left in ``output``."""
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0 or not 0 < self.top_p <= 1:
+            raise ConfigError(f"--temperature {self.temperature} --top-p {self.top_p}: at least 0, and above 0 to 1")
+        if self.temperature == 0 and self.samples > 1:
+            raise ConfigError(f"--temperature 0 is greedy: all --n {self.samples} responses are one. Set --n 1")
+        if len(set(self.precisions)) < len(self.precisions):
+            raise ConfigError(f"--precision names one twice: {','.join(p.value for p in self.precisions)}")
+
+
+def run(config: EvalConfig, progress: Progress = lambda doing, done, total: None) -> Report:
+    """Evaluate every precision.
+
+    Args:
+        config: what.
+        progress: told what is done, how much of it, and how much there is.
+
+    Returns:
+        The report; responses are in ``config.output``, by precision.
+
+    Raises:
+        ConfigError, DataError: something cannot be evaluated so; no engine was started.
+        FlashRLError: an engine failed, or held something else than its name says; finished precisions stay finished.
+    """
+    reward = load_reward(config.reward)
+    problems, rows = read_problems(config.data, config.limit)
+    for problem in {problem.data_source: problem for problem in problems}.values():
+        score(reward, problem, "")  # a source that the reward does not know is found out before hours of generation
+    checkpoint = open_checkpoint(config.checkpoint)
+    output = config.output.expanduser().resolve()
+    prompts, stops, tokenizer = _prompts(checkpoint, problems, config)
+    settings = {precision: _settings(config, checkpoint, prompts, precision) for precision in config.precisions}
+    left = [precision for precision in settings if not _finished(output, precision, settings[precision], config.force)]
+    model = _in_bf16(checkpoint, output, progress) if left else None
+    for precision in left:
+        job = Job(
+            model=str(model),
+            precision=precision.value,
+            layers=config.layers,
+            prompts=prompts,
+            samples=config.samples,
+            temperature=config.temperature,
+            top_p=config.top_p,
+            max_tokens=config.max_tokens,
+            seed=config.seed,
+            stop_token_ids=stops,
+            vocab_size=len(tokenizer),
+            tensor_parallel_size=config.tensor_parallel_size,
+        )
+        _generate(job, output / precision.value, settings[precision], progress)
+    evaluated = []
+    for precision in config.precisions:
+        answer = _answer(output / precision.value)
+        texts = [[tokenizer.decode(ids, skip_special_tokens=True) for ids in group] for group in answer.responses]
+        values = []
+        for done, (problem, group) in enumerate(zip(problems, texts, strict=True), 1):
+            values.append([score(reward, problem, text) for text in group])
+            progress(f"{precision.value}: scoring", done, len(problems))
+        _write_responses(output / precision.value / RESPONSES, problems, texts, values, answer)
+        evaluated.append(Evaluated(precision=precision.value, values=values, answer=answer, generated=precision in left))
+    return Report.of(
+        evaluated, problems, config.threshold, config.seed, _facts(config, checkpoint, rows, settings[config.precisions[-1]])
+    )
+
+
+def _prompts(checkpoint: Checkpoint, problems: list[Problem], config: EvalConfig) -> tuple[list[list[int]], list[int], Any]:
+    from transformers import AutoConfig
+
+    from flashrl_verl.bench.mismatch_prompts import encode, load_tokenizer, stop_token_ids
+
+    tokenizer = load_tokenizer(checkpoint.folder, str(checkpoint.folder))
+    prompts = [encode(tokenizer, problem.messages) for problem in problems]
+    longest = max(map(len, prompts))
+    model = AutoConfig.from_pretrained(checkpoint.folder).get_text_config()
+    limit = getattr(model, "max_position_embeddings", None)
+    if limit is not None and longest + config.max_tokens > limit:
+        raise ConfigError(
+            f"--max-tokens {config.max_tokens}: with the longest prompt's {longest} tokens that is beyond the model's {limit}; "
+            f"set --max-tokens {max(limit - longest, 0)} or lower"
+        )
+    return prompts, stop_token_ids(checkpoint.folder, tokenizer), tokenizer
+
+
+def _in_bf16(checkpoint: Checkpoint, output: Path, progress: Progress) -> Path:
+    """The folder that engines load: the checkpoint itself, or its export in ``output``, which is made once."""
+    if checkpoint.ranks is None:
+        return checkpoint.path
+    from flashrl_verl.export.export import Request, export
+
+    folder = output / "model"
+    if folder.exists():
+        if (folder / RECORD).is_file() and json.loads((folder / RECORD).read_text())[
+            "source_files"
+        ] == checkpoint.fingerprint():
+            return folder
+        _clear(folder, RECORD)  # of another checkpoint: `_finished` has let it be replaced
+    return export(Request(checkpoint=checkpoint.path, output=folder), progress)[0]
+
+
+# ---- what was generated before ----
+
+
+def _settings(config: EvalConfig, checkpoint: Checkpoint, prompts: list[list[int]], precision: Precision) -> dict[str, Any]:
+    """All that the responses of a precision depend on. Answers, rewards and thresholds may change without generating again."""
+    return {
+        "checkpoint": str(checkpoint.path),
+        "weights": checkpoint.fingerprint(),
+        "prompts": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),  # data, their choice, and the chat template
+        **{
+            key: getattr(config, key)
+            for key in ("samples", "temperature", "top_p", "max_tokens", "seed", "tensor_parallel_size")
+        },
+        "layers": None if precision is Precision.BF16 else config.layers,
+        "versions": _versions(),
+    }
+
+
+def _finished(output: Path, precision: Precision, settings: dict[str, Any], force: bool) -> bool:
+    """Whether the responses of a precision are there.
+
+    Raises:
+        ConfigError: they are another evaluation's.
+    """
+    folder = output / precision.value
+    if force or not (folder / GENERATED).is_file():
+        return False
+    before = json.loads((folder / GENERATED).read_text())
+    changed = [key for key in settings if before.get(key) != settings[key]]
+    if changed:
+        words = ", ".join(f"{key} {before.get(key)!r:.60} (now {settings[key]!r:.60})" for key in changed)
+        raise ConfigError(f"{folder} has responses that were generated otherwise: {words}. Choose another --output, or --force")
+    return True
+
+
+def _generate(job: Job, folder: Path, settings: dict[str, Any], progress: Progress) -> None:
+    _clear(folder, LOG)
+    folder.mkdir(parents=True)
+    progress(f"{job.precision}: starting the engine", 0, 1)
+    answer = ask(job, folder, lambda done, total: progress(f"{job.precision}: responses", done, total))
+    (folder / ANSWER).write_text(json.dumps(dataclasses.asdict(answer)))
+    (folder / GENERATED).write_text(json.dumps(settings, indent=1))  # last: with it the precision is finished
+
+
+def _clear(folder: Path, mark: str) -> None:
+    """Remove what an earlier evaluation left, and nothing else.
+
+    Raises:
+        ConfigError: the folder holds something without the mark.
+    """
+    if (folder / mark).exists() or (folder.is_dir() and not any(folder.iterdir())):
+        shutil.rmtree(folder)
+    elif folder.exists():
+        raise ConfigError(f"{folder} is no evaluation's (it has no {mark}) and is not replaced. Choose another --output")
+
+
+def _answer(folder: Path) -> Answer:
+    return Answer(**json.loads((folder / ANSWER).read_text()))
+
+
+def _write_responses(
+    path: Path, problems: list[Problem], texts: list[list[str]], values: list[list[float]], answer: Answer
+) -> None:
+    with path.open("w") as stream:
+        for number, problem in enumerate(problems):
+            row = {
+                "problem": number,
+                "data_source": problem.data_source,
+                "prompt": problem.messages,
+                "ground_truth": problem.ground_truth,
+                "responses": texts[number],
+                "values": values[number],
+                "truncated": answer.truncated[number],
+            }
+            stream.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+
+
+# ---- what the report says besides figures ----
+
+
+def _facts(config: EvalConfig, checkpoint: Checkpoint, rows: int, settings: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "step": checkpoint.step,
+        "data": {str(file): sha256(file) for file in config.data},
+        "limit": config.limit,
+        "rows": rows,
+        "reward": config.reward or "verl's default_compute_score",
+        "settings": settings,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def _versions() -> dict[str, str]:
+    names = ("torch", "vllm", "verl", "transformers")
+    return {"flashrl_verl": flashrl_verl.__version__, **{name: importlib.metadata.version(name) for name in names}}

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint as a Hugging Face folder: in BF16, or with the rollout's own 8-bit codes for serving."""

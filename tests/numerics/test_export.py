@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An exported folder holds the trainer's weights, bit by bit, and in 8 bits the codes of an independent recomputation."""
+
+import json
+import shutil
+from pathlib import Path
+
+import checkpoint_ranks
+import engines  # noqa: F401 - chooses verl's platform, which verl reads once
+import pytest
+import references
+import torch
+import transformers
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from tiny_models import make
+
+from flashrl_verl import run_settings
+from flashrl_verl.config import FlashRLConfig, Precision
+from flashrl_verl.data.source import sha256
+from flashrl_verl.errors import ConfigError, FlashRLError
+from flashrl_verl.export.export import Request, export
+from flashrl_verl.export.source import meta_model, open_checkpoint
+
+
+def save(ranks: int, folder: Path, name: str = "qwen2.5", hybrid: bool = False) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A checkpoint of verl's FSDP2 ranks after two steps of training, and the whole FP32 weights."""
+    checkpoint = folder / "global_step_2"
+    arguments = (ranks, "save", str(folder), str(checkpoint / "actor"), hybrid, name)
+    torch.multiprocessing.spawn(checkpoint_ranks.run, args=arguments, nprocs=ranks)
+    return checkpoint, torch.load(folder / f"save-{ranks}.pt")[0]["weights"]
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        found |= load_file(file)
+    return found
+
+
+@pytest.fixture(scope="module")
+def of_two(tmp_path_factory):
+    return save(2, tmp_path_factory.mktemp("two"))
+
+
+@pytest.fixture(scope="module")
+def exported(of_two, tmp_path_factory):
+    return export(Request(checkpoint=of_two[0], output=tmp_path_factory.mktemp("exported") / "bf16"))
+
+
+def assert_rounded(found: dict[str, torch.Tensor], weights: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == weights.keys()
+    for name, weight in weights.items():
+        assert found[name].dtype == torch.bfloat16
+        assert torch.equal(found[name], weight.to(torch.bfloat16)), name
+
+
+def test_two_ranks_weights_are_the_trainers_rounded_to_bf16(of_two, exported):
+    assert_rounded(tensors(exported[0]), of_two[1])
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_the_number_of_ranks_does_not_change_the_export(tmp_path, ranks):
+    checkpoint, weights = save(ranks, tmp_path)
+    assert_rounded(tensors(export(Request(checkpoint=checkpoint, output=tmp_path / "out"))[0]), weights)
+
+
+@pytest.mark.slow
+def test_of_two_replicas_the_shards_of_one_are_the_model(tmp_path):
+    checkpoint, weights = save(4, tmp_path, hybrid=True)
+    assert_rounded(tensors(export(Request(checkpoint=checkpoint, output=tmp_path / "out"))[0]), weights)
+
+
+def test_verls_own_merger_writes_the_same_weights(of_two, exported, tmp_path):
+    from verl.model_merger.base_model_merger import ModelMergerConfig
+    from verl.model_merger.fsdp_model_merger import FSDPModelMerger
+
+    actor = of_two[0] / "actor"
+    (actor / "huggingface" / "tokenizer_config.json").unlink(missing_ok=True)
+    merger = FSDPModelMerger(
+        ModelMergerConfig(
+            operation="merge",
+            backend="fsdp",
+            local_dir=str(actor),
+            hf_model_config_path=str(actor / "huggingface"),
+            target_dir=str(tmp_path / "merged"),
+        )
+    )
+    world = merger._get_world_size()
+    state = merger._load_and_merge_state_dicts(world, world, (world,), ("fsdp",))
+    ours = tensors(exported[0])
+    assert state.keys() == ours.keys()
+    assert all(torch.equal(state[name], ours[name]) for name in ours)
+
+
+def test_tied_embeddings_are_written_once_and_transformers_ties_them_again(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    checkpoint, weights = save(2, tmp_path, "llama3")
+    folder, _ = export(Request(checkpoint=checkpoint, output=tmp_path / "out"))
+    assert "lm_head.weight" not in tensors(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    assert model.dtype == torch.bfloat16
+    assert_rounded(dict(model.named_parameters()), weights)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_experts_are_written_one_by_one_and_transformers_packs_the_same_ones(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    checkpoint, weights = save(2, tmp_path, "qwen3-moe")
+    folder, _ = export(Request(checkpoint=checkpoint, output=tmp_path / "out"))
+    found = tensors(folder)
+    packed = weights["model.layers.1.mlp.experts.gate_up_proj"].to(torch.bfloat16)
+    rows = packed.shape[1] // 2
+    assert torch.equal(found["model.layers.1.mlp.experts.5.gate_proj.weight"], packed[5, :rows])
+    assert torch.equal(found["model.layers.1.mlp.experts.5.up_proj.weight"], packed[5, rows:])
+    assert_rounded(dict(AutoModelForCausalLM.from_pretrained(folder, dtype="auto").named_parameters()), weights)
+
+
+@pytest.mark.parametrize("precision", ["int8", "fp8"])
+def test_codes_and_scales_are_an_independent_recomputation_and_compressed_tensors_reads_them(of_two, tmp_path, precision):
+    from compressed_tensors.quantization import QuantizationConfig
+    from compressed_tensors.quantization.lifecycle.forward import dequantize
+
+    checkpoint, weights = of_two
+    layers = {"ignore": ["re:.*down_proj"], "keep_first_layers": 0, "keep_last_layers": 1}
+    folder, record = export(Request(checkpoint=checkpoint, output=tmp_path / "out", format=Precision(precision), layers=layers))
+    found, config = tensors(folder), json.loads((folder / "config.json").read_text())
+    settings = QuantizationConfig.model_validate(config["quantization_config"])
+    scheme = settings.config_groups["group_0"]
+    assert {"lm_head", "model.layers.0.mlp.down_proj", "model.layers.1.self_attn.q_proj"} < set(settings.ignore)
+    quantized = [name for name in weights if f"{name}_scale" in found]
+    parts = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj")
+    assert sorted(quantized) == sorted(f"model.layers.0.{part}.weight" for part in parts)
+    assert record["quantized_layers"] == len(parts)
+    for name in quantized:
+        codes, scales = references.quantize(weights[name].to(torch.bfloat16), precision)
+        assert found[name].dtype == {"int8": torch.int8, "fp8": torch.float8_e4m3fn}[precision]
+        assert found[f"{name}_scale"].dtype == torch.float32 and found[f"{name}_scale"].shape == scales.shape
+        assert torch.equal(found[name].double(), torch.from_numpy(codes))
+        assert torch.equal(found[f"{name}_scale"], torch.from_numpy(scales))
+        theirs = dequantize(found[name], found[f"{name}_scale"], args=scheme.weights, dtype=torch.float32)
+        assert torch.equal(theirs, torch.from_numpy(codes).float() * torch.from_numpy(scales))
+    rest = {name: tensor for name, tensor in weights.items() if name not in quantized}
+    assert_rounded({name: found[name] for name in rest}, rest)
+    read = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=transformers.CompressedTensorsConfig(run_compressed=False), dtype=torch.bfloat16
+    )
+    for name in quantized:  # transformers rounds scales to BF16, and the product again
+        exact = found[name].float() * found[f"{name}_scale"]
+        assert ((read.get_parameter(name).float() - exact).abs() <= 2**-7 * exact.abs()).all(), name
+
+
+def test_the_runs_own_record_says_what_stays_in_bf16(of_two, tmp_path):
+    checkpoint = shutil.copytree(of_two[0], tmp_path / "global_step_2")
+    run_settings.save(checkpoint, FlashRLConfig(ignore=("re:.*v_proj",), keep_first_layers=1, fp32_lm_head=True))
+    for path in (checkpoint, checkpoint / "actor"):
+        recorded = open_checkpoint(path).settings
+        assert recorded["fp32_lm_head"] is True and recorded["precision"] == "int8"
+        chosen = run_settings.layers_of(recorded, (), None, 2)
+        assert chosen == {"ignore": ["re:.*v_proj"], "keep_first_layers": 1, "keep_last_layers": 2}
+    assert run_settings.layers_of(recorded, ("lm_head",), 0, None)["ignore"] == ["lm_head"]
+
+
+# ---- what is written beside the weights ----
+
+
+def test_files_have_a_bounded_size_an_index_and_checksums(of_two, exported, tmp_path):
+    folder, record = export(Request(checkpoint=of_two[0], output=tmp_path / "out", max_shard_bytes=100_000))
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    files = sorted(folder.glob("model-*-of-*.safetensors"))
+    assert len(files) > 3 and files[-1].name == f"model-{len(files):05}-of-{len(files):05}.safetensors"
+    whole = tensors(exported[0])
+    assert index["weight_map"].keys() == whole.keys()
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in whole.values())
+    for file in files:
+        with safe_open(file, "pt") as stream:
+            names = list(stream.keys())
+        assert len(names) == 1 or file.stat().st_size < 100_000 + 10_000
+        assert {index["weight_map"][name] for name in names} == {file.name}
+    assert record["files"] == {f.name: {"bytes": f.stat().st_size, "sha256": sha256(f)} for f in files}
+    assert record["step"] == 2 and record["format"] == "bf16" and record["source"] == str(of_two[0] / "actor")
+    # A folder of several files is a source too, and gives the same again.
+    again, _ = export(Request(checkpoint=folder, output=tmp_path / "again"))
+    assert_rounded(tensors(again), whole)
+    assert open_checkpoint(again).step == 2
+
+
+def test_the_configuration_says_bf16_and_the_tokenizer_comes_along_but_no_stale_weights(of_two, tmp_path):
+    checkpoint = shutil.copytree(of_two[0], tmp_path / "global_step_7")
+    extra = checkpoint / "actor" / "huggingface"
+    (extra / "tokenizer.json").write_text("{}")
+    (extra / "chat_template.jinja").write_text("{{ messages }}")
+    save_file({"stale": torch.ones(1)}, extra / "model.safetensors")
+    folder, _ = export(Request(checkpoint=checkpoint, output=tmp_path / "out"))
+    assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
+    assert (folder / "chat_template.jinja").read_text() == "{{ messages }}" and (folder / "tokenizer.json").exists()
+    assert "stale" not in tensors(folder)
+
+
+# ---- refusals ----
+
+
+def edited(of_two, tmp_path: Path, change) -> Path:
+    """A copy of the checkpoint whose rank 1 has another state."""
+    checkpoint = shutil.copytree(of_two[0], tmp_path / "global_step_2")
+    file = checkpoint / "actor" / "model_world_size_2_rank_1.pt"
+    state = torch.load(file, weights_only=False)
+    change(state)
+    torch.save(state, file)
+    return checkpoint
+
+
+def left_behind(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if path.name != "global_step_2"]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 3.4e38])  # the last becomes Inf by rounding
+def test_a_tensor_that_is_not_finite_is_named_and_nothing_is_written(of_two, tmp_path, bad):
+    def spoil(state):
+        state["model.layers.1.mlp.up_proj.weight"].to_local()[3, 5] = bad
+
+    checkpoint = edited(of_two, tmp_path, spoil)
+    with pytest.raises(FlashRLError, match=r"model\.layers\.1\.mlp\.up_proj\.weight holds NaN or Inf at 1 of"):
+        export(Request(checkpoint=checkpoint, output=tmp_path / "out"))
+    assert left_behind(tmp_path) == []
+
+
+def test_a_missing_shard_is_named(of_two, tmp_path):
+    checkpoint = shutil.copytree(of_two[0], tmp_path / "global_step_2")
+    (checkpoint / "actor" / "model_world_size_2_rank_1.pt").unlink()
+    with pytest.raises(FlashRLError, match=r"model_world_size_2_rank_1\.pt"):
+        export(Request(checkpoint=checkpoint, output=tmp_path / "out"))
+    assert left_behind(tmp_path) == []
+
+
+def test_another_models_configuration_is_refused(of_two, tmp_path):
+    checkpoint = shutil.copytree(of_two[0], tmp_path / "global_step_2")
+    make("qwen3").config.save_pretrained(checkpoint / "actor" / "huggingface")
+    with pytest.raises(FlashRLError, match=r"missing \(model\.layers\.0\.self_attn\.k_norm.*unexpected"):
+        export(Request(checkpoint=checkpoint, output=tmp_path / "out"))
+
+
+def test_a_checkpoint_that_changes_while_it_is_read_is_refused(of_two, tmp_path):
+    checkpoint = shutil.copytree(of_two[0], tmp_path / "global_step_2")
+    file = checkpoint / "actor" / "model_world_size_2_rank_0.pt"
+
+    def touch(doing: str, done: int, total: int) -> None:
+        file.touch()
+
+    with pytest.raises(FlashRLError, match="written to while it was read"):
+        export(Request(checkpoint=checkpoint, output=tmp_path / "out"), touch)
+    assert left_behind(tmp_path) == []
+
+
+def test_what_is_there_is_not_overwritten_and_a_small_disk_is_refused(of_two, tmp_path, monkeypatch):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").touch()
+    with pytest.raises(ConfigError, match="is not overwritten"):
+        export(Request(checkpoint=of_two[0], output=tmp_path / "out"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9 - 10**6, 10**6))
+    with pytest.raises(ConfigError, match=r"needs 0\.1 GB"):
+        export(Request(checkpoint=of_two[0], output=tmp_path / "new"))
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    "layers, said",
+    [
+        ({"ignore": ["model.layers.0.mlp.dwn_proj"]}, "matches no layer"),
+        ({"ignore": ["re:.*q_proj"]}, "Name all of them"),
+        ({"keep_first_layers": 2}, "leave nothing to quantize"),
+    ],
+)
+def test_layers_that_cannot_be_kept_so_are_refused(of_two, tmp_path, layers, said):
+    layers = {"ignore": [], "keep_first_layers": 0, "keep_last_layers": 0, **layers}
+    with pytest.raises(ConfigError, match=said):
+        export(Request(checkpoint=of_two[0], output=tmp_path / "out", format=Precision.INT8, layers=layers))
+
+
+def test_folders_that_are_no_checkpoint_say_what_to_name(of_two, tmp_path):
+    with pytest.raises(ConfigError, match="Name one of them, such as .*global_step_2"):
+        open_checkpoint(of_two[0].parent)
+    with pytest.raises(ConfigError, match=r"no fsdp_config\.json"):
+        open_checkpoint(tmp_path)
+    with pytest.raises(ConfigError, match="is not a folder"):
+        open_checkpoint(tmp_path / "absent")
+    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
+    with pytest.raises(ConfigError, match=r"quantized already \(fp8\)"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_large_models_names_need_no_memory(tmp_path):
+    from flashrl_verl.bench.shapes import load_config, save_config
+
+    model = meta_model(save_config(load_config("qwen3-30b-a3b"), tmp_path / "model"))
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
