@@ -76,7 +76,7 @@ def test_an_engine_that_keeps_something_of_its_old_weights_is_stopped_before_the
 
 def test_gpus_that_the_cluster_lacks_are_an_error_not_a_wait(recipe):
     batches = ("actor.ppo_micro_batch_size_per_gpu=1", "rollout.log_prob_micro_batch_size_per_gpu=1")
-    run = recipe("hardware=cuda", "trainer.nnodes=16", *(f"actor_rollout_ref.{batch}" for batch in batches), timeout=120)
+    run = recipe("hardware=cuda", "trainer.nnodes=16", *(f"actor_rollout_ref.{batch}" for batch in batches), timeout=400)
     assert run.returncode != 0
     assert_says(r"trainer.nnodes=16 with trainer.n_gpus_per_node=1 is refused: the Ray cluster has", run.output)
 

@@ -64,9 +64,9 @@ def run(
 ) -> None:
     """``save``: two steps, a checkpoint, and one step more. ``load``: the checkpoint, and one step more.
 
-    The model is ``tiny_models.CONFIGS[family]``, ``intermediate`` wide. With ``hybrid`` two replicas hold the shards of ``ranks``
-    / 2. The last rank writes the whole state, and how many of its own shards are empty, after the checkpoint and after the last
-    step to ``folder/<task>-<ranks>.pt``.
+    The model is ``tiny_models.CONFIGS[family]``, ``intermediate`` wide. With ``hybrid`` two replicas hold the shards of
+    ``ranks`` / 2. The last rank writes the whole state, and how many of its own shards are empty, after the checkpoint and
+    after the last step to ``folder/<task>-<ranks>.pt``.
     """
     os.environ["VERL_PLATFORM"] = "cpu"
     from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
