@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,24 @@ ROOT = Path(__file__).resolve().parents[2]
 """Where this package lies: a process started there with ``python -m`` imports the same one."""
 
 
-def ask(module: str, name: str, job: dict[str, Any], folder: Path) -> dict[str, Any]:
+def ask(
+    module: str,
+    name: str,
+    job: dict[str, Any],
+    folder: Path,
+    *,
+    title: str | None = None,
+    meanwhile: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:
     """Run ``python -m MODULE JOB.json ANSWER.json`` to its end.
 
     Args:
         module: to run.
-        name: of its files in ``folder``, and in an error.
+        name: of its files in ``folder``.
         job: the question.
-        folder: for its log.
+        folder: for its log, ``<name>.log``.
+        title: what an error calls it; without one, its name.
+        meanwhile: called every half second.
 
     Raises:
         FlashRLError: it failed; the message has its error and the log's path.
@@ -41,11 +52,12 @@ def ask(module: str, name: str, job: dict[str, Any], folder: Path) -> dict[str, 
         try:
             while (code := tree.poll()) is None:
                 time.sleep(0.5)
+                meanwhile()
         finally:
             tree.end()
     if code or not answer_file.is_file():
         said = "\n  ".join(last_error(log.read_text(errors="replace")))
-        raise FlashRLError(f"{name} failed (exit code {code}):\n  {said}\nwhole log: {log}")
+        raise FlashRLError(f"{title or name} failed (exit code {code}):\n  {said}\nwhole log: {log}")
     answer = json.loads(answer_file.read_text())
     for path in (job_file, answer_file):
         path.unlink()

@@ -80,7 +80,11 @@ def ask(job: Job, folder: Path) -> Answer:
     Raises:
         FlashRLError: it failed; the message has its error and the log's path.
     """
-    return Answer(**engine_process.ask("flashrl_verl.bench.mismatch_engine", f"engine-{job.precision}", asdict(job), folder))
+    title = f"the {job.precision} engine"
+    answer = engine_process.ask(
+        "flashrl_verl.bench.mismatch_engine", f"engine-{job.precision}", asdict(job), folder, title=title
+    )
+    return Answer(**answer)
 
 
 def require_precision(precision: Precision, layers: dict[str, Any]) -> None:

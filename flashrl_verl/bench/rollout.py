@@ -146,8 +146,8 @@ def _measure(config: RolloutConfig, arm: Arm, model: Path) -> Answer:
         max_num_batched_tokens=config.max_num_batched_tokens,
         seed=config.seed,
     )
-    name = f"engine {arm}".replace(" ", "-")
-    answer = _answer(engine_process.ask("flashrl_verl.bench.rollout_engine", name, asdict(job), config.output))
+    module, name = "flashrl_verl.bench.rollout_engine", f"engine {arm}".replace(" ", "-")
+    answer = _answer(engine_process.ask(module, name, asdict(job), config.output, title=f"the {arm} engine"))
     require_precision(arm.precision, answer.layers)
     if (arm.kv_cache == "auto") != (answer.memory["kv_dtype"] == "bfloat16"):
         raise FlashRLError(f"--kv-cache {arm.kv_cache}: the engine's KV cache is {answer.memory['kv_dtype']}")

@@ -21,12 +21,11 @@ from typing import Any
 
 import torch
 
-from flashrl_verl.bench.mismatch_engine import ROOT, kernel_names, require_precision
+from flashrl_verl.bench import engine_process
+from flashrl_verl.bench.mismatch_engine import kernel_names, require_precision
 from flashrl_verl.config import FlashRLConfig, Precision
 from flashrl_verl.errors import FlashRLError
-from flashrl_verl.log_excerpt import last_error
 from flashrl_verl.platforms.cores import bind_ranks
-from flashrl_verl.process_tree import ProcessTree
 
 _GPU_MEMORY_SHARE = 0.9
 """Of the GPU's free memory, for vLLM: whatever else runs there keeps its own."""
@@ -34,7 +33,8 @@ _GPU_MEMORY_SHARE = 0.9
 LOG = "engine.log"
 """What the engine said, in its folder."""
 
-_MODULE = "flashrl_verl.evaluate.engine"
+_COUNT = "progress"
+"""File in its folder with the number of responses so far."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,27 +86,19 @@ def ask(job: Job, folder: Path, progress: Callable[[int, int], None]) -> Answer:
     Raises:
         FlashRLError: it failed; the message has its error and the log's path.
     """
-    job_file, answer_file, log, count = (folder / name for name in ("job.json", "answer.json", LOG, "progress"))
-    for path in (answer_file, log, count):
-        path.unlink(missing_ok=True)
-    job_file.write_text(json.dumps(asdict(job)))
-    total = len(job.prompts) * job.samples
-    env = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
-    tree = ProcessTree([sys.executable, "-m", _MODULE, str(job_file), str(answer_file)], log, env, ROOT)
-    try:
-        while (code := tree.poll()) is None:
-            time.sleep(0.5)
-            with contextlib.suppress(FileNotFoundError, ValueError):
-                progress(int(count.read_text()), total)
-    finally:
-        tree.end()
-    if code or not answer_file.is_file():
-        said = "\n  ".join(last_error(log.read_text(errors="replace")))
-        raise FlashRLError(f"the {job.precision} engine failed (exit code {code}):\n  {said}\nwhole log: {log}")
-    answer = Answer(**json.loads(answer_file.read_text()))
-    for path in (job_file, answer_file, count):
-        path.unlink(missing_ok=True)
-    return answer
+    count, total = folder / _COUNT, len(job.prompts) * job.samples
+    count.unlink(missing_ok=True)
+
+    def tell() -> None:
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            progress(int(count.read_text()), total)
+
+    title = f"the {job.precision} engine"
+    answer = engine_process.ask(
+        "flashrl_verl.evaluate.engine", Path(LOG).stem, asdict(job), folder, title=title, meanwhile=tell
+    )
+    count.unlink(missing_ok=True)
+    return Answer(**answer)
 
 
 def require_engine(precision: Precision, workers: list[dict[str, Any]]) -> None:
@@ -232,7 +224,7 @@ def main() -> None:
 
     job_file, answer_file = map(Path, sys.argv[1:])
     activate(OmegaConf.create({"trainer": {"device": vllm_device()}}))
-    answer = work(Job(**json.loads(job_file.read_text())), answer_file.with_name("progress"))
+    answer = work(Job(**json.loads(job_file.read_text())), answer_file.with_name(_COUNT))
     scratch = answer_file.with_suffix(".new")
     scratch.write_text(json.dumps(asdict(answer)))
     scratch.replace(answer_file)

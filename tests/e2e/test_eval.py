@@ -108,7 +108,7 @@ def test_responses_are_written_with_what_they_are_worth(evaluated, output):
         assert len(values) == PROBLEMS and {len(group) for group in values} == {SAMPLES}
         assert len({text for row in rows for text in row["responses"]}) > PROBLEMS
     assert {path.name for path in output.iterdir()} == {"bf16", "int8", "model", "eval.json"}
-    assert not {path.name for path in (output / "int8").iterdir()} & {"job.json", "progress"}
+    assert not {path.name for path in (output / "int8").iterdir()} & {"engine.job.json", "engine.answer.json", "progress"}
 
 
 def test_what_is_finished_is_not_generated_again_and_other_settings_are_refused(evaluated, checkpoint, data, output):

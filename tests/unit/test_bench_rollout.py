@@ -99,7 +99,7 @@ def test_more_arms_and_rounds_are_added_and_other_settings_refused(tmp_path, mea
     ],
 )
 def test_an_engine_that_is_not_what_its_arm_says_is_refused(tmp_path, monkeypatch, given, part):
-    monkeypatch.setattr(rollout.engine_process, "ask", lambda *words: asdict(given))
+    monkeypatch.setattr(rollout.engine_process, "ask", lambda *words, **more: asdict(given))
     with pytest.raises(FlashRLError, match=part):
         rollout.run(config(tmp_path, arms=(INT8,)))
     assert not (tmp_path / rollout.RESULTS).exists()

@@ -34,9 +34,10 @@ def flashrl(*words: str) -> subprocess.CompletedProcess:
 # ---- commands ----
 
 
-@pytest.mark.parametrize(
-    "command", [[], ["quickstart"], ["report"], ["data"], ["plan"], ["check"], ["export"], ["eval"], ["version"]]
-)
+COMMANDS = ("quickstart", "report", "data", "plan", "check", "export", "eval", "version")
+
+
+@pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS), ["bench", "rollout"]])
 def test_every_command_explains_itself(command):
     result = CliRunner().invoke(app, [*command, "--help"])
     assert result.exit_code == 0 and "Usage" in result.output
