@@ -219,7 +219,7 @@ def left_behind(folder: Path) -> list[Path]:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 3.4e38])  # the last becomes Inf by rounding
 def test_a_tensor_that_is_not_finite_is_named_and_nothing_is_written(of_two, tmp_path, bad):
     def spoil(state):
-        state["model.layers.1.mlp.up_proj.weight"].to_local()[3, 5] = bad
+        state["model.layers.1.mlp.up_proj.weight"].to_local()[2, 5] = bad
 
     checkpoint = edited(of_two, tmp_path, spoil)
     with pytest.raises(FlashRLError, match=r"model\.layers\.1\.mlp\.up_proj\.weight holds NaN or Inf at 1 of"):
