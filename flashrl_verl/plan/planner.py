@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One plan: every choice of formats on the same work, and which of them to take."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ CHOICES = (
     Choice(precision=Precision.BF16),
     Choice(precision=Precision.INT8),
     Choice(precision=Precision.FP8),
+    Choice(precision=Precision.BF16, fp8_kv=True),
     Choice(precision=Precision.INT8, fp8_kv=True),
     Choice(precision=Precision.FP8, fp8_kv=True),
 )
@@ -38,6 +40,8 @@ class Plan:
     written_bytes: dict[str, float]
     """Bytes that a GPU writes in one update, by precision."""
     advice: tuple[str, ...]
+    not_planned: tuple[str, ...]
+    """Settings of the run that change memory or speed and are not in these figures."""
 
     def as_json(self) -> dict[str, Any]:
         """The plan as JSON takes it; bytes and seconds."""
@@ -52,7 +56,9 @@ class Plan:
         return record
 
 
-def make_plan(model: str, shape: ModelShape, gpu: GPU, gpus: int, engine: Engine, work: Work) -> Plan:
+def make_plan(
+    model: str, shape: ModelShape, gpu: GPU, gpus: int, engine: Engine, work: Work, not_planned: Sequence[str] = ()
+) -> Plan:
     """Compare every choice of formats for one engine's share of a rollout.
 
     Args:
@@ -62,15 +68,18 @@ def make_plan(model: str, shape: ModelShape, gpu: GPU, gpus: int, engine: Engine
         gpus: how many there are; the engines are ``gpus / engine.tensor_parallel``.
         engine: settings of each engine.
         work: what one engine generates in a step.
+        not_planned: settings to name as left out.
 
     Raises:
         ConfigError: the GPUs do not divide into engines, or nothing fits.
     """
     if gpus % engine.tensor_parallel:
         raise ConfigError(f"--gpus {gpus} is no multiple of --tensor-parallel {engine.tensor_parallel}")
-    if shape.heads % engine.tensor_parallel:
+    if not _divides(shape, engine.tensor_parallel):
+        sizes = ", ".join(str(size) for size in range(1, 65) if _divides(shape, size))
         raise ConfigError(
-            f"--tensor-parallel {engine.tensor_parallel} does not divide the model's {shape.heads} attention heads"
+            f"--tensor-parallel {engine.tensor_parallel} does not divide the model's {shape.heads} attention heads, "
+            f"{shape.kv_heads} KV heads and {shape.width} rows of an MLP, as vLLM asks; these do: {sizes}"
         )
     outcomes = [_outcome(choice, shape, gpu, engine, work) for choice in CHOICES]
     if all(outcome.refused for outcome in outcomes):
@@ -91,12 +100,19 @@ def make_plan(model: str, shape: ModelShape, gpu: GPU, gpus: int, engine: Engine
         work=work,
         parameters=shape.parameters,
         outcomes=tuple(outcomes),
-        sent_bytes=shape.parameters * BF16,
+        sent_bytes=shape.sent * BF16,
         written_bytes={
             precision.value: weight_bytes(shape, Choice(precision=precision), engine.tensor_parallel) for precision in Precision
         },
         advice=tuple(advise(outcomes, shape, engine)),
+        not_planned=tuple(not_planned),
     )
+
+
+def _divides(shape: ModelShape, size: int) -> bool:
+    """vLLM's own conditions (vllm/model_executor/models/qwen2.py, layers/linear.py)."""
+    kv = shape.kv_heads % size == 0 or size % shape.kv_heads == 0
+    return kv and shape.heads % size == 0 and shape.width % size == 0
 
 
 def _outcome(choice: Choice, shape: ModelShape, gpu: GPU, engine: Engine, work: Work) -> Outcome:

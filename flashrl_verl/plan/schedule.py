@@ -53,16 +53,17 @@ def simulate(clock: Clock, work: Work, tokens: int, max_num_seqs: int) -> Timeli
     used = decode = prefill = 0
     count = largest = preemptions = 0
     while waiting or running:
-        admitted = 0
+        admitted = squares = 0
         while waiting and len(running) < max_num_seqs:
             length = work.prompt + waiting[0]
             if used + length + len(running) + 1 > tokens:
                 break
             used += length
             admitted += length
+            squares += length**2
             running.append(waiting.popleft())
         if admitted:
-            prefill += clock.prefill(admitted, work.prompt)
+            prefill += clock.prefill(admitted, squares / admitted)
         largest = max(largest, len(running))
         steps = min(work.response - max(running), (tokens - used) // len(running))
         if not steps:

@@ -11,6 +11,9 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from flashrl_verl.errors import ConfigError
 
+_OTHER_SHARE = 0.01
+"""Norms, biases and routers have a few per mille of a model's weights."""
+
 _PROJECTION = re.compile(r"_proj\.weight$")
 
 
@@ -34,6 +37,8 @@ class ModelShape:
     hidden: int
     intermediate: int
     """Width of the widest gate-and-up projection of one token: both together, of all experts it is sent to."""
+    width: int
+    """Rows of one gate projection, which tensor parallelism cuts."""
     heads: int
     kv_heads: int
     head_dim: int
@@ -41,6 +46,11 @@ class ModelShape:
     experts: int
     """Experts in a layer; 0 for a dense model."""
     experts_per_token: int
+
+    @property
+    def sent(self) -> int:
+        """Elements that the trainer sends in a weight update: a tied head too, though the rollout then leaves it alone."""
+        return self.parameters + (0 if self.embedding else self.head)
 
     @property
     def parameters(self) -> int:
@@ -62,25 +72,25 @@ def shape_of(config: PretrainedConfig) -> ModelShape:
     """Count the weights of a model's shape (on the meta device: nothing is allocated).
 
     Raises:
-        ConfigError: attention that keeps its KV cache in another form than per head, or no ``lm_head``.
+        ConfigError: transformers cannot build it as a language model, or it is not a decoder of projections and full attention,
+            whose time and KV cache could be told from its shape.
     """
-    if getattr(config, "kv_lora_rank", None):
-        raise ConfigError("--model has multi-head latent attention, which the rollout does not quantize")
+    _require_full_attention(config)
+    model = _on_meta(config)
     count: Counter[str] = Counter()
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     for name, tensor in model.named_parameters():
         kind = _kind(name, tensor.dim())
         count[kind] += tensor.numel()
         if kind in ("linear", "expert"):
             count["rows"] += tensor.numel() // tensor.shape[-1]
+    _require_known(model, count)
     tied = bool(getattr(config, "tie_word_embeddings", False))
     if not count["head"] and not tied:
         raise ConfigError("--model has no lm_head: it does not generate text")
     heads = config.num_attention_heads
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 0
     per_token = config.num_experts_per_tok if experts else 0
-    width = getattr(config, "moe_intermediate_size", None) if experts else None
+    width = (getattr(config, "moe_intermediate_size", None) if experts else None) or config.intermediate_size
     return ModelShape(
         linear=count["linear"],
         expert=count["expert"],
@@ -90,7 +100,8 @@ def shape_of(config: PretrainedConfig) -> ModelShape:
         other=count["other"],
         layers=config.num_hidden_layers,
         hidden=config.hidden_size,
-        intermediate=2 * (width or config.intermediate_size) * max(1, per_token),
+        intermediate=2 * width * max(1, per_token),
+        width=width,
         heads=heads,
         kv_heads=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
@@ -98,6 +109,40 @@ def shape_of(config: PretrainedConfig) -> ModelShape:
         experts=experts,
         experts_per_token=per_token,
     )
+
+
+def _on_meta(config: PretrainedConfig) -> torch.nn.Module:
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    except Exception as error:  # noqa: BLE001 - transformers raises several kinds, of many lines
+        line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(f"--model: transformers cannot build it as a language model: {line}") from error
+
+
+def _require_full_attention(config: PretrainedConfig) -> None:
+    missing = [n for n in ("num_hidden_layers", "num_attention_heads", "intermediate_size") if getattr(config, n, None) is None]
+    if missing:
+        raise ConfigError(
+            f"--model: its configuration has no {missing[0]}; a decoder like Qwen2.5, Llama or Qwen3-MoE is needed"
+        )
+    if getattr(config, "kv_lora_rank", None):
+        raise ConfigError("--model has multi-head latent attention, which the rollout does not quantize")
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    if kinds or getattr(config, "sliding_window", None):
+        words = ", ".join(sorted(kinds)) or "a sliding window"
+        raise ConfigError(f"--model has attention of another kind ({words}), whose KV cache is not planned here")
+
+
+def _require_known(model: torch.nn.Module, count: Counter[str]) -> None:
+    """What is neither a projection nor an embedding takes memory and no time here, so it has to be next to nothing."""
+    whole = sum(count[kind] for kind in ("linear", "expert", "head", "embedding", "other"))
+    if count["other"] > _OTHER_SHARE * whole:
+        others = [(p.numel(), name) for name, p in model.named_parameters() if _kind(name, p.dim()) == "other"]
+        raise ConfigError(
+            f"--model: {count['other'] / whole:.0%} of its weights are in layers of another kind than *_proj, such as "
+            f"{max(others)[1]}, whose time is not known here"
+        )
 
 
 def _kind(name: str, dimensions: int) -> str:

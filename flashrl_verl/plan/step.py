@@ -4,7 +4,7 @@
 The constants are fitted to one profile: Qwen2.5-32B's shape on one H200, 128 sequences of about 470 tokens, CUDA graphs, vLLM
 0.24.0 (docs/precision_and_cap.md): linear layers 17.1 ms in BF16 and 10.1 in INT8, attention 5.7 and 5.4, quantization of
 activations 0.8, the rest 2.2 and 1.7, wall clock 25.9 and 18.3; attention at long context from the decode-only row of the table
-there. Other GPUs and sizes are extrapolated by data sheet.
+there, prefill from what its first row takes beyond decoding. Other GPUs and sizes are extrapolated by data sheet.
 """
 
 from dataclasses import dataclass
@@ -17,8 +17,11 @@ from flashrl_verl.plan.shape import ModelShape
 STREAM = 0.88
 """Share of the data sheet's memory bandwidth that a kernel reaches which only reads: 4.2 of 4.8 TB/s."""
 
-COMPUTE = 0.7
-"""Share of the data sheet's operations that a large matrix product reaches."""
+COMPUTE = {Precision.BF16: 0.73, Precision.INT8: 0.51, Precision.FP8: 0.51}
+"""Share of the data sheet's operations that the products of a decode step reach; FP8's is taken to be INT8's."""
+
+PREFILL = 0.6
+"""The same share in a prefill, whose products are large, attention and the rest of a layer included."""
 
 SHARPNESS = 3.0
 """Exponent p of (memory^p + compute^p)^(1/p), the time of a product between the two roofs."""
@@ -81,7 +84,7 @@ class Clock:
         stream = FP8_KV_STREAM if self.choice.fp8_kv else STREAM
         rows = self.shape.vocabulary / self.tensor_parallel * sequences * 4 * 3  # logits, log-probs, sorted
         return StepTime(
-            linear=self._products(sequences, self._weights_read(sequences)),
+            linear=self._products(sequences, self._weights_read(sequences), COMPUTE[self.choice.precision]),
             attention=layers * ATTENTION_S + self._kv_read(sequences, context) / (stream * self.gpu.bandwidth),
             quantize=4 * layers * QUANTIZE_S if quantized else 0.0,
             reduce=self._reduce(sequences),
@@ -89,18 +92,19 @@ class Clock:
         )
 
     def prefill(self, tokens: int, length: float) -> float:
-        """Seconds to read ``tokens`` of prompts that are ``length`` tokens long each."""
+        """Seconds to read ``tokens`` of sequences that are ``length`` tokens long each, the mean over tokens."""
         shape = self.shape
         # Two products of 2 operations each, over half of the length: attention is causal.
         attention = 2 * shape.layers * shape.heads * shape.head_dim * length * tokens / self.tensor_parallel
-        return self._products(tokens, self._weights_read(tokens)) + attention / (COMPUTE * self.gpu.bf16) + self._reduce(tokens)
+        products = self._products(tokens, self._weights_read(tokens), PREFILL)
+        return products + attention / (PREFILL * self.gpu.bf16) + self._reduce(tokens)
 
-    def _products(self, tokens: float, bytes_read: float) -> float:
+    def _products(self, tokens: float, bytes_read: float, share: float) -> float:
         memory = bytes_read / (STREAM * self.gpu.bandwidth)
         active = self.shape.expert * self.shape.experts_per_token / self.shape.experts if self.shape.experts else 0
         speed = self.gpu.compute(self.choice.precision)
-        compute = 2 * tokens * (self.shape.linear + active) / self.tensor_parallel / (COMPUTE * speed)
-        compute += 2 * tokens * self.shape.head / self.tensor_parallel / (COMPUTE * self.gpu.bf16)
+        compute = 2 * tokens * (self.shape.linear + active) / self.tensor_parallel / (share * speed)
+        compute += 2 * tokens * self.shape.head / self.tensor_parallel / (share * self.gpu.bf16)
         return (memory**SHARPNESS + compute**SHARPNESS) ** (1 / SHARPNESS)
 
     def _weights_read(self, tokens: float) -> float:

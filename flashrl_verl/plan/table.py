@@ -38,6 +38,10 @@ def render(plan: Plan) -> Group:
     )
     lines.append(f"A weight update sends {plan.sent_bytes / GIB:.1f} GiB of BF16 to each GPU, which writes (GiB): {written}.")
     lines.extend(plan.advice)
+    if any(o.choice.fp8_kv and not o.refused for o in plan.outcomes) and plan.gpu.capability != (9, 0):
+        lines.append("FP8 KV: the rate is that of Hopper's attention kernel; this GPU has another, which was not measured.")
+    if plan.not_planned:
+        lines.append(f"Not in these figures, though the run sets it: {', '.join(plan.not_planned)}.")
     return Group(table, *(Text(line) for line in lines), Text(ASSUMPTIONS, style="dim"))
 
 

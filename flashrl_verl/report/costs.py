@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 
 from flashrl_verl.report.arms import Arm, NamedRun
@@ -38,7 +38,7 @@ def costs(arms: Sequence[Arm]) -> Summary | None:
     """The table of these runs; None where no run logged any of it. Columns that no run has are left out."""
     runs = [(run, arm.style) for arm in arms for run in arm.runs]
     rows = [_row(run) for run, _ in runs]
-    names = [name for name in dict.fromkeys(name for row in rows for name in row)]
+    names = dict.fromkeys(name for row in rows for name in row)
     header = [name for name in names if name == "run" or any(row.get(name, MISSING) != MISSING for row in rows)]
     if len(header) == 1:
         return None
@@ -54,15 +54,18 @@ def _row(run: NamedRun) -> dict[str, str]:
         row["step s"] = show(sum(parts.values()), ".2f")
     row |= {f"{label} s": show(seconds, ".2f") for label, seconds in parts.items()}
     for name, key in REFIT_PHASES.items():
-        value = _over(median, metrics, key)
-        row[f"refit: {name} ms"] = MISSING if value is None else show(1e3 * value, ".1f")
+        row[f"refit: {name} ms"] = _over(median, metrics, key, 1e3)
     for name, key in MEMORY.items():
-        row[name] = show(_over(max, metrics, key), ".1f")
+        row[name] = _over(max, metrics, key)
     weights = metrics.last(WEIGHT_BYTES)
     row["weights GB"] = MISSING if weights is None else show(weights / 1e9, ".3g")
     return row
 
 
-def _over(reduce, metrics: Metrics, key: str) -> float | None:
-    finite = [value for value in metrics.series(key)[1] if math.isfinite(value)]
-    return reduce(finite) if finite else None
+def _over(reduce: Callable[[Sequence[float]], float], metrics: Metrics, key: str, unit: float = 1.0) -> str:
+    """A series in one figure; values that are not finite are told and never left out."""
+    values = metrics.series(key)[1]
+    if not values:
+        return MISSING
+    lost = sum(not math.isfinite(value) for value in values)
+    return f"NOT FINITE ({lost} of {len(values)})" if lost else show(unit * reduce(values), ".1f")
