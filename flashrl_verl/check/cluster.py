@@ -6,7 +6,8 @@ from __future__ import annotations
 import importlib.metadata
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -113,8 +114,7 @@ def _ask(settings: CheckSettings) -> Iterator[Finding]:
         yield from answers
         if name in reports:
             yield from (replace(finding, node=name) for finding in reports[name].findings)
-    facts = {DRIVER: node.facts(), **{name: report.facts for name, report in reports.items()}}
-    yield from compare(facts)
+    yield from compare(node.facts(), {name: reports[name].facts if name in reports else None for name in asked})
 
 
 def _await(
@@ -161,12 +161,20 @@ def look(settings: dict[str, Any], address: str) -> tuple[list[dict[str, str]], 
     return [finding.to_dict() for finding in report.findings], report.facts
 
 
-def compare(facts: Mapping[str, Mapping[str, str]]) -> Iterator[Finding]:
-    """One finding for all differences of software, and one for GPUs of different kinds.
+def compare(driver: Mapping[str, str], nodes: Mapping[str, Mapping[str, str] | None]) -> Iterator[Finding]:
+    """One finding for all differences of software, and one for GPUs of different kinds or numbers.
 
     Args:
-        facts: node -> name -> value.
+        driver: name -> value where the run is started.
+        nodes: the same of every node that was asked; None for one that did not answer, which is alike to nobody.
     """
+    answered = {name: known for name, known in nodes.items() if known is not None}
+    silent = [name for name in nodes if name not in answered]
+    yield _software({DRIVER: driver, **answered}, silent)
+    yield from _gpus(answered, [*silent, *(name for name, known in answered.items() if "GPUs" not in known)])
+
+
+def _software(facts: Mapping[str, Mapping[str, str]], silent: Sequence[str]) -> Finding:
     names = list(dict.fromkeys(name for known in facts.values() for name in known if name != "GPUs"))
     differ = {name: _by_value(facts, name) for name in names}
     told = [f"{name}: {_listed(values)}" for name, values in differ.items() if len(values) > 1]
@@ -174,13 +182,33 @@ def compare(facts: Mapping[str, Mapping[str, str]]) -> Iterator[Finding]:
         remedy = (
             "one environment for all nodes (bash scripts/setup_env.sh, or an image); for flashrl-verl flashrl.ship_code=true"
         )
-        yield fail(ALIKE, "; ".join(told), remedy)
-    else:
-        yield ok(ALIKE, f"{len(facts)} processes have the same {', '.join(names)}")
-    kinds = {name: known["GPUs"] for name, known in facts.items() if known.get("GPUs", "none") != "none"}
-    if len(set(kinds.values())) > 1:
-        listed = "; ".join(f"{name}: {value}" for name, value in kinds.items())
+        return fail(ALIKE, "; ".join([*told, *([f"unknown of {', '.join(silent)}"] if silent else [])]), remedy)
+    if len(facts) == 1:
+        return skipped(ALIKE, "no node answered")
+    alike = f"{len(facts)} processes have the same {', '.join(names)}"
+    return skipped(ALIKE, f"{', '.join(silent)} did not answer; {alike}") if silent else ok(ALIKE, alike)
+
+
+def _gpus(facts: Mapping[str, Mapping[str, str]], unknown: Sequence[str]) -> Iterator[Finding]:
+    """Nothing where all that have GPUs have the same.
+
+    Args:
+        facts: of the nodes that answered; GPUs are their names, with commas between.
+        unknown: nodes whose GPUs nobody could look at.
+    """
+    cards = {name: Counter(known["GPUs"].split(", ")) for name, known in facts.items() if known.get("GPUs", "none") != "none"}
+    listed = "; ".join(
+        f"{name}: {', '.join(f'{number} x {card}' for card, number in held.items())}" for name, held in cards.items()
+    )
+    if len({frozenset(held) for held in cards.values()}) > 1:
         yield warn(GPUS, listed, "nodes of one kind: kernels differ, and the slowest sets the pace")
+    elif len({held.total() for held in cards.values()}) > 1:
+        text = f"their numbers differ, and a run takes trainer.n_gpus_per_node from each: {listed}"
+        yield warn(
+            GPUS, text, "trainer.n_gpus_per_node not above the smallest, or nodes with as many; CUDA_VISIBLE_DEVICES hides some"
+        )
+    elif unknown and len(facts) + len(unknown) > 1:
+        yield skipped(GPUS, f"unknown of {', '.join(unknown)}")
 
 
 def _by_value(facts: Mapping[str, Mapping[str, str]], name: str) -> dict[str, list[str]]:
