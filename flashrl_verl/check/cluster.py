@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import socket
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -17,15 +16,24 @@ from flashrl_verl.check.findings import Finding, Verdict, fail, guarded, ok, ski
 from flashrl_verl.check.settings import CheckSettings
 from flashrl_verl.check.subjects import ALIKE, CLUSTER, GPUS
 
-_START_S = 120.0
-"""How long Ray may take beyond a node's own checks, seconds: it copies the package there and starts a worker, which takes some
-seconds."""
-
 _CONNECT_S = 10.0
 """How long a node may take to accept a connection, seconds: milliseconds in one network."""
 
+_JOIN_S = 120.0
+"""How long importing Ray, `ray.init` and sending the package may take, seconds: some ten on two idle cores."""
+
 DRIVER = "driver"
 """Where the run is started; compared with the nodes."""
+
+
+def limit_s(settings: CheckSettings) -> float:
+    """Longest time for ``run``, seconds: after that of the nodes, or those that answered would be dropped with it."""
+    return _CONNECT_S + _JOIN_S + _answer_s(settings)
+
+
+def _answer_s(settings: CheckSettings) -> float:
+    """Longest time for the nodes, seconds. Their children have a limit each, and run at the same time."""
+    return settings.timeout_s + settings.ray_start_s
 
 
 def run(settings: CheckSettings, address: str) -> Iterator[Finding | tuple[str, str]]:
@@ -106,30 +114,29 @@ def _ask(settings: CheckSettings) -> Iterator[Finding]:
         name = f"{entry['NodeManagerAddress']} ({entry['NodeID'][:8]})"
         there = NodeAffinitySchedulingStrategy(entry["NodeID"], soft=False)
         task = ray.remote(num_cpus=0, max_retries=0)(look).options(scheduling_strategy=there)
-        asked[name] = task.remote(settings.to_dict(), entry["NodeManagerAddress"])
-    deadline = time.monotonic() + settings.timeout_s + _START_S
+        asked[name] = task.remote(settings.to_dict(), entry["NodeManagerAddress"], entry["Resources"].get("GPU", 0))
+    # All at the same time: those that are silent take the time once, not one after another.
+    in_time, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=_answer_s(settings))
     reports: dict[str, Report] = {}
     for name, reference in asked.items():
-        answers = list(guarded(CLUSTER, _await, name, reference, deadline, settings, reports))
+        answers = list(guarded(CLUSTER, _answer, name, reference if reference in in_time else None, settings, reports))
         yield from answers
         if name in reports:
             yield from (replace(finding, node=name) for finding in reports[name].findings)
     yield from compare(node.facts(), {name: reports[name].facts if name in reports else None for name in asked})
 
 
-def _await(
-    name: str, reference: Any, deadline: float, settings: CheckSettings, reports: dict[str, Report]
-) -> Iterator[Finding]:
-    """Take a node's answer into ``reports``; yields why there is none."""
+def _answer(name: str, reference: Any, settings: CheckSettings, reports: dict[str, Report]) -> Iterator[Finding]:
+    """Take a node's answer into ``reports``; yields why there is none. Without a reference it came too late."""
     import ray
 
+    if reference is None:
+        text = f"did not answer within {_answer_s(settings):g} s"
+        remedy = "`ray status`, and the node's logs in /tmp/ray/session_latest/logs; a longer --timeout if it is only slow"
+        yield replace(fail(CLUSTER, text, remedy), node=name)
+        return
     try:
-        findings, facts = ray.get(reference, timeout=max(1.0, deadline - time.monotonic()))
-    except ray.exceptions.GetTimeoutError:
-        yield replace(
-            fail(CLUSTER, "did not answer in time", "`ray status`, and the node's logs in /tmp/ray/session_latest/logs"),
-            node=name,
-        )
+        findings, facts = ray.get(reference)
     except Exception as error:  # noqa: BLE001 - whatever a node's worker could not do is its finding
         yield replace(_no_worker(error, settings.ship_code), node=name)
     else:
@@ -147,17 +154,18 @@ def _no_worker(error: Exception, shipped: bool) -> Finding:
     return fail(CLUSTER, f"a worker on this node could not look: {type(error).__name__}: {text}", remedy)
 
 
-def look(settings: dict[str, Any], address: str) -> tuple[list[dict[str, str]], dict[str, str]]:
+def look(settings: dict[str, Any], address: str, gpus: float) -> tuple[list[dict[str, str]], dict[str, str]]:
     """What a Ray worker does on its node.
 
     Args:
         settings: ``CheckSettings`` as a dictionary.
         address: of the node.
+        gpus: that the node offers to Ray.
 
     Returns:
         Findings as dictionaries, and facts: plain types, so that a node with another version of this package can answer.
     """
-    report = node.check_node(CheckSettings(**settings), address=address)
+    report = node.check_node(CheckSettings(**settings), node.Member(address=address, gpus=gpus))
     return [finding.to_dict() for finding in report.findings], report.facts
 
 

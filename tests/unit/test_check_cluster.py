@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Differences between nodes are one finding, and what keeps the nodes from being asked has its remedy."""
 
+import os
 import shutil
+import tempfile
 from pathlib import Path
 
+import planted
 import pytest
+import ray
 
 import flashrl_verl
-from flashrl_verl.check import cluster, node
+from flashrl_verl.check import cluster, command, memory, node
 from flashrl_verl.check.findings import Verdict
+from flashrl_verl.check.settings import CheckSettings
 from flashrl_verl.compat import DISTRIBUTION, TESTED
 
 SAME = {"Python": "3.12.3", "vllm": "0.24.0", DISTRIBUTION: "0.1.0 (abc)"}
@@ -101,3 +106,45 @@ def test_the_checksum_follows_contents_and_names_of_code_and_yaml_alone(tmp_path
     changed = node.checksum(copy)
     (copy / "errors.py").rename(copy / "mistakes.py")
     assert len({same, changed, node.checksum(copy)}) == 3
+
+
+# ---- a live Ray of one node ----
+
+HANG = (
+    "import os, sys, time\n"
+    "if any(word.endswith('default_worker.py') for word in sys.orig_argv) and os.path.exists({!r}): time.sleep(600)\n"
+)
+"""``sitecustomize`` of a node whose workers start no more once a file is there."""
+
+
+@pytest.fixture(scope="module")
+def ray_node(tmp_path_factory):
+    """Address of a Ray with a folder of its own, that folder, and the file that makes new workers hang."""
+    here = tmp_path_factory.mktemp("node")
+    folder = Path(tempfile.mkdtemp(prefix="flr-", dir="/tmp"))  # short: paths of sockets stay under 107 letters
+    planted.module(here, "sitecustomize", HANG.format(str(here / "hang")))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(here), *filter(None, [os.environ.get("PYTHONPATH")])]))
+        context = ray.init("local", num_cpus=1, num_gpus=1, include_dashboard=False, _temp_dir=str(folder / "ray"))
+        try:
+            yield context.address_info["gcs_address"], folder / "ray", here / "hang"
+        finally:
+            ray.shutdown()
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_the_disk_of_a_node_is_the_one_its_ray_was_started_with(ray_node, monkeypatch):
+    """--temp-dir is the remedy of a full disk: after it another disk has to be looked at."""
+    monkeypatch.setenv("RAY_TMPDIR", "/no/such/folder")
+    folder = ray.get(ray.remote(memory.ray_folder).options(num_cpus=0).remote())
+    assert folder == ray_node[1]
+    assert f"free for Ray in {folder}" in next(memory.check_disk(folder)).text
+
+
+def test_a_node_that_hangs_is_named_before_the_process_that_asks_is_stopped(ray_node):
+    address, _, hang = ray_node
+    hang.touch()
+    findings = command.look(CheckSettings(timeout_s=1, ray_start_s=2, ship_code=False), address)
+    failed = [finding for finding in findings if finding.name == "cluster" and finding.verdict is Verdict.FAIL]
+    assert [(f.node.partition(" ")[0], f.text) for f in failed] == [(address.partition(":")[0], "did not answer within 3 s")]
+    assert [(f.verdict, f.text) for f in findings if f.name == "nodes alike"] == [(Verdict.SKIPPED, "no node answered")]
