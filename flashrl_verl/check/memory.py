@@ -72,15 +72,18 @@ def check_shared_memory(folder: str, bucket_megabytes: int | None, gpus: int, ra
     larger = f"a larger {folder}: docker run --shm-size=<size>, a medium: Memory volume in Kubernetes, or delete files there"
     free = f"{_gib(usage.free)} of {_gib(usage.total)} free in {folder}"
     store = min(_STORE_SHARE * _memory(), _STORE_MOST)
-    needs, remedy = _needs(bucket_megabytes, gpus, ranks), larger
-    if ranks and not gpus:
+    need, why, remedy, default = 0, [], larger, None
+    if ranks and gpus:
+        need, why = _GPU_SHARED, ["vLLM's queues and NCCL's buffers"]
+    elif ranks:
+        if bucket_megabytes is None and usage.free < verl_bucket_megabytes() << 20:
+            default = verl_bucket_megabytes()
+        megabytes = quickstart_bucket_megabytes() if default else bucket_megabytes or verl_bucket_megabytes()
+        need, why = megabytes << 20, [f"a bucket of weights on a CPU ({BUCKET_KEY}={megabytes})"]
         remedy = f"{larger}; or a smaller bucket, not below the largest tensor: {BUCKET_KEY}=<MiB>"
-    for need, why in needs:
-        if usage.free < need:
-            yield fail(name, f"{free}, below {_gib(need)} for {why}: a bus error", remedy)
-            return
-    why = " and ".join([*(why for _, why in needs), f"Ray's object store ({_gib(store)})"])
-    if ranks and not gpus and bucket_megabytes is None and usage.free < (default := verl_bucket_megabytes()) << 20:
+    if usage.free < need:
+        yield fail(name, f"{free}, below {_gib(need)} for {why[0]}: a bus error", remedy)
+    elif default:
         text = f"{free}: enough for the quickstart, but a run with verl's default ({BUCKET_KEY}={default}) gets a bus error"
         yield warn(name, text, f"{remedy}. `flashrl check --bucket-megabytes <MiB>` looks for the run's own")
     elif usage.total < store:
@@ -90,19 +93,8 @@ def check_shared_memory(folder: str, bucket_megabytes: int | None, gpus: int, ra
             f"{larger}; or a smaller store: ray start --object-store-memory=<bytes>",
         )
     else:
-        yield ok(name, f"{free}, enough for {why}")
-
-
-def _needs(bucket_megabytes: int | None, gpus: int, ranks: bool) -> list[tuple[int, str]]:
-    """Bytes without which a run ends, and what for."""
-    if not ranks:
-        return []
-    if gpus:
-        return [(_GPU_SHARED, "vLLM's queues and NCCL's buffers")]
-    if bucket_megabytes is None:
-        megabytes = quickstart_bucket_megabytes()
-        return [(megabytes << 20, f"a bucket of weights on a CPU, of the quickstart's size ({BUCKET_KEY}={megabytes})")]
-    return [(bucket_megabytes << 20, f"a bucket of weights on a CPU ({BUCKET_KEY}={bucket_megabytes})")]
+        why.append(f"Ray's object store ({_gib(store)})")
+        yield ok(name, f"{free}, enough for {' and '.join(why)}")
 
 
 def _memory() -> int:

@@ -56,6 +56,8 @@ def test_shared_memory_is_compared_with_the_bucket_on_a_cpu_and_the_queues_on_a_
         assert "--shm-size" in finding["remedy"]
     if verdict == "fail" and not gpus:
         assert f"{memory.BUCKET_KEY}={bucket or 64}" in finding["text"] and memory.BUCKET_KEY in finding["remedy"]
+    if verdict == "ok":
+        assert f"{memory.BUCKET_KEY}={bucket or 2048}" in finding["text"]
     if (megabytes, bucket) == (1000, None):
         assert f"{memory.BUCKET_KEY}=2048" in finding["text"] and "--bucket-megabytes" in finding["remedy"]
 
