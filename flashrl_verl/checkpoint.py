@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,8 @@ CONFIG_FILE = "fsdp_config.json"
 """verl's record beside the shards: FSDP's version and the number of ranks."""
 
 _MODEL_SHARD = re.compile(r"model_world_size_(\d+)_rank_\d+\.pt")
+
+_AGAIN = "Resume from an earlier one: trainer.resume_mode=resume_path, trainer.resume_from_path=<folder>/global_step_<N>"
 
 
 class ElasticCheckpointManager(FSDPCheckpointManager):
@@ -57,8 +59,8 @@ class ElasticCheckpointManager(FSDPCheckpointManager):
             del_local_after_load: as verl's; does nothing to resharded files.
 
         Raises:
-            FlashRLError: on every rank: the checkpoint is not of FSDP2 or shards are missing, and nothing was loaded. Or they
-                do not fit the model.
+            FlashRLError: on every rank: the checkpoint is not of FSDP2, or shards are missing or cannot be read, and nothing
+                was loaded. Or they do not fit the model.
         """
         saved = None if local_path is None else self._saved(Path(local_path))
         if saved is None:  # verl says what it lacks
@@ -86,16 +88,22 @@ class ElasticCheckpointManager(FSDPCheckpointManager):
         found = [saved for saved in together(lambda: saved_by(folder)) if saved is not None]
         return next((saved for saved in found if saved.fsdp is not None), found[0] if found else None)
 
+    def _wanted(self) -> list[str]:
+        """Kinds of shards that this run loads."""
+        wanted = {"model": self.should_load_model, "optim": self.should_load_optimizer, "extra_state": self.should_load_extra}
+        return [kind for kind, wants in wanted.items() if wants]
+
     def _is_cut_otherwise(self, folder: Path) -> bool:
-        """Whether any rank's shard is cut over another mesh than its model is, as with another ``fsdp_size``."""
+        """Whether any rank's shard is cut over another mesh than its model is, as with another ``fsdp_size``.
+
+        Every rank opens all that it is going to load: a file that verl then could not read would stop that rank alone.
+        """
 
         def differs() -> bool:
-            file = folder / f"model_world_size_{self.world_size}_rank_{self.rank}.pt"
-            if not file.is_file():
-                return False
+            own = {kind: Shards(folder, kind, self.world_size) for kind in self._wanted()}
+            states = {kind: shards.load(self.rank) for kind, shards in own.items()}
             mine = self.model.state_dict()
-            shards = torch.load(file, map_location="cpu", mmap=True, weights_only=False)
-            both = ((shard, mine.get(name)) for name, shard in shards.items())
+            both = ((shard, mine.get(name)) for name, shard in states.get("model", {}).items())
             return any(isinstance(s, DTensor) and isinstance(m, DTensor) and not same_cut(s, m) for s, m in both)
 
         return any(together(differs))
@@ -105,43 +113,48 @@ class ElasticCheckpointManager(FSDPCheckpointManager):
             log.warning(
                 "%s was saved by %d ranks and is cut anew for %d; random states start anew", folder, ranks, self.world_size
             )
-        wanted = {"model": self.should_load_model, "optim": self.should_load_optimizer, "extra_state": self.should_load_extra}
-        shards = {kind: Shards(folder, kind, ranks) for kind, wants in wanted.items() if wants}
-        together(lambda: [kind.require() for kind in shards.values()])  # all of them, before anything is loaded
-        if "model" in shards:
-            self._load_model(shards["model"])
-        if "optim" in shards:
-            self._load_optimizer(shards["optim"])
-        if "extra_state" in shards and self.lr_scheduler is not None:
+        states: dict[str, list[dict[str, Any]]] = {}
+
+        def open_all() -> None:
+            shards = {kind: Shards(folder, kind, ranks) for kind in self._wanted()}
+            for kind in shards.values():
+                kind.require()
+            # Mapped, not read: what is kept of them until their turn is names and places.
+            states.update({kind: files.load_all() for kind, files in shards.items()})
+
+        together(open_all)  # all of them, before anything is loaded
+        if "model" in states:
+            self._load_model(folder, states.pop("model"))
+        if "optim" in states:
+            self._load_optimizer(folder, states.pop("optim"))
+        if "extra_state" in states and self.lr_scheduler is not None:
             # The same on every rank. Random states are not: there are more or fewer of them now.
-            extra = shards["extra_state"].load(0)
+            extra = states["extra_state"][0]
             if extra["lr_scheduler"] is not None:
                 self.lr_scheduler.load_state_dict(extra["lr_scheduler"])
         torch.distributed.barrier()
 
-    def _load_model(self, shards: Shards) -> None:
-        states = shards.load_all()
+    def _load_model(self, folder: Path, states: Sequence[Mapping[str, Any]]) -> None:
         if self.is_lora_only_state_dict(states[0]):
             raise FlashRLError(
-                f"{shards.folder} holds {len(states[0])} tensors of LoRA adapters alone, and only whole models are cut anew. "
+                f"{folder} holds {len(states[0])} tensors of LoRA adapters alone, and only whole models are cut anew. "
                 "Remedy: the same trainer.nnodes, trainer.n_gpus_per_node and fsdp_size as before"
             )
         mine = self.model.state_dict()
         if states[0].keys() != mine.keys():
             differing = sorted(states[0].keys() ^ mine.keys())
             raise FlashRLError(
-                f"{shards.folder} is of another model: {len(differing)} names differ ({', '.join(differing[:4])}). Set "
+                f"{folder} is of another model: {len(differing)} names differ ({', '.join(differing[:4])}). Set "
                 "actor_rollout_ref.model.path to the model that was trained, or trainer.resume_mode=disable"
             )
         self.model.load_state_dict({name: reshard([s[name] for s in states], mine[name], name) for name in mine})
 
-    def _load_optimizer(self, shards: Shards) -> None:
-        states = shards.load_all()
+    def _load_optimizer(self, folder: Path, states: Sequence[Mapping[str, Any]]) -> None:
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         first = states[0]
         if "state" not in first or len(parameters) != sum(len(group["params"]) for group in first["param_groups"]):
             raise FlashRLError(
-                f"{shards.folder}: the optimizer's state is not of this run's {len(parameters)} parameters, and cannot be cut "
+                f"{folder}: the optimizer's state is not of this run's {len(parameters)} parameters, and cannot be cut "
                 "anew. Set actor_rollout_ref.actor.checkpoint.load_contents=[model,extra] to go on without it"
             )
         moments = {
@@ -182,8 +195,20 @@ class Shards:
             )
 
     def load(self, rank: int) -> dict[str, Any]:
-        """The file of one rank, its tensors mapped rather than read."""
-        return torch.load(self.files[rank], map_location="cpu", mmap=True, weights_only=False)
+        """The file of one rank, its tensors mapped rather than read.
+
+        Raises:
+            FlashRLError: it is not there, cut off, or not to be read.
+        """
+        file = self.files[rank]
+        try:
+            return torch.load(file, map_location="cpu", mmap=True, weights_only=False)
+        except Exception as error:  # noqa: BLE001 - a damaged pickle may raise anything
+            why = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            raise FlashRLError(
+                f"{file} cannot be read ({why}). Nothing was loaded. Every rank needs rights to its file and its "
+                f"storage; if it was cut off, the checkpoint is not whole. {_AGAIN}"
+            ) from error
 
     def load_all(self) -> list[dict[str, Any]]:
         """Those of all ranks, in their order."""
@@ -203,9 +228,8 @@ def saved_by(folder: Path) -> Saved | None:
     """Who saved the checkpoint in ``folder``: as verl's record says, else as the names of its files do; None for neither.
 
     Raises:
-        FlashRLError: the record is damaged, or there is none and the files are of several numbers of ranks.
+        FlashRLError: the record is damaged or not to be read, or there is none and the files are of several numbers of ranks.
     """
-    again = "Resume from an earlier one: trainer.resume_mode=resume_path, trainer.resume_from_path=<folder>/global_step_<N>"
     try:
         record = json.loads((folder / CONFIG_FILE).read_text())
         return Saved(int(record["world_size"]), int(record["FSDP_version"]))
@@ -214,12 +238,17 @@ def saved_by(folder: Path) -> Saved | None:
         ranks = sorted({int(match[1]) for name in names if (match := _MODEL_SHARD.fullmatch(name.name))})
     except (ValueError, KeyError, TypeError) as error:
         raise FlashRLError(
-            f"{folder / CONFIG_FILE} is damaged ({type(error).__name__}: {error}), so the checkpoint is not whole. {again}"
+            f"{folder / CONFIG_FILE} is damaged ({type(error).__name__}: {error}), so the checkpoint is not whole. {_AGAIN}"
         ) from None
+    except OSError as error:
+        raise FlashRLError(
+            f"{folder / CONFIG_FILE} cannot be read ({error.strerror}). Nothing was loaded. Every rank needs rights to it and "
+            "the storage it lies on"
+        ) from error
     if len(ranks) > 1:
         raise FlashRLError(
             f"{folder} has shards of {' and of '.join(map(str, ranks))} ranks and no {CONFIG_FILE} that says which are the "
-            f"last. {again}"
+            f"last. {_AGAIN}"
         )
     return Saved(ranks[0], None) if ranks else None
 
@@ -228,16 +257,20 @@ def together(ask: Callable[[], Any]) -> list[Any]:
     """What every rank finds, in their order.
 
     Raises:
-        FlashRLError: the first that a rank raised, on all of them: none waits for one that has given up.
+        FlashRLError: the first that a rank raised, of whatever kind, on all of them: none waits for one that has given up.
     """
+    own: Exception | None = None
     try:
         mine: Any = (ask(), None)
     except FlashRLError as error:
-        mine = (None, str(error))
+        mine, own = (None, str(error)), error
+    except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait for this one's answer
+        rank = torch.distributed.get_rank()
+        mine, own = (None, f"rank {rank} could not go on: {type(error).__name__}: {error}"), error
     told: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(told, mine)
     if error := next((error for _, error in told if error is not None), None):
-        raise FlashRLError(error)
+        raise FlashRLError(error) from own
     return [found for found, _ in told]
 
 

@@ -37,13 +37,13 @@ def write_whole(path: Path, content: bytes) -> None:
     """Write a file of which there is one writer at a time; its folder is there.
 
     Raises:
-        OSError: no space, no rights, ...; what was there before is unchanged.
+        OSError: no space, no rights, ...; what was there before is unchanged, after a stop in the middle too.
     """
     scratch = path.with_name(f".{path.name}.new")
     try:
         write_synced(scratch, content)
         move(scratch, path)
-    except OSError:
+    except BaseException:  # Ctrl-C and SIGTERM (process_tree.Stopped) too
         with contextlib.suppress(OSError):
             scratch.unlink()
         raise

@@ -60,19 +60,30 @@ def run_child(
     Returns:
         What the child found, and how it ended if that was not well.
     """
+    try:
+        return _ask(module, subjects, settings, os.environ if environment is None else environment, limit_s, more)
+    except Exception as error:  # noqa: BLE001 - a full disk, no rights: what such a machine is looked at for
+        text = f"its process could not be asked: {type(error).__name__}: {error}"
+        remedy = "room and rights in the temporary folder (/tmp, or TMPDIR), or TMPDIR=<another one>"
+        report = Report([fail(subjects[0] if subjects else name_of(module), text, remedy)])
+        report.add(skipped(subject, "its process could not be asked") for subject in subjects[1:])
+        return report
+
+
+def _ask(
+    module: str,
+    subjects: tuple[str, ...],
+    settings: CheckSettings,
+    environment: Mapping[str, str],
+    limit_s: float | None,
+    more: dict[str, Any],
+) -> Report:
     with tempfile.TemporaryDirectory(prefix="flashrl-check-") as folder:
         result, log = Path(folder, "result"), Path(folder, "log")
         result.touch()
         words = [module, str(result), json.dumps(settings.to_dict()), json.dumps(more)]
-        limit_s = settings.timeout_s if limit_s is None else limit_s
-        ended = _run(words, log, folder, limit_s, os.environ if environment is None else environment)
-        report = Report()
-        for line in result.read_text().splitlines():
-            entry = json.loads(line)
-            if "fact" in entry:
-                report.facts.update(entry["fact"])
-            else:
-                report.findings.append(Finding(**entry))
+        ended = _run(words, log, folder, settings.timeout_s if limit_s is None else limit_s, environment)
+        report = _read(result.read_text())
         seen = {finding.name for finding in report.findings}
         missing = [subject for subject in subjects if subject not in seen]
         if not ended and name_of(module) in seen:  # ``main`` has said why
@@ -86,6 +97,20 @@ def run_child(
             )
             report.add(skipped(subject, f"its process {why} before") for subject in missing[1:])
         return report
+
+
+def _read(result: str) -> Report:
+    """The whole lines of a child's answer: a full disk, or its end, cuts the last one off."""
+    report = Report()
+    for line in result.splitlines(keepends=True):
+        if not line.endswith("\n"):
+            break
+        entry = json.loads(line)
+        if "fact" in entry:
+            report.facts.update(entry["fact"])
+        else:
+            report.findings.append(Finding(**entry))
+    return report
 
 
 def name_of(module: str) -> str:

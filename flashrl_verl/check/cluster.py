@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import socket
-import time
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,15 +16,24 @@ from flashrl_verl.check.findings import Finding, Verdict, fail, guarded, ok, ski
 from flashrl_verl.check.settings import CheckSettings
 from flashrl_verl.check.subjects import ALIKE, CLUSTER, GPUS
 
-_START_S = 120.0
-"""How long Ray may take beyond a node's own checks, seconds: it copies the package there and starts a worker, which takes some
-seconds."""
-
 _CONNECT_S = 10.0
 """How long a node may take to accept a connection, seconds: milliseconds in one network."""
 
+_JOIN_S = 120.0
+"""How long importing Ray, `ray.init` and sending the package may take, seconds: some ten on two idle cores."""
+
 DRIVER = "driver"
 """Where the run is started; compared with the nodes."""
+
+
+def limit_s(settings: CheckSettings) -> float:
+    """Longest time for ``run``, seconds: after that of the nodes, or those that answered would be dropped with it."""
+    return _CONNECT_S + _JOIN_S + _answer_s(settings)
+
+
+def _answer_s(settings: CheckSettings) -> float:
+    """Longest time for the nodes, seconds. Their children have a limit each, and run at the same time."""
+    return settings.timeout_s + settings.ray_start_s
 
 
 def run(settings: CheckSettings, address: str) -> Iterator[Finding | tuple[str, str]]:
@@ -105,31 +114,29 @@ def _ask(settings: CheckSettings) -> Iterator[Finding]:
         name = f"{entry['NodeManagerAddress']} ({entry['NodeID'][:8]})"
         there = NodeAffinitySchedulingStrategy(entry["NodeID"], soft=False)
         task = ray.remote(num_cpus=0, max_retries=0)(look).options(scheduling_strategy=there)
-        asked[name] = task.remote(settings.to_dict(), entry["NodeManagerAddress"])
-    deadline = time.monotonic() + settings.timeout_s + _START_S
+        asked[name] = task.remote(settings.to_dict(), entry["NodeManagerAddress"], entry["Resources"].get("GPU", 0))
+    # All at the same time: those that are silent take the time once, not one after another.
+    in_time, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=_answer_s(settings))
     reports: dict[str, Report] = {}
     for name, reference in asked.items():
-        answers = list(guarded(CLUSTER, _await, name, reference, deadline, settings, reports))
+        answers = list(guarded(CLUSTER, _answer, name, reference if reference in in_time else None, settings, reports))
         yield from answers
         if name in reports:
             yield from (replace(finding, node=name) for finding in reports[name].findings)
-    facts = {DRIVER: node.facts(), **{name: report.facts for name, report in reports.items()}}
-    yield from compare(facts)
+    yield from compare(node.facts(), {name: reports[name].facts if name in reports else None for name in asked})
 
 
-def _await(
-    name: str, reference: Any, deadline: float, settings: CheckSettings, reports: dict[str, Report]
-) -> Iterator[Finding]:
-    """Take a node's answer into ``reports``; yields why there is none."""
+def _answer(name: str, reference: Any, settings: CheckSettings, reports: dict[str, Report]) -> Iterator[Finding]:
+    """Take a node's answer into ``reports``; yields why there is none. Without a reference it came too late."""
     import ray
 
+    if reference is None:
+        text = f"did not answer within {_answer_s(settings):g} s"
+        remedy = "`ray status`, and the node's logs in /tmp/ray/session_latest/logs; a longer --timeout if it is only slow"
+        yield replace(fail(CLUSTER, text, remedy), node=name)
+        return
     try:
-        findings, facts = ray.get(reference, timeout=max(1.0, deadline - time.monotonic()))
-    except ray.exceptions.GetTimeoutError:
-        yield replace(
-            fail(CLUSTER, "did not answer in time", "`ray status`, and the node's logs in /tmp/ray/session_latest/logs"),
-            node=name,
-        )
+        findings, facts = ray.get(reference)
     except Exception as error:  # noqa: BLE001 - whatever a node's worker could not do is its finding
         yield replace(_no_worker(error, settings.ship_code), node=name)
     else:
@@ -147,26 +154,35 @@ def _no_worker(error: Exception, shipped: bool) -> Finding:
     return fail(CLUSTER, f"a worker on this node could not look: {type(error).__name__}: {text}", remedy)
 
 
-def look(settings: dict[str, Any], address: str) -> tuple[list[dict[str, str]], dict[str, str]]:
+def look(settings: dict[str, Any], address: str, gpus: float) -> tuple[list[dict[str, str]], dict[str, str]]:
     """What a Ray worker does on its node.
 
     Args:
         settings: ``CheckSettings`` as a dictionary.
         address: of the node.
+        gpus: that the node offers to Ray.
 
     Returns:
         Findings as dictionaries, and facts: plain types, so that a node with another version of this package can answer.
     """
-    report = node.check_node(CheckSettings(**settings), address=address)
+    report = node.check_node(CheckSettings(**settings), node.Member(address=address, gpus=gpus))
     return [finding.to_dict() for finding in report.findings], report.facts
 
 
-def compare(facts: Mapping[str, Mapping[str, str]]) -> Iterator[Finding]:
-    """One finding for all differences of software, and one for GPUs of different kinds.
+def compare(driver: Mapping[str, str], nodes: Mapping[str, Mapping[str, str] | None]) -> Iterator[Finding]:
+    """One finding for all differences of software, and one for GPUs of different kinds or numbers.
 
     Args:
-        facts: node -> name -> value.
+        driver: name -> value where the run is started.
+        nodes: the same of every node that was asked; None for one that did not answer, which is alike to nobody.
     """
+    answered = {name: known for name, known in nodes.items() if known is not None}
+    silent = [name for name in nodes if name not in answered]
+    yield _software({DRIVER: driver, **answered}, silent)
+    yield from _gpus(answered, [*silent, *(name for name, known in answered.items() if "GPUs" not in known)])
+
+
+def _software(facts: Mapping[str, Mapping[str, str]], silent: Sequence[str]) -> Finding:
     names = list(dict.fromkeys(name for known in facts.values() for name in known if name != "GPUs"))
     differ = {name: _by_value(facts, name) for name in names}
     told = [f"{name}: {_listed(values)}" for name, values in differ.items() if len(values) > 1]
@@ -174,13 +190,33 @@ def compare(facts: Mapping[str, Mapping[str, str]]) -> Iterator[Finding]:
         remedy = (
             "one environment for all nodes (bash scripts/setup_env.sh, or an image); for flashrl-verl flashrl.ship_code=true"
         )
-        yield fail(ALIKE, "; ".join(told), remedy)
-    else:
-        yield ok(ALIKE, f"{len(facts)} processes have the same {', '.join(names)}")
-    kinds = {name: known["GPUs"] for name, known in facts.items() if known.get("GPUs", "none") != "none"}
-    if len(set(kinds.values())) > 1:
-        listed = "; ".join(f"{name}: {value}" for name, value in kinds.items())
+        return fail(ALIKE, "; ".join([*told, *([f"unknown of {', '.join(silent)}"] if silent else [])]), remedy)
+    if len(facts) == 1:
+        return skipped(ALIKE, "no node answered")
+    alike = f"{len(facts)} processes have the same {', '.join(names)}"
+    return skipped(ALIKE, f"{', '.join(silent)} did not answer; {alike}") if silent else ok(ALIKE, alike)
+
+
+def _gpus(facts: Mapping[str, Mapping[str, str]], unknown: Sequence[str]) -> Iterator[Finding]:
+    """Nothing where all that have GPUs have the same.
+
+    Args:
+        facts: of the nodes that answered; GPUs are their names, with commas between.
+        unknown: nodes whose GPUs nobody could look at.
+    """
+    cards = {name: Counter(known["GPUs"].split(", ")) for name, known in facts.items() if known.get("GPUs", "none") != "none"}
+    listed = "; ".join(
+        f"{name}: {', '.join(f'{number} x {card}' for card, number in held.items())}" for name, held in cards.items()
+    )
+    if len({frozenset(held) for held in cards.values()}) > 1:
         yield warn(GPUS, listed, "nodes of one kind: kernels differ, and the slowest sets the pace")
+    elif len({held.total() for held in cards.values()}) > 1:
+        text = f"their numbers differ, and a run takes trainer.n_gpus_per_node from each: {listed}"
+        yield warn(
+            GPUS, text, "trainer.n_gpus_per_node not above the smallest, or nodes with as many; CUDA_VISIBLE_DEVICES hides some"
+        )
+    elif unknown and len(facts) + len(unknown) > 1:
+        yield skipped(GPUS, f"unknown of {', '.join(unknown)}")
 
 
 def _by_value(facts: Mapping[str, Mapping[str, str]], name: str) -> dict[str, list[str]]:

@@ -37,14 +37,17 @@ def check(
         bool, typer.Option("--ship-code/--no-ship-code", help="Send this package to the nodes, as flashrl.ship_code does.")
     ] = True,
     bucket_megabytes: Annotated[
-        int | None, typer.Option(min=1, help="The run's update_weights_bucket_megabytes, MiB; else verl's default.")
+        int | None,
+        typer.Option(min=1, help="The run's update_weights_bucket_megabytes, MiB; else verl's default is looked for."),
     ] = None,
     timeout: Annotated[float, typer.Option(min=1, help="Longest time of each child process, seconds.")] = 300.0,
     output: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the findings there too.")] = None,
 ) -> None:
     """Look for what would stop a run on this machine, or on every node of a Ray cluster; one line each, with the remedy.
 
-    Exit code: 0 when nothing failed, 1 when something did, 2 for a wrong call. Needs neither a GPU nor a model.
+    Exit code: 0 when nothing failed, 1 when something did, 2 for a wrong call. Needs no model, and no GPU to look.
+    An environment for CUDA on a machine without a GPU (a login node) fails: no rank could run there. In a cluster, nodes that
+    offer Ray no GPU are looked at without that.
     """
     joined = address or (os.environ.get("RAY_ADDRESS") or "auto" if cluster else None)
     if joined and "://" in joined:
@@ -85,7 +88,7 @@ def look(settings: CheckSettings, address: str | None) -> list[Finding]:
         settings: what to look for.
         address: for ``ray.init``; None for this machine alone.
     """
-    from flashrl_verl.check import node, ray_access
+    from flashrl_verl.check import cluster, node, ray_access
     from flashrl_verl.check.child import run_child
     from flashrl_verl.check.findings import guarded
     from flashrl_verl.check.subjects import ALIKE, CLUSTER
@@ -94,8 +97,7 @@ def look(settings: CheckSettings, address: str | None) -> list[Finding]:
         return node.check_node(settings).findings
     # The driver's own process first: what is wrong with it may be why the nodes cannot be asked.
     here = [*node.check_process(), *guarded("Ray token", ray_access.check_token, os.environ, Path.home(), True)]
-    # A node's children have a limit each, and run at the same time; Ray joins before and answers after.
-    limit_s = 2 * settings.timeout_s
+    limit_s = cluster.limit_s(settings)
     return [*here, *run_child("cluster", (CLUSTER, ALIKE), settings, limit_s=limit_s, address=address).findings]
 
 

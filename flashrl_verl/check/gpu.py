@@ -41,9 +41,11 @@ def check_driver(devices: int, driver: tuple[int, int] | None, built: tuple[int,
         yield skipped(DRIVER, "no GPU here, and torch is a build without CUDA")
     elif driver is None:
         text = f"torch is built for CUDA {_dotted(built)}, and there is no driver (libcuda.so.1)"
-        yield fail(
-            DRIVER, text, "install the NVIDIA driver; in a container, docker run --gpus all with NVIDIA's container toolkit"
+        remedy = (
+            "install the NVIDIA driver; in a container, docker run --gpus all with NVIDIA's container toolkit; from a login "
+            "node look where the ranks run: through the scheduler, or --cluster"
         )
+        yield fail(DRIVER, text, remedy)
     elif driver[0] < built[0]:  # within a major version older drivers run newer builds
         text = f"the driver runs CUDA up to {_dotted(driver)}, torch is built for {_dotted(built)}"
         yield fail(DRIVER, text, f"a newer driver, or torch and vLLM built for CUDA {driver[0]}")

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 from omegaconf import OmegaConf
 
+import flashrl_verl
 from flashrl_verl.check.findings import Finding, fail, ok, warn
 
 BUCKET_KEY = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
@@ -51,26 +52,40 @@ def verl_bucket_megabytes() -> int:
     return int(rollout.checkpoint_engine.update_weights_bucket_megabytes)
 
 
-def check_shared_memory(folder: str, bucket_megabytes: int | None, gpus: int) -> Iterator[Finding]:
+def quickstart_bucket_megabytes() -> int:
+    """The quickstart's size of a bucket of weights, MiB, which its toy model fits into; reads its YAML."""
+    experiment = OmegaConf.load(Path(flashrl_verl.__file__).parent / "configs" / "experiment" / "quickstart.yaml")
+    return int(OmegaConf.select(experiment, BUCKET_KEY, throw_on_missing=True))
+
+
+def check_shared_memory(folder: str, bucket_megabytes: int | None, gpus: int, ranks: bool = True) -> Iterator[Finding]:
     """Compare what is free with what weight updates, engines and Ray take.
 
     Args:
         folder: where shared memory lies.
-        bucket_megabytes: size of a bucket of weights, MiB; None for verl's default.
+        bucket_megabytes: size of a bucket of weights, MiB; None where nobody named it. Then it is a warning when verl's default
+            does not fit, and a failure when not even the quickstart's does.
         gpus: GPUs of this machine; 0 for a CPU, where one rank's bucket lies in shared memory.
+        ranks: whether ranks of a run come here at all; if not, only Ray's object store does.
     """
     name, usage = "shared memory", shutil.disk_usage(folder)
     larger = f"a larger {folder}: docker run --shm-size=<size>, a medium: Memory volume in Kubernetes, or delete files there"
-    if gpus:
-        need, why, remedy = _GPU_SHARED, "vLLM's queues and NCCL's buffers", larger
-    else:
-        megabytes = verl_bucket_megabytes() if bucket_megabytes is None else bucket_megabytes
-        need, why = megabytes << 20, f"a bucket of weights on a CPU ({BUCKET_KEY}={megabytes})"
-        remedy = f"{larger}; or a smaller bucket, not below the largest tensor: {BUCKET_KEY}=<MiB>"
     free = f"{_gib(usage.free)} of {_gib(usage.total)} free in {folder}"
     store = min(_STORE_SHARE * _memory(), _STORE_MOST)
+    need, why, remedy, default = 0, [], larger, None
+    if ranks and gpus:
+        need, why = _GPU_SHARED, ["vLLM's queues and NCCL's buffers"]
+    elif ranks:
+        if bucket_megabytes is None and usage.free < verl_bucket_megabytes() << 20:
+            default = verl_bucket_megabytes()
+        megabytes = quickstart_bucket_megabytes() if default else bucket_megabytes or verl_bucket_megabytes()
+        need, why = megabytes << 20, [f"a bucket of weights on a CPU ({BUCKET_KEY}={megabytes})"]
+        remedy = f"{larger}; or a smaller bucket, not below the largest tensor: {BUCKET_KEY}=<MiB>"
     if usage.free < need:
-        yield fail(name, f"{free}, below {_gib(need)} for {why}: a bus error", remedy)
+        yield fail(name, f"{free}, below {_gib(need)} for {why[0]}: a bus error", remedy)
+    elif default:
+        text = f"{free}: enough for the quickstart, but a run with verl's default ({BUCKET_KEY}={default}) gets a bus error"
+        yield warn(name, text, f"{remedy}. `flashrl check --bucket-megabytes <MiB>` looks for the run's own")
     elif usage.total < store:
         yield warn(
             name,
@@ -78,7 +93,8 @@ def check_shared_memory(folder: str, bucket_megabytes: int | None, gpus: int) ->
             f"{larger}; or a smaller store: ray start --object-store-memory=<bytes>",
         )
     else:
-        yield ok(name, f"{free}, enough for {why} and Ray's object store ({_gib(store)})")
+        why.append(f"Ray's object store ({_gib(store)})")
+        yield ok(name, f"{free}, enough for {' and '.join(why)}")
 
 
 def _memory() -> int:
@@ -90,18 +106,29 @@ def _memory() -> int:
         return total
 
 
-def check_disk(folder: str) -> Iterator[Finding]:
-    """Whether Ray can write below ``folder``, and whether it stays so."""
-    name, usage = "disk", shutil.disk_usage(folder)
-    free = f"{_gib(usage.free)} of {_gib(usage.total)} free in {folder}"
+def ray_folder() -> Path:
+    """Where Ray writes. In a worker that is where its node was told to (--temp-dir, or the head's); else where it would if this
+    process started it, below RAY_TMPDIR, TMPDIR or /tmp."""
+    import ray
+
+    if ray.is_initialized():
+        return Path(ray.get_runtime_context().get_temp_dir())
+    from ray._common.utils import get_default_ray_temp_dir
+
+    return Path(get_default_ray_temp_dir())
+
+
+def check_disk(folder: Path) -> Iterator[Finding]:
+    """Whether Ray can write to ``folder``, which it makes if need be, and whether it stays so."""
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    name, usage = "disk", shutil.disk_usage(there)
+    free = f"{_gib(usage.free)} of {_gib(usage.total)} free for Ray in {folder}"
     remedy = (
-        "delete old sessions (`<folder>/ray/session_*`), or another disk: ray start --temp-dir=<folder>, RAY_TMPDIR=<folder>"
+        f"delete old sessions (`{folder}/session_*`), or another disk: ray start --head --temp-dir=<folder>, or "
+        "RAY_TMPDIR=<folder> for a Ray that the run starts"
     )
-    remedy = remedy.replace("<folder>/ray", f"{folder}/ray")
-    if not os.access(folder, os.W_OK):
-        yield fail(
-            name, f"{folder} cannot be written to by this user; Ray's sessions and the weights' sockets go there", remedy
-        )
+    if not os.access(there, os.W_OK):
+        yield fail(name, f"{there} cannot be written to by this user; Ray's sessions go to {folder}", remedy)
     elif usage.free < (1 - _DISK_STOP) * usage.total:  # what is reserved counts as used, as for Ray
         yield fail(name, f"{free}: above {_DISK_STOP:.0%} used, Ray stops writing and tasks fail", remedy)
     elif usage.free < _DISK_LITTLE:

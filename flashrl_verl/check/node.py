@@ -8,6 +8,7 @@ import os
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import flashrl_verl
@@ -18,23 +19,34 @@ from flashrl_verl.check.settings import CheckSettings
 from flashrl_verl.compat import DISTRIBUTION, TESTED, installed_version, nvidia_devices, python_version
 
 
-def check_node(settings: CheckSettings, *, address: str | None = None) -> Report:
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """What a node is in its Ray cluster."""
+
+    address: str
+    gpus: float
+    """GPUs that it offers to Ray, logical ones too. Ranks of a run come only where there are any."""
+
+
+def check_node(settings: CheckSettings, member: Member | None = None) -> Report:
     """Look at this machine, from this process and from fresh ones.
 
     Args:
         settings: what to look for.
-        address: of this node in its Ray cluster; None where there is none yet.
+        member: what this node is in its Ray cluster; None where there is none yet.
 
     Returns:
         Findings in the order of the report, and facts to compare with other nodes.
     """
     report = Report(facts=facts())
     report.add(check_process())
-    report.add(check_machine(settings, address))
+    report.add(check_machine(settings, member))
     # Both at the same time: they mostly wait for the disk, and a node for training has cores enough.
     with ThreadPoolExecutor(2) as pool:
         of_verl = pool.submit(run_child, "verl_process", subjects.of_verl_process(), settings)
-        of_vllm = pool.submit(run_child, "vllm_process", subjects.of_vllm_process(settings), settings)
+        of_vllm = pool.submit(
+            run_child, "vllm_process", subjects.of_vllm_process(settings), settings, ranks=member is None or member.gpus > 0
+        )
         for child in (of_verl.result(), of_vllm.result()):
             report.add(child.findings)
             report.facts.update(child.facts)
@@ -51,16 +63,17 @@ def check_process() -> Iterator[Finding]:
     yield from guarded("entry points", metadata.check_entry_points)
 
 
-def check_machine(settings: CheckSettings, address: str | None) -> Iterator[Finding]:
+def check_machine(settings: CheckSettings, member: Member | None) -> Iterator[Finding]:
     """What this machine has room for, and whether its sockets work.
 
     Args:
         settings: what to look for.
-        address: of this node in its Ray cluster; None where there is none yet.
+        member: what this node is in its Ray cluster; None where there is none yet.
     """
-    gpus = nvidia_devices()
-    yield from guarded("shared memory", memory.check_shared_memory, settings.shared_memory, settings.bucket_megabytes, gpus)
-    yield from guarded("disk", memory.check_disk, settings.temporary)
+    gpus, address = nvidia_devices(), None if member is None else member.address
+    shared = (settings.shared_memory, settings.bucket_megabytes, gpus, member is None or member.gpus > 0)
+    yield from guarded("shared memory", memory.check_shared_memory, *shared)
+    yield from guarded("disk", lambda: memory.check_disk(memory.ray_folder()))
     yield from guarded("open files", memory.check_open_files)
     yield from guarded("loopback", network.check_loopback, max(gpus, 1))
     yield from guarded("node address", lambda: network.check_node_address(address or _own_address()))

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -31,13 +30,12 @@ class CheckSettings:
     shared_memory: str = "/dev/shm"
     """Where POSIX shared memory lies."""
 
-    temporary: str = ""
-    """Where Ray writes; empty for RAY_TMPDIR, or /tmp as Ray takes it."""
+    ray_start_s: float = 120.0
+    """How long a node of a cluster may take to answer beyond its own checks, seconds: Ray copies the package there and starts a
+    worker, which takes some seconds."""
 
     def __post_init__(self):
         object.__setattr__(self, "precisions", tuple(Precision(p) for p in self.precisions))
-        if not self.temporary:
-            object.__setattr__(self, "temporary", os.environ.get("RAY_TMPDIR") or "/tmp")
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "precisions": [p.value for p in self.precisions]}

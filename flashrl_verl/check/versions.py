@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.machinery
 from collections.abc import Iterator, Mapping, Sequence
 
 from packaging.requirements import Requirement
@@ -32,6 +33,10 @@ def check_components(path: Sequence[str] | None = None) -> Iterator[Finding]:
     """
     for name, component in TESTED.items():
         there = [distribution for alias in component.distributions for distribution in copies(alias, path)]
+        if not there and (checkout := code_of(component.module, path)):
+            text = f"code without metadata in {checkout}, so of no known version (tested: {_tested(component)})"
+            yield warn(name, text, "pip install --no-deps -e <checkout> gives it a version (docs/forks.md)")
+            continue
         found = classify(component, there[0].version if there else None)
         if found.status is Status.MISSING:
             yield fail(name, f"not installed (tested: {_tested(component)})", INSTALL_COMMAND)
@@ -42,6 +47,17 @@ def check_components(path: Sequence[str] | None = None) -> Iterator[Finding]:
             yield warn(name, text, f"if anything looks wrong, a tested version: {INSTALL_COMMAND}; docs/upgrading.md")
         else:
             yield ok(name, str(found.installed))
+
+
+def code_of(module: str, path: Sequence[str] | None = None) -> str | None:
+    """The file by which a module would be imported, such as a fork's on PYTHONPATH; None where there is none.
+
+    Args:
+        module: on the first level; it is not imported.
+        path: folders to look in; None for ``sys.path``.
+    """
+    spec = importlib.machinery.PathFinder.find_spec(module, path)
+    return spec.origin if spec else None  # a folder without __init__.py that happens to have the name has no origin
 
 
 def _tested(component: Component) -> str:

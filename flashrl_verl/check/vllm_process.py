@@ -15,10 +15,20 @@ from flashrl_verl.compat import cuda_gpus, driver_cuda, nvidia_devices, torch_cu
 from flashrl_verl.errors import ConfigError
 
 
-def run(settings: CheckSettings) -> Iterator[Finding | tuple[str, str]]:
-    """What the child finds; nothing of vLLM may be imported before it."""
+def run(settings: CheckSettings, ranks: bool = True) -> Iterator[Finding | tuple[str, str]]:
+    """What the child finds; nothing of vLLM may be imported before it.
+
+    Args:
+        settings: what to look for.
+        ranks: whether ranks of a run come here at all. Without them (a cluster's head) a missing GPU hurts nobody.
+    """
     loaded = list(guarded(VLLM_PLUGIN, check_plugin))
     yield from loaded
+    if not ranks:
+        of_ranks = [name for name in subjects.of_vllm_process(settings) if name != VLLM_PLUGIN]
+        yield from (skipped(subject, "this node offers no GPU to Ray, so no rank of a run comes here") for subject in of_ranks)
+        yield ("GPUs", "none")
+        return
     from flashrl_verl.check import gpu, numerics  # they import vLLM's ops
 
     yield from guarded(subjects.DRIVER, gpu.check_driver, nvidia_devices(), driver_cuda(), torch_cuda())

@@ -161,6 +161,8 @@ def test_of_two_nodes_the_one_with_a_fault_is_named_and_their_difference_is_one_
     sound, faulty = nodes
     assert [name for (where, name), f in found.items() if where == sound and f.verdict is FAIL] == []
     assert found[sound, "int8 numerics"].verdict is OK
+    for where in nodes:
+        assert f"free for Ray in {cluster.folder}" in found[where, "disk"].text, "its own --temp-dir, not this process's"
     assert found[sound, f"{DISTRIBUTION} metadata"].text.endswith("sent by Ray")
     failed = {name for (where, name), f in found.items() if where == faulty and f.verdict is FAIL}
     assert failed == {"transformers", "imported versions", "vLLM plugin"}, output

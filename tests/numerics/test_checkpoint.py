@@ -10,7 +10,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from flashrl_verl.checkpoint import Saved, require_same_ranks, saved_by
+from flashrl_verl.checkpoint import Saved, Shards, require_same_ranks, saved_by
 from flashrl_verl.errors import FlashRLError
 from flashrl_verl.reshard import own_rows
 
@@ -100,6 +100,36 @@ def test_a_missing_shard_is_an_error_that_names_it_and_the_remedy(of_two, tmp_pa
         spawn(1, "load", tmp_path, copy)
 
 
+def refused(folder, checkpoint) -> list[str]:
+    """What each of two ranks raised."""
+    torch.multiprocessing.spawn(checkpoint_ranks.refused, args=(2, str(folder), str(checkpoint)), nprocs=2)
+    return [(folder / f"refused-{rank}").read_text() for rank in range(2)]
+
+
+@pytest.mark.parametrize("kind", ["model", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("optim", "extra_state"))])
+def test_a_shard_that_was_cut_off_is_the_same_error_on_all_ranks(of_two, tmp_path, kind):
+    """verl reads it on one rank, which would leave the others waiting for it."""
+    copy = shutil.copytree(of_two[0], tmp_path / "checkpoint")
+    file = copy / f"{kind}_world_size_2_rank_1.pt"
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    first, second = refused(tmp_path, copy)
+    assert first == second and first.startswith(f"FlashRLError: {file} cannot be read") and "resume_from_path" in first
+
+
+def test_whatever_one_rank_raises_all_ranks_raise(tmp_path):
+    first, second = refused(tmp_path, "")
+    assert first == second == "FlashRLError: rank 1 could not go on: KeyError: 'weights'"
+
+
+@pytest.mark.parametrize("content", [b"", b"PK no archive", None])
+def test_a_shard_that_cannot_be_read_is_named_with_the_remedy(tmp_path, content):
+    shards = Shards(tmp_path, "optim", 1)
+    if content is not None:
+        shards.files[0].write_bytes(content)
+    with pytest.raises(FlashRLError, match=r"optim_world_size_1_rank_0\.pt cannot be read.*resume_from_path"):
+        shards.load(0)
+
+
 def test_without_verls_record_the_names_of_the_shards_tell(of_two, tmp_path):
     checkpoint, (saved, _) = of_two
     copy = shutil.copytree(checkpoint, tmp_path / "checkpoint")
@@ -145,6 +175,10 @@ def test_who_saved_it_is_verls_record_or_the_names_of_the_files(tmp_path):
     assert saved_by(tmp_path) == Saved(4, 2)
     record.write_text('{"world_')
     with pytest.raises(FlashRLError, match="resume_from_path"):
+        saved_by(tmp_path)
+    record.unlink()
+    record.mkdir()  # as good as one without rights, which root has always
+    with pytest.raises(FlashRLError, match="fsdp_config.json cannot be read.*rights"):
         saved_by(tmp_path)
 
 

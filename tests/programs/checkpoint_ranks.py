@@ -52,6 +52,29 @@ def whole(model: torch.nn.Module, optimizer: torch.optim.Optimizer, scheduler: A
     return {"weights": weights, "moments": moments, "groups": groups, "scheduler": scheduler.last_epoch, "empty": empty}
 
 
+def refused(rank: int, ranks: int, folder: str, checkpoint: str, family: str = "qwen2.5") -> None:
+    """What every rank raises that loads a checkpoint, or asks where the other one's answer is an error (an empty path): a file
+    ``folder/refused-<rank>`` with its kind and text."""
+    os.environ["VERL_PLATFORM"] = "cpu"
+    from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
+
+    from flashrl_verl.checkpoint import ElasticCheckpointManager, together
+
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/group-refused", rank=rank, world_size=ranks)
+    told = "nothing"
+    try:
+        if checkpoint:
+            model, optimizer, scheduler = build(ranks, family=family)
+            manager = FSDPCheckpointManager(model=model, optimizer=optimizer, lr_scheduler=scheduler)
+            ElasticCheckpointManager.of(manager).load_checkpoint(checkpoint)
+        else:
+            together(lambda: {}["weights"] if rank == 1 else rank)
+    except Exception as error:  # noqa: BLE001 - it is the result
+        told = f"{type(error).__name__}: {error}"
+    (Path(folder) / f"refused-{rank}").write_text(told)
+
+
 def run(
     rank: int,
     ranks: int,

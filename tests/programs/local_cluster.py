@@ -31,18 +31,22 @@ class LocalCluster:
 
     Args:
         variables: of the head's environment, beside PATH and HOME.
+
+    Attributes:
+        folder: where Ray writes on all of its nodes (--temp-dir).
+        address: for ``ray.init``.
     """
 
     def __init__(self, variables: Mapping[str, str] | None = None):
         self._variables = variables
         # Short: the path of a socket below it has to stay under 107 letters. Ray's default would mix it with other clusters.
-        self._folder = Path(tempfile.mkdtemp(prefix="flr-", dir="/tmp"))
+        self.folder = Path(tempfile.mkdtemp(prefix="flr-", dir="/tmp"))
         self._nodes: list[subprocess.Popen] = []
         self.address = f"127.0.0.2:{_free_port('127.0.0.2')}"
 
     def __enter__(self) -> "LocalCluster":
         host, port = self.address.split(":")
-        words = ("--head", "--include-dashboard=false", f"--port={port}", f"--temp-dir={self._folder}")
+        words = ("--head", "--include-dashboard=false", f"--port={port}", f"--temp-dir={self.folder}")
         self._start(f"--node-ip-address={host}", *words, variables=self._variables)
         return self
 
@@ -57,7 +61,7 @@ class LocalCluster:
         return self._start(f"--node-ip-address={host}", f"--address={self.address}", hide=hide, variables=variables)
 
     def _start(self, *words: str, hide: Sequence[Path] = (), variables: Mapping[str, str] | None = None) -> subprocess.Popen:
-        elsewhere = self._folder / f"node{len(self._nodes)}"
+        elsewhere = self.folder / f"node{len(self._nodes)}"
         elsewhere.mkdir()
         with open(elsewhere / "log", "wb") as log:
             node = subprocess.Popen(
@@ -66,7 +70,7 @@ class LocalCluster:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                env={"PATH": os.environ["PATH"], "HOME": str(self._folder), **(variables or {})},
+                env={"PATH": os.environ["PATH"], "HOME": str(self.folder), **(variables or {})},
                 start_new_session=True,
             )
         self._nodes.append(node)
@@ -81,7 +85,7 @@ class LocalCluster:
     def _hiding(self, folders: Sequence[Path]) -> list[str]:
         if not folders:
             return []
-        (empty := self._folder / "empty").mkdir(exist_ok=True)
+        (empty := self.folder / "empty").mkdir(exist_ok=True)
         mounts = [f"mount --bind {shlex.quote(str(empty))} {shlex.quote(str(folder))}" for folder in folders]
         return ["unshare", "--mount", "sh", "-c", " && ".join([*mounts, 'exec "$@"']), "sh"]
 
@@ -99,7 +103,7 @@ class LocalCluster:
     def __exit__(self, *_: object) -> None:
         for node in reversed(self._nodes):
             self.kill(node)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def _session(process: int) -> int | None:

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 
 import planted
@@ -12,7 +13,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from flashrl_verl.check import command, subjects
+from flashrl_verl.check import command, node, subjects
 from flashrl_verl.check.child import run_child
 from flashrl_verl.check.findings import Finding, Verdict, counts, exit_code, fail, guarded, ok, skipped, warn
 from flashrl_verl.check.settings import CheckSettings
@@ -90,6 +91,37 @@ def test_an_import_that_fails_is_a_failure_with_the_error_and_the_rest_is_not_ok
         "imported versions": Verdict.SKIPPED,
     }
     assert "ImportError: libcudart.so.13" in report.findings[0].text
+
+
+def test_an_answer_that_is_cut_off_in_a_line_keeps_the_lines_before(tmp_path):
+    """As a full disk leaves it: what was said stays, what is missing is not ok."""
+    line = '{"name": "verl plugin", "verdict": "ok", "text": "loaded"}\\n'
+    report = child(tmp_path, f"import os, sys; open(sys.argv[2], 'a').write('{line}' + '{line[:20]}'); os._exit(1)")
+    assert [(f.name, f.verdict) for f in report.findings] == [
+        ("verl plugin", Verdict.OK),
+        ("imported versions", Verdict.FAIL),
+    ]
+    assert "exit code 1" in report.findings[1].text
+
+
+def test_without_a_temporary_folder_the_children_are_failures_and_the_rest_of_the_report_stays(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
+    report = node.check_node(CheckSettings())
+    found = {finding.name: finding for finding in report.findings}
+    assert found["verl plugin"].verdict is Verdict.FAIL and found["imported versions"].verdict is Verdict.SKIPPED
+    assert found["vLLM plugin"].verdict is Verdict.FAIL and found["int8 numerics"].verdict is Verdict.SKIPPED
+    assert "FileNotFoundError" in found["verl plugin"].text and "TMPDIR" in found["verl plugin"].remedy
+    assert {"Python", "disk", "loopback"} <= set(found), "what needs no child was looked at"
+
+
+def test_a_node_without_a_gpu_for_ray_is_not_asked_for_what_ranks_need():
+    """A head in the CUDA environment without a driver is no failure."""
+    settings = CheckSettings(precisions=("int8",))
+    report = run_child("vllm_process", subjects.of_vllm_process(settings), settings, ranks=False)
+    verdicts = {finding.name: finding.verdict for finding in report.findings}
+    assert verdicts.pop("vLLM plugin") is Verdict.OK
+    assert set(verdicts) == {"driver", "device", "row kernel", "int8 kernel", "int8 numerics"}
+    assert set(verdicts.values()) == {Verdict.SKIPPED} and report.facts == {"GPUs": "none"}
 
 
 def test_a_child_does_not_see_the_working_directory(tmp_path, monkeypatch):

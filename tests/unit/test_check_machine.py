@@ -13,8 +13,10 @@ import planted
 import pytest
 from local_cluster import can_hide
 
-from flashrl_verl.check import memory, network, ray_access
+from flashrl_verl.check import memory, network, node, ray_access
 from flashrl_verl.check.findings import Verdict
+from flashrl_verl.check.settings import CheckSettings
+from flashrl_verl.compat import nvidia_devices
 
 OK, WARN, FAIL, SKIPPED = Verdict.OK, Verdict.WARN, Verdict.FAIL, Verdict.SKIPPED
 ROOT = Path(__file__).parents[2]
@@ -26,9 +28,9 @@ def only(findings):
     return finding
 
 
-def run(words: list[str]) -> dict:
+def run(words: list[str], environment: dict[str, str] | None = None) -> dict:
     """The finding that a command of ``planted.told`` prints."""
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
     return only(json.loads(done.stdout))
 
@@ -39,7 +41,11 @@ def run(words: list[str]) -> dict:
 @namespaces
 @pytest.mark.parametrize(
     ("megabytes", "bucket", "gpus", "verdict"),
-    [(64, 128, 0, "fail"), (64, 16, 0, "warn"), (64, None, 8, "fail"), (2000, None, 8, "warn"), (1000000, 128, 0, "ok")],
+    [
+        *((64, 128, 0, "fail"), (64, 16, 0, "warn"), (1000000, 128, 0, "ok")),
+        *((32, None, 0, "fail"), (1000, None, 0, "warn"), (1000000, None, 0, "ok")),  # the quickstart's 64, verl's 2048
+        *((64, None, 8, "fail"), (2000, None, 8, "warn")),
+    ],
 )
 def test_shared_memory_is_compared_with_the_bucket_on_a_cpu_and_the_queues_on_a_gpu(megabytes, bucket, gpus, verdict):
     call = f"check_shared_memory('/dev/shm', {bucket}, {gpus})"
@@ -49,23 +55,69 @@ def test_shared_memory_is_compared_with_the_bucket_on_a_cpu_and_the_queues_on_a_
     if verdict != "ok":
         assert "--shm-size" in finding["remedy"]
     if verdict == "fail" and not gpus:
-        assert f"{memory.BUCKET_KEY}={bucket}" in finding["text"] and memory.BUCKET_KEY in finding["remedy"]
+        assert f"{memory.BUCKET_KEY}={bucket or 64}" in finding["text"] and memory.BUCKET_KEY in finding["remedy"]
+    if verdict == "ok":
+        assert f"{memory.BUCKET_KEY}={bucket or 2048}" in finding["text"]
+    if (megabytes, bucket) == (1000, None):
+        assert f"{memory.BUCKET_KEY}=2048" in finding["text"] and "--bucket-megabytes" in finding["remedy"]
 
 
-def test_the_bucket_is_verls_own_when_none_is_named(tmp_path):
+@namespaces
+def test_where_no_rank_comes_little_shared_memory_is_rays_concern_alone():
+    call = "check_shared_memory('/dev/shm', 128, 0, ranks=False)"
+    finding = run(planted.with_small(Path("/dev/shm"), 16, planted.told("memory", call)))
+    assert finding["verdict"] == "warn" and "object store" in finding["text"] and "bucket" not in finding["text"]
+
+
+@pytest.mark.skipif(nvidia_devices() > 0, reason="beside a GPU no bucket lies in shared memory")
+@pytest.mark.parametrize(("gpus", "needs"), [(0, False), (1, True)])
+def test_a_node_needs_room_for_a_bucket_only_where_it_offers_ray_a_gpu(gpus, needs):
+    settings = CheckSettings(bucket_megabytes=1 << 40)  # no shared memory is as large
+    finding = next(node.check_machine(settings, node.Member(address="127.0.0.1", gpus=gpus)))
+    assert finding.name == "shared memory" and (finding.verdict is FAIL) == needs, finding
+
+
+def test_the_default_bucket_is_verls_own_and_the_quickstarts_is_smaller():
     import verl.workers.config
 
     assert memory.verl_bucket_megabytes() == verl.workers.config.CheckpointEngineConfig().update_weights_bucket_megabytes
+    assert 0 < memory.quickstart_bucket_megabytes() < memory.verl_bucket_megabytes()
     free = 1 << 40  # no shared memory is as large as a bucket of a PiB
     assert only(memory.check_shared_memory("/dev/shm", free, 0)).verdict is FAIL
 
 
 @namespaces
 @pytest.mark.parametrize(("megabytes", "fill", "verdict"), [(40, 39, "fail"), (40, 1, "warn"), (20000, 1, "ok")])
-def test_a_disk_that_is_nearly_full_is_told_before_ray_stops_writing(tmp_path, megabytes, fill, verdict):
-    finding = run(planted.with_small(tmp_path, megabytes, planted.told("memory", f"check_disk({str(tmp_path)!r})"), fill))
+@pytest.mark.parametrize("folder", ["", "not/yet/ray"])  # Ray makes its folder
+def test_a_disk_that_is_nearly_full_is_told_before_ray_stops_writing(tmp_path, megabytes, fill, verdict, folder):
+    call = f"check_disk(pathlib.Path({str(tmp_path / folder)!r}))"
+    finding = run(planted.with_small(tmp_path, megabytes, planted.told("memory", call), fill))
     assert finding["verdict"] == verdict, finding
+    assert str(tmp_path / folder) in finding["text"]
     assert verdict == "ok" or "--temp-dir" in finding["remedy"]
+
+
+@namespaces
+@pytest.mark.parametrize(
+    ("small", "variables", "verdict"),
+    [
+        ("here", {"TMPDIR": "here"}, "fail"),
+        ("here", {"RAY_TMPDIR": "here", "TMPDIR": "there"}, "fail"),
+        ("here", {"RAY_TMPDIR": "there", "TMPDIR": "here"}, "fine"),
+        ("here", {}, "fine"),
+    ],
+)
+def test_the_disk_is_the_one_that_ray_takes_by_the_variables_of_the_process(tmp_path, small, variables, verdict):
+    """As ``get_default_ray_temp_dir`` does: RAY_TMPDIR, then TMPDIR, then /tmp."""
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+    clean = {name: value for name, value in os.environ.items() if name not in ("RAY_TMPDIR", "TMPDIR")}
+    environment = {**clean, **{name: str(tmp_path / value) for name, value in variables.items()}}
+    words = planted.with_small(tmp_path / small, 40, planted.told("memory", "check_disk(memory.ray_folder())"), fill=39)
+    finding = run(words, environment)
+    assert (finding["verdict"] == "fail") == (verdict == "fail"), finding
+    folder = tmp_path / next(iter(variables.values())) if variables else Path("/tmp")
+    assert str(folder / "ray") in finding["text"]
 
 
 @pytest.mark.parametrize(("files", "verdict"), [(256, "fail"), (4096, "ok")])

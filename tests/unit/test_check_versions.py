@@ -73,6 +73,27 @@ def test_a_missing_package_is_a_failure_with_the_command_that_installs_it(site, 
     assert found[name].verdict is FAIL and INSTALL_COMMAND in found[name].remedy
 
 
+@pytest.mark.parametrize("name", TESTED)
+def test_a_fork_on_the_path_without_metadata_is_a_warning_that_does_not_replace_it(site, tmp_path, name):
+    """A run warns of it as of any version that nobody ran."""
+    remove(site, name)
+    fork = tmp_path / "fork"
+    planted.module(fork / name, "__init__", "")
+    finding = look(site, fork)[name]
+    assert finding.verdict is WARN and str(fork / name) in finding.text
+    assert "-e <checkout>" in finding.remedy and INSTALL_COMMAND not in finding.remedy
+    (fork / name / "__init__.py").unlink()
+    assert look(site, fork)[name].verdict is FAIL, "a folder that happens to have the name is no package"
+
+
+def test_a_fork_of_vllm_without_metadata_is_a_failure_because_verl_asks_for_it(site, tmp_path):
+    remove(site, "vllm")
+    assert "vllm metadata" not in look(site), "that it is missing is said once"
+    planted.module(tmp_path / "fork" / "vllm", "__init__", "")
+    finding = look(site, tmp_path / "fork")["vllm metadata"]
+    assert finding.verdict is FAIL and "verl asks" in finding.text and "-e <checkout>" in finding.remedy
+
+
 def test_two_versions_of_one_name_are_a_failure_with_both_folders_whichever_answers(site, tmp_path):
     other = planted.metadata(tmp_path / "other", "vllm", "0.19.0")
     for path in ((site, other), (other, site)):

@@ -38,3 +38,21 @@ def test_a_file_that_does_not_fit_leaves_the_old_one(tmp_path):
     done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
     assert done.stdout == "File too large\n"
     assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_stop_in_the_middle_leaves_nothing_beside_the_file(tmp_path):
+    path = tmp_path / "state.json"
+    code = (
+        "import signal, sys; from pathlib import Path; from flashrl_verl.process_tree import Stopped\n"
+        "from flashrl_verl.whole_file import write_whole\n"
+        "def stop(number, frame): raise Stopped(number)\n"
+        "signal.signal(signal.SIGALRM, stop); content = bytes(50_000_000)\n"
+        "try:\n"
+        "    signal.setitimer(signal.ITIMER_REAL, 0.2)\n"
+        "    while True: write_whole(Path(sys.argv[1]), content)\n"
+        "except Stopped: print('stopped')"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
+    assert done.stdout == "stopped\n"
+    assert [file.name for file in tmp_path.iterdir() if file != path] == []
+    assert not path.exists() or path.stat().st_size == 50_000_000
