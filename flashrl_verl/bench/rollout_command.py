@@ -80,6 +80,8 @@ def rollout(
     written = rollout_report.write(config, report)
     console.print(rollout_report.memory_table(config, report))
     console.print(rollout_report.speed_table(config, report))
+    if note := rollout_report.note(report):
+        console.print(note, markup=False, highlight=False, style="dim", soft_wrap=True)
     console.print("written: " + ", ".join(map(str, written)), highlight=False, soft_wrap=True)
 
 

@@ -13,6 +13,7 @@ from flashrl_verl.bench.rollout_engine import Answer, Timing
 from flashrl_verl.cli import app
 from flashrl_verl.config import Precision
 from flashrl_verl.errors import ConfigError, FlashRLError
+from flashrl_verl.plan import gpus
 from flashrl_verl.plan.schedule import Work
 
 BF16, INT8 = (Arm(precision=precision, kv_cache="auto") for precision in (Precision.BF16, Precision.INT8))
@@ -113,6 +114,53 @@ def test_on_a_known_gpu_the_plan_stands_beside_it(tmp_path, measured):
     assert prediction.kv_tokens(INT8) > prediction.kv_tokens(BF16) > 200_000
     row = rollout_report._row(report, prediction, INT8, BF16, replace(WORK))
     assert 1.2 < float(row[2]) < 2.1 and 1.2 < float(row[5]) < 2.1
+
+
+@pytest.mark.parametrize(
+    "device, name",
+    [
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("NVIDIA A100 80GB PCIe", "a100-80gb-pcie"),
+        ("NVIDIA RTX A6000", "a6000"),
+        ("NVIDIA L40", "l40"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA H100 NVL", "h100-nvl"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H200 NVL", None),  # less compute than the H200
+        ("NVIDIA GH200 480GB", None),
+        ("NVIDIA RTX 6000 Ada Generation", None),
+        ("CPU (x86_64, 2 threads)", None),
+    ],
+)
+def test_a_gpu_is_known_by_its_whole_name(device, name, tmp_path, measured):
+    found = gpus.of_device(device)
+    assert (None if found is None else found.name) == name
+    cfg = config(tmp_path)
+    report = replace(rollout.run(cfg), environment={"device": device, "memory_bytes": None})
+    assert (rollout_report.Prediction(cfg, report).kv_tokens(INT8) is None) == (name is None)
+    assert (device in (rollout_report.note(report) or "")) == (name is None)
+
+
+def test_every_gpu_has_a_device_name_and_no_two_share_one():
+    names = [device for gpu in gpus.GPUS.values() for device in gpu.devices]
+    assert all(gpu.devices for gpu in gpus.GPUS.values()) and len(names) == len(set(names))
+
+
+def test_the_memory_that_was_found_is_planned_with_and_not_the_data_sheets(tmp_path, measured):
+    cfg = config(tmp_path, model="qwen2.5-32b")
+    found = rollout.run(cfg)
+    tokens = [
+        rollout_report.Prediction(
+            cfg, replace(found, environment={"device": "NVIDIA H200", "memory_bytes": memory})
+        ).kv_tokens(INT8)
+        for memory in (None, 130 * 2**30, 120 * 2**30)
+    ]
+    # 64 layers, K and V, 8 heads of 128 in BF16 take 256 KiB a token; 0.9 of 10 GiB
+    assert tokens[1] - tokens[2] == pytest.approx(0.9 * 10 * 2**30 / (64 * 2 * 8 * 128 * 2), abs=2)
+    assert tokens[0] > tokens[1]
 
 
 def test_files_are_written_and_the_json_is_the_report(tmp_path, measured):
