@@ -153,9 +153,9 @@ def test_the_memory_that_was_found_is_planned_with_and_not_the_data_sheets(tmp_p
     cfg = config(tmp_path, model="qwen2.5-32b")
     found = rollout.run(cfg)
     tokens = [
-        rollout_report.Prediction(
-            cfg, replace(found, environment={"device": "NVIDIA H200", "memory_bytes": memory})
-        ).kv_tokens(INT8)
+        rollout_report.Prediction(cfg, replace(found, environment={"device": "NVIDIA H200", "memory_bytes": memory})).kv_tokens(
+            INT8
+        )
         for memory in (None, 130 * 2**30, 120 * 2**30)
     ]
     # 64 layers, K and V, 8 heads of 128 in BF16 take 256 KiB a token; 0.9 of 10 GiB
