@@ -105,5 +105,6 @@ def update(runner: Any, tensors: int, updates: Iterable[Iterable[Bucket]]) -> in
         refit.begin(step, stride)
         for bucket in buckets:
             refit.load(bucket)
+            del bucket  # or the next one is made while this one still takes memory
         report = refit.finish(post_process)
     return report["updated"]

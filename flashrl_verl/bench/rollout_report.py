@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from flashrl_verl.bench.rollout import Arm, Report, RolloutConfig, decode_seconds, tokens_per_second
+from flashrl_verl.bench.rollout import Arm, KVCache, Report, RolloutConfig, decode_seconds, tokens_per_second
 from flashrl_verl.bench.shapes import load_config
 from flashrl_verl.config import Precision
 from flashrl_verl.plan import gpus
@@ -57,7 +57,7 @@ class Prediction:
 
 
 def _choice(arm: Arm) -> Choice:
-    return Choice(precision=arm.precision, fp8_kv=arm.kv_cache != "auto")
+    return Choice(precision=arm.precision, fp8_kv=arm.kv_cache is not KVCache.AUTO)
 
 
 def memory_table(config: RolloutConfig, report: Report) -> Table:
@@ -98,7 +98,7 @@ def speed_table(config: RolloutConfig, report: Report) -> Table:
         "n",
     ):
         table.add_column(name, justify="left" if name in ("work", "arm") else "right")
-    base = Arm(precision=Precision.BF16, kv_cache="auto")
+    base = Arm(precision=Precision.BF16, kv_cache=KVCache.AUTO)
     for work in config.works:
         for arm in config.arms:
             row = _row(report, prediction, arm, base, work)
@@ -167,7 +167,7 @@ def _plot(config: RolloutConfig, report: Report, path: Path) -> None:
             speeds = tokens_per_second(timing)
             middle = statistics.median(speeds)
             error = [[middle - min(speeds)], [max(speeds) - middle]]
-            hatch = None if arm.kv_cache == "auto" else "///"  # told apart without colours too
+            hatch = None if arm.kv_cache is KVCache.AUTO else "///"  # told apart without colours too
             axes.barh(at, middle, xerr=error, color=COLOURS[arm.precision], hatch=hatch, edgecolor="white", capsize=3)
             axes.annotate(f" {middle:.0f}", (max(speeds), at), va="center", xytext=(4, 0), textcoords="offset points")
             places.append(at)
