@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from typer.testing import CliRunner
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 from flashrl_verl.bench import rollout, rollout_report
@@ -294,3 +295,8 @@ def test_words_become_arms_and_works(tmp_path, measured):
     assert measured[0] == [str(INT8_FP8), "bf16"] and str(INT8_FP8) == "int8 + fp8 KV"
     settings = json.loads((tmp_path / rollout.RESULTS).read_text().splitlines()[0])["settings"]
     assert [(work["sequences"], work["prompt"], work["response"]) for work in settings["works"]] == [(1, 3, 4), (2, 5, 6)]
+
+
+def test_the_default_shape_has_heads_that_vllms_cpu_attention_takes():
+    shape = load_config("tiny")
+    assert shape.hidden_size // shape.num_attention_heads in CPUAttentionBackend.get_supported_head_sizes()
