@@ -14,6 +14,7 @@ import typer
 
 from flashrl_verl.bench.rollout_command import rollout
 from flashrl_verl.check.command import check
+from flashrl_verl.console import new_console
 from flashrl_verl.data.command import data
 from flashrl_verl.environment import environment_needed
 from flashrl_verl.errors import ConfigError, FlashRLError
@@ -22,8 +23,6 @@ from flashrl_verl.export.command import export
 from flashrl_verl.plan.command import plan
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from flashrl_verl.config import Precision
 
 app = typer.Typer(
@@ -54,7 +53,7 @@ def quickstart(
         if word.startswith("-") or not ("=" in word or word.startswith("~")):
             raise ConfigError(f"{word!r} is neither an option (flashrl quickstart --help) nor an override key=value.")
     config = QuickstartConfig(output=output.expanduser().resolve(), seed=seed, resume=resume, overrides=tuple(context.args))
-    raise typer.Exit(run_quickstart(config, _console()))
+    raise typer.Exit(run_quickstart(config, new_console()))
 
 
 @app.command()
@@ -75,7 +74,7 @@ def report(
 
     One run without --output: its table, and report.md and curves.png beside its metrics, as the quickstart makes them.
     """
-    console = _console()
+    console = new_console()
     if len(paths) == 1 and output is None and not (name or group or smooth > 1):
         from flashrl_verl import report as reports
 
@@ -134,7 +133,7 @@ def bench_refit(
     # vLLM and verl talk on standard output while models are built; what goes wrong raises.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     warnings.simplefilter("ignore")
-    console = _console()
+    console = new_console()
     with console.status("starting") as status:
         report = refit.run(
             model,
@@ -190,7 +189,7 @@ def bench_mismatch(
         seed=seed,
         output=output.expanduser().resolve(),
     )
-    console = _console()
+    console = new_console()
     with console.status("starting") as status:
 
         def progress(text: str) -> None:
@@ -232,7 +231,7 @@ def bench_correction(
         lengths = []
     if not lengths or min(lengths) < 1:
         raise ConfigError(f"--tokens {tokens!r} is not a list of positive numbers, such as 2048,8192")
-    console = _console()
+    console = new_console()
     with console.status("starting") as status:
         report = correction.run(responses, lengths, ranks, repeats, status.update)
     written = correction_report.write(report, output)
@@ -265,13 +264,6 @@ def version() -> None:
     typer.echo(f"flashrl-verl {__version__}")
     for finding in check_versions():
         typer.echo(str(finding))
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    # Where the output goes to a file, rich assumes 80 columns, which breaks the table's lines.
-    return Console() if sys.stdout.isatty() else Console(width=120)
 
 
 def run(application: typer.Typer) -> None:

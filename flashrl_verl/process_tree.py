@@ -18,6 +18,8 @@ PATIENCE = ((signal.SIGINT, 20.0), (signal.SIGTERM, 10.0), (signal.SIGKILL, 5.0)
 down."""
 GRACE = 10.0
 """Seconds that Ray's processes get to end by themselves after their driver did."""
+_CHILDREN_S = 5.0
+"""Seconds between two looks for new children where memory is not measured: a look reads every process of the machine."""
 
 
 class Stopped(BaseException):
@@ -48,9 +50,11 @@ class ProcessTree:
         log: file that takes its output, after what is in it.
         env: its environment.
         cwd: the directory it starts in.
+        memory: measure it at each look. That walks every process's page table under the lock that its allocations take, which
+            what is timed would notice; without it ``peak_bytes`` stays 0, and new children are looked for every few seconds.
     """
 
-    def __init__(self, command: Sequence[str], log: Path, env: dict[str, str], cwd: Path):
+    def __init__(self, command: Sequence[str], log: Path, env: dict[str, str], cwd: Path, *, memory: bool = True):
         with log.open("ab") as stream:
             # A session of its own: Ctrl-C in the terminal reaches us alone, and we pass it on once.
             self._process = subprocess.Popen(
@@ -59,18 +63,26 @@ class ProcessTree:
             )  # fmt: skip
         self._root = psutil.Process(self._process.pid)
         self._seen: set[psutil.Process] = {self._root}
+        self._memory, self._next_look = memory, 0.0
         self.peak_bytes, self.memory_kind = 0, "PSS"
 
     def poll(self) -> int | None:
         """Look at the tree once. Returns the exit code, or None while it runs."""
         code = self._process.poll()
-        if code is None:
-            with suppress(psutil.NoSuchProcess):
-                # Remembered, because Ray's workers become orphans when their parent dies.
-                self._seen.update(self._root.children(recursive=True))
+        if code is not None:
+            return code
+        if self._memory or time.monotonic() >= self._next_look:
+            self._remember_children()
+        if self._memory:
             total = sum(self._bytes(process) for process in (psutil.Process(), *self._seen))
             self.peak_bytes = max(self.peak_bytes, total)
-        return code
+        return None
+
+    def _remember_children(self) -> None:
+        """While their parent lives: Ray's workers become orphans when it dies."""
+        with suppress(psutil.NoSuchProcess):
+            self._seen.update(self._root.children(recursive=True))
+        self._next_look = time.monotonic() + _CHILDREN_S
 
     def _bytes(self, process: psutil.Process) -> int:
         """Proportional set size: memory that several processes share (Ray's object store) counts once in the
@@ -93,7 +105,9 @@ class ProcessTree:
         Args:
             patience: signals, and seconds to wait after each.
         """
-        if self._process.poll() is not None:
+        if self._process.poll() is None:
+            self._remember_children()
+        else:
             with suppress(Stopped):
                 self._wait(GRACE)
         for signum, seconds in patience:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """An engine in a process of its own: sleep mode's allocator and vLLM's groups allow one a process, and its memory is free again
-when it ends. Question and answer are JSON files beside its log."""
+when it ends. Question and answer are JSON files beside its log; ``engine_child`` is what the process does with them."""
 
 import json
 import os
@@ -47,7 +47,7 @@ def ask(
     log.unlink(missing_ok=True)
     command = [sys.executable, "-m", module, str(job_file), str(answer_file)]
     env = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
-    tree = ProcessTree(command, log, env, ROOT)
+    tree = ProcessTree(command, log, env, ROOT, memory=False)
     with stoppable():
         try:
             while (code := tree.poll()) is None:

@@ -8,10 +8,8 @@ The engine starts with random weights and gets the model's by weight updates, as
 """
 
 import itertools
-import json
-import os
-import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,15 +17,13 @@ from typing import Any
 import torch
 
 from flashrl_verl.bench import engine_process
+from flashrl_verl.bench.engine_child import Bucket, run_child, start, update
 from flashrl_verl.config import FlashRLConfig, Precision
 from flashrl_verl.errors import FlashRLError
 from flashrl_verl.quantization.formats import row_format
 
 _BUCKET_TENSORS = 16
 """Tensors handed over at once; verl counts bytes instead. At most 16 x 1.6 GB (a 32B model's embedding) on the GPU."""
-
-_GPU_MEMORY_SHARE = 0.9
-"""Of the GPU's free memory, for vLLM: whatever else runs there keeps its own."""
 
 _MAX_BATCHED_TOKENS = 4096
 _MAX_SEQUENCES = 256
@@ -87,12 +83,13 @@ def ask(job: Job, folder: Path) -> Answer:
     return Answer(**answer)
 
 
-def require_precision(precision: Precision, layers: dict[str, Any]) -> None:
+def require_precision(precision: Precision, layers: dict[str, Any], option: str = "--precision") -> None:
     """The live engine's model, not its arguments, decides whether a row may carry the precision's name.
 
     Args:
         precision: the name.
         layers: of its ``Answer``.
+        option: by which the command was given the name.
 
     Raises:
         FlashRLError: the engine holds something else.
@@ -101,7 +98,7 @@ def require_precision(precision: Precision, layers: dict[str, Any]) -> None:
     expected = set() if fmt is None else {str(fmt.dtype).removeprefix("torch.")}
     if layers["precision"] != precision.value or set(layers["quantized"]) != expected:
         raise FlashRLError(
-            f"--precision {precision.value}: the engine's quantization is {layers['precision']!r} and its quantized weights "
+            f"{option} {precision.value}: the engine's quantization is {layers['precision']!r} and its quantized weights "
             f"are {layers['quantized'] or 'none'}"
         )
 
@@ -137,57 +134,33 @@ def work(job: Job) -> Answer:
 
 
 def _start(job: Job) -> Any:
-    # In this process: the weight update reaches the model without crossing another border.
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    import vllm
-
-    from flashrl_verl.plugin_vllm import register
-    from flashrl_verl.quantization.config import NAME, quantization_config_dict
-
-    register()
-    settings = quantization_config_dict(FlashRLConfig(precision=Precision(job.precision)))
-    arguments = {}
-    if torch.cuda.is_available():
-        free, total = torch.cuda.mem_get_info()
-        arguments["gpu_memory_utilization"] = _GPU_MEMORY_SHARE * free / total
-    return vllm.LLM(
+    return start(
         job.model,
-        skip_tokenizer_init=True,
+        FlashRLConfig(precision=Precision(job.precision)),
+        in_process=True,  # the weight update reaches the model without crossing another border
         load_format="dummy",
-        quantization=NAME,
-        hf_overrides={"quantization_config": settings},
-        worker_extension_cls="flashrl_verl.rollout.worker.FlashRLWorkerExtension",
-        dtype="bfloat16",
         enforce_eager=True,
         logprobs_mode="processed_logprobs",
         max_model_len=max(map(len, job.prompts)) + job.tokens + 1,  # scoring asks for one token more
         max_num_batched_tokens=_MAX_BATCHED_TOKENS,
         max_num_seqs=_MAX_SEQUENCES,
         seed=job.seed,
-        **arguments,
     )
 
 
 def _update(worker: Any, model: str) -> int:
     """Two weight updates of a vLLM worker's model from a checkpoint; returns how many tensors one brings."""
-    from flashrl_verl.rollout.adapter import cast_for_rollout
-    from flashrl_verl.rollout.post_process import PostProcess
-    from flashrl_verl.rollout.receipt import stride_for
-    from flashrl_verl.rollout.refit import WeightRefit
-
-    runner = worker.model_runner
-    built, device = runner.model, next(runner.model.parameters()).device
-    refit, post_process = WeightRefit(built), PostProcess(built, runner.vllm_config.model_config, device)
     sent = _sent_weights(model)
-    stride = stride_for(len(sent), FlashRLConfig().receipt_tensors)
-    for step in range(2):
-        refit.begin(step, stride)
-        weights = cast_for_rollout(sent, torch.bfloat16)
-        while bucket := [(name, t.to(device)) for name, t in itertools.islice(weights, _BUCKET_TENSORS)]:
-            refit.load(bucket)
-        report = refit.finish(post_process)
-    return report["updated"]
+    device = next(worker.model_runner.model.parameters()).device
+    return update(worker.model_runner, len(sent), (_buckets(sent, device) for _ in range(2)))
+
+
+def _buckets(sent: list[tuple[str, torch.Tensor]], device: torch.device) -> Iterator[Bucket]:
+    from flashrl_verl.rollout.adapter import cast_for_rollout
+
+    weights = cast_for_rollout(sent, torch.bfloat16)
+    while bucket := [(name, t.to(device)) for name, t in itertools.islice(weights, _BUCKET_TENSORS)]:
+        yield bucket
 
 
 def _sent_weights(model: str) -> list[tuple[str, torch.Tensor]]:
@@ -237,18 +210,5 @@ def kernel_names(precision: str) -> dict[str, str]:
     return {"linear": choice.linear.value, "experts": choice.experts.value}
 
 
-def main() -> None:
-    """Read the job, do it, write the answer."""
-    from omegaconf import OmegaConf
-
-    from flashrl_verl.compat import vllm_device
-    from flashrl_verl.platforms import activate
-
-    job_file, answer_file = map(Path, sys.argv[1:])
-    activate(OmegaConf.create({"trainer": {"device": vllm_device()}}))
-    answer = work(Job(**json.loads(job_file.read_text())))
-    answer_file.write_text(json.dumps(asdict(answer)))
-
-
 if __name__ == "__main__":
-    main()
+    run_child(Job, lambda job, folder: work(job))

@@ -10,21 +10,34 @@ import datetime
 import json
 import platform
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from transformers import PretrainedConfig
+
+from flashrl_verl import __version__
 from flashrl_verl.bench import engine_process
-from flashrl_verl.bench.mismatch_engine import require_precision
 from flashrl_verl.bench.rollout_engine import Answer, Job, Timing
 from flashrl_verl.bench.shapes import load_config, save_config
 from flashrl_verl.compat import check_versions
 from flashrl_verl.config import Precision
-from flashrl_verl.errors import ConfigError, FlashRLError
+from flashrl_verl.errors import ConfigError
 from flashrl_verl.plan.schedule import Work
+from flashrl_verl.whole_file import write_whole
 
 RESULTS = "rollout.jsonl"
+
+
+class KVCache(str, Enum):
+    """vLLM's ``kv_cache_dtype``, as far as ``flashrl plan`` knows what it takes; ``auto`` is the model's dtype, BF16."""
+
+    AUTO = "auto"
+    FP8 = "fp8"
+    FP8_E4M3 = "fp8_e4m3"
+    FP8_E5M2 = "fp8_e5m2"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,11 +45,10 @@ class Arm:
     """Number formats of one engine."""
 
     precision: Precision
-    kv_cache: str
-    """vLLM's ``kv_cache_dtype``; ``auto`` is the model's dtype."""
+    kv_cache: KVCache
 
     def __str__(self) -> str:
-        return self.precision.value + ("" if self.kv_cache == "auto" else f" + {self.kv_cache} KV")
+        return self.precision.value + ("" if self.kv_cache is KVCache.AUTO else f" + {self.kv_cache.value} KV")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +69,13 @@ class RolloutConfig:
     layers: int | None
     seed: int
     output: Path
+
+    def __post_init__(self) -> None:
+        for option, chosen in (("--arm", self.arms), ("--work", self.works)):
+            if not chosen:
+                raise ConfigError(f"{option} names none: give one or more, separated by commas")
+            if len(set(chosen)) < len(chosen):
+                raise ConfigError(f"{option} names one twice: leave it out once; --rounds and --repeats measure more often")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,34 +129,32 @@ def run(config: RolloutConfig, progress: Callable[[str], None] = lambda text: No
         progress: called with a line before each engine.
 
     Raises:
-        ConfigError: the output folder has results of other settings.
-        FlashRLError: an engine failed, or is not what its arm says.
+        ConfigError: the output folder has results of other settings, of other versions, or something that is no results.
+        FlashRLError: an engine failed, is not what its arm says, or runs on another device than the results that are there.
     """
     config.output.mkdir(parents=True, exist_ok=True)
     file = config.output / RESULTS
-    settings = _settings(config)
-    results = _read(file, settings)
-    model = save_config(load_config(config.model, config.layers), config.output / "model")
-    done = {(result.round, result.arm) for result in results}
+    shape = load_config(config.model, config.layers)
+    settings, software = _settings(config, shape), _software()
+    report = _read(file, settings, software) or Report(settings=settings, environment={}, results=[])
+    model = save_config(shape, config.output / "model")
+    done = {(result.round, result.arm) for result in report.results}
     pending = [(i, arm) for i in range(config.rounds) for arm in config.arms if (i, str(arm)) not in done]
     for number, (turn, arm) in enumerate(pending, start=1):
         progress(f"engine {number} of {len(pending)}: {arm}, round {turn + 1} of {config.rounds}")
-        answer = _measure(config, arm, model)
-        if not file.exists():
-            file.write_text(json.dumps({"settings": settings, "environment": _environment()}) + "\n")
-        result = Result(round=turn, arm=str(arm), answer=answer)
-        with file.open("a") as stream:
-            stream.write(json.dumps(asdict(result)) + "\n")
-        results.append(result)
-    head = json.loads(file.read_text().splitlines()[0])
-    return Report(settings=settings, environment=head["environment"], results=results)
+        answer = _measure(config, arm, model, report.environment.get("device"))
+        if not report.environment:
+            report.environment.update(answer.device | software | {"date": datetime.date.today().isoformat()})
+        report.results.append(Result(round=turn, arm=str(arm), answer=answer))
+        _write(file, report)
+    return report
 
 
-def _measure(config: RolloutConfig, arm: Arm, model: Path) -> Answer:
+def _measure(config: RolloutConfig, arm: Arm, model: Path, device: str | None) -> Answer:
     job = Job(
         model=str(model),
         precision=arm.precision.value,
-        kv_cache=arm.kv_cache,
+        kv_cache=arm.kv_cache.value,
         works=[[work.sequences, work.prompt, work.response] for work in config.works],
         repeats=config.repeats,
         gpu_memory_utilization=config.gpu_memory_utilization,
@@ -145,54 +162,66 @@ def _measure(config: RolloutConfig, arm: Arm, model: Path) -> Answer:
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         seed=config.seed,
+        device=device,
     )
     module, name = "flashrl_verl.bench.rollout_engine", f"engine {arm}".replace(" ", "-")
-    answer = _answer(engine_process.ask(module, name, asdict(job), config.output, title=f"the {arm} engine"))
-    require_precision(arm.precision, answer.layers)
-    if (arm.kv_cache == "auto") != (answer.memory["kv_dtype"] == "bfloat16"):
-        raise FlashRLError(f"--kv-cache {arm.kv_cache}: the engine's KV cache is {answer.memory['kv_dtype']}")
-    return answer
+    return _answer(engine_process.ask(module, name, asdict(job), config.output, title=f"the {arm} engine"))
 
 
-def _read(file: Path, settings: dict[str, Any]) -> list[Result]:
-    if not file.is_file():
-        return []
-    head, *rows = map(json.loads, _whole_lines(file))
-    if head["settings"] != settings:
-        other = [key for key in settings if head["settings"].get(key) != settings[key]]
-        raise ConfigError(f"{file} has results of another {', '.join(other)}. Name another folder in --output, or remove it")
-    return [Result(round=row["round"], arm=row["arm"], answer=_answer(row["answer"])) for row in rows]
+def _write(file: Path, report: Report) -> None:
+    """A line for settings and environment, and one for each result."""
+    head = {"settings": report.settings, "environment": report.environment}
+    lines = [json.dumps(record) for record in (head, *map(asdict, report.results))]
+    write_whole(file, ("\n".join(lines) + "\n").encode())
 
 
-def _whole_lines(file: Path) -> Iterator[str]:
-    """Lines that were written to their end; a stop may have torn the last one, which is taken away."""
-    text = file.read_text()
-    whole = text[: text.rfind("\n") + 1]
-    if whole != text:
-        file.write_text(whole)
-    return iter(whole.splitlines())
+def _read(file: Path, settings: dict[str, Any], software: dict[str, Any]) -> Report | None:
+    """What was measured before; None where nothing was.
+
+    Raises:
+        ConfigError: it was measured with something else, or cannot be read.
+    """
+    text = file.read_text() if file.is_file() else ""
+    lines = text[: text.rfind("\n") + 1].splitlines()  # a line that a full disk or a copy cut short is measured again
+    if not lines:
+        return None
+    remedy = "Name another folder in --output, or remove it"
+    try:
+        head, *rows = map(json.loads, lines)
+        report = Report(
+            settings=head["settings"],
+            environment=head["environment"],
+            results=[Result(round=row["round"], arm=row["arm"], answer=_answer(row["answer"])) for row in rows],
+        )
+        other = _different(report.settings, settings) + _different(report.environment, software)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{file} holds no results of this release ({type(error).__name__}: {error}). {remedy}") from error
+    if other:
+        raise ConfigError(f"{file} has results of another {', '.join(other)}. {remedy}")
+    return report
+
+
+def _different(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
+    return [
+        f"{key} ({there.get(key)}, now {here[key]})" if isinstance(here[key], str) else key
+        for key in here
+        if there.get(key) != here[key]
+    ]
 
 
 def _answer(record: dict[str, Any]) -> Answer:
     return Answer(**{**record, "timings": [Timing(**timing) for timing in record["timings"]]})
 
 
-def _settings(config: RolloutConfig) -> dict[str, Any]:
-    """What two results have to share to stand in one table."""
-    settings = asdict(config)
+def _settings(config: RolloutConfig, shape: PretrainedConfig) -> dict[str, Any]:
+    """What two results have to share to stand in one table, the model's shape among it: a folder's may have changed."""
+    settings = asdict(config) | {"config.json": shape.to_dict()}
     for name in ("output", "arms", "rounds"):  # more arms and rounds may be added later
         del settings[name]
     return json.loads(json.dumps(settings))
 
 
-def _environment() -> dict[str, Any]:
-    import torch
-
-    cuda = torch.cuda.is_available()
-    return {
-        "device": torch.cuda.get_device_name() if cuda else f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)",
-        "memory_bytes": torch.cuda.mem_get_info()[1] if cuda else None,
-        "versions": {finding.component.module: finding.installed for finding in check_versions()},
-        "python": platform.python_version(),
-        "date": datetime.date.today().isoformat(),
-    }
+def _software() -> dict[str, str]:
+    """Versions of what runs. The device is the engine's to tell: asking here would take memory of the GPU from the engines."""
+    installed = {finding.component.module: str(finding.installed) for finding in check_versions()}
+    return installed | {"flashrl_verl": __version__, "python": platform.python_version()}

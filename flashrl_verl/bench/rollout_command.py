@@ -4,16 +4,16 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flashrl_verl.console import new_console
 from flashrl_verl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from flashrl_verl.bench.rollout import Arm
+    from flashrl_verl.bench.rollout import Arm, RolloutConfig
     from flashrl_verl.plan.schedule import Work
 
 DEFAULT_WORK = "128x256+512"
@@ -43,15 +43,11 @@ def rollout(
 
     The same command goes on after a stop; more arms and more rounds may be added to what is there.
     """
-    from rich.console import Console
-
-    from flashrl_verl.bench import rollout as bench
-    from flashrl_verl.bench import rollout_report
-    from flashrl_verl.process_tree import Stopped
+    from flashrl_verl.bench.rollout import RolloutConfig
     from flashrl_verl.run_directory import check_output
 
     check_output(output)
-    config = bench.RolloutConfig(
+    config = RolloutConfig(
         model=model,
         arms=tuple(map(_arm, _words(arm))),
         works=tuple(map(_work, _words(work))),
@@ -65,7 +61,16 @@ def rollout(
         seed=seed,
         output=output.expanduser().resolve(),
     )
-    console = Console() if sys.stdout.isatty() else Console(width=140)
+    _measure(config)
+
+
+def _measure(config: RolloutConfig) -> None:
+    """Run, print the tables, write the files."""
+    from flashrl_verl.bench import rollout as bench
+    from flashrl_verl.bench import rollout_report
+    from flashrl_verl.process_tree import Stopped
+
+    console = new_console()
     try:
         with console.status("starting") as status:
 
@@ -80,6 +85,8 @@ def rollout(
     written = rollout_report.write(config, report)
     console.print(rollout_report.memory_table(config, report))
     console.print(rollout_report.speed_table(config, report))
+    if note := rollout_report.note(report):
+        console.print(note, markup=False, highlight=False, style="dim", soft_wrap=True)
     console.print("written: " + ", ".join(map(str, written)), highlight=False, soft_wrap=True)
 
 
@@ -88,15 +95,18 @@ def _words(text: str) -> list[str]:
 
 
 def _arm(word: str) -> Arm:
-    from flashrl_verl.bench.rollout import Arm
+    from flashrl_verl.bench.rollout import Arm, KVCache
     from flashrl_verl.config import Precision
 
     precision, _, kv_cache = word.partition(":")
-    try:
-        return Arm(precision=Precision(precision), kv_cache=kv_cache or "auto")
-    except ValueError:
-        names = ", ".join(p.value for p in Precision)
-        raise ConfigError(f"--arm {word!r}: {precision!r} is not one of {names}") from None
+    found = {}
+    for kind, given in ((Precision, precision), (KVCache, kv_cache or KVCache.AUTO.value)):
+        try:
+            found[kind] = kind(given)
+        except ValueError:
+            names = ", ".join(member.value for member in kind)
+            raise ConfigError(f"--arm {word!r}: {given!r} is not one of {names}") from None
+    return Arm(precision=found[Precision], kv_cache=found[KVCache])
 
 
 def _work(word: str) -> Work:

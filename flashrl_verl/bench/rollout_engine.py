@@ -7,18 +7,26 @@ The engine's core runs in another process again (vLLM's default), so that schedu
 """
 
 import json
-import os
 import random
-import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flashrl_verl.bench.engine_child import run_child, start
+from flashrl_verl.bench.mismatch_engine import require_precision
 from flashrl_verl.config import FlashRLConfig, Precision
+from flashrl_verl.errors import FlashRLError
 
 _WARM_UP_TOKENS = 8
 """Of a first rollout of each work, which is not measured: kernels of these sizes are chosen or compiled in it."""
+
+_BF16_KV = ("bfloat16",)
+_FP8_KV = ("uint8", "float8_e4m3fn", "float8_e5m2")
+"""Element types of a KV cache: vLLM keeps FP8 as bytes, and each backend reads them as it was told."""
+
+_MOST_ZEROS = 0.1
+"""Share of weights. Of normal ones some 1 % become a code of zero in INT8; vLLM pads some matrices with zeros."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +46,8 @@ class Job:
     max_num_seqs: int
     max_num_batched_tokens: int
     seed: int
+    device: str | None
+    """Name of the device that the other results are of; None where there is none yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,22 +69,23 @@ class Answer:
     """``FlashRLWorkerExtension.flashrl_layers`` of the first worker: what the live engine's model is."""
     memory: dict[str, Any]
     """``BenchWorkerExtension.bench_memory`` of the first worker."""
-    backend: str
-    """vLLM's attention backend."""
+    weights: dict[str, Any]
+    """``BenchWorkerExtension.bench_weights`` of the first worker, after the update."""
+    device: dict[str, Any]
+    """``BenchWorkerExtension.bench_device`` of the first worker."""
     timings: list[Timing]
-    start_seconds: float
 
 
 def work(job: Job) -> Answer:
-    """Start the engine, give it weights, measure."""
-    started = time.monotonic()
+    """Start the engine, look at it, give it weights, measure."""
     llm = _start(job)
-    layers = llm.collective_rpc("flashrl_layers")[0]
-    memory = llm.collective_rpc("bench_memory")[0]
-    llm.collective_rpc("bench_fill", args=(job.model, job.seed))
+    layers, memory, device = (llm.collective_rpc(name)[0] for name in ("flashrl_layers", "bench_memory", "bench_device"))
+    require_arm(job, layers, memory, device)
+    filled = llm.collective_rpc("bench_fill", args=(job.model, job.seed))[0]
+    weights = {"tensors": filled} | llm.collective_rpc("bench_weights")[0]
+    require_weights(weights)
     vocabulary = json.loads((Path(job.model) / "config.json").read_text())["vocab_size"]
     draw = random.Random(job.seed)
-    start_seconds = time.monotonic() - started
     timings = []
     for sequences, prompt, response in job.works:
         whole, prefill = [], []
@@ -84,30 +95,53 @@ def work(job: Job) -> Answer:
             prefill.append(_generate(llm, prompts, 1))
             whole.append(_generate(llm, prompts, response))
         timings.append(Timing(work=[sequences, prompt, response], seconds=whole, prefill_seconds=prefill))
-    return Answer(layers=layers, memory=memory, backend=_backend(llm), timings=timings, start_seconds=round(start_seconds, 1))
+    return Answer(layers=layers, memory=memory, weights=weights, device=device, timings=timings)
+
+
+def require_arm(job: Job, layers: dict[str, Any], memory: dict[str, Any], device: dict[str, Any]) -> None:
+    """Refuse, before minutes are spent on it, an engine that is not what its figures will be called.
+
+    Args:
+        job: what they will be called.
+        layers: as in ``Answer``; so are the others.
+
+    Raises:
+        FlashRLError: other weights, another KV cache, or another device than that of the results beside which they would stand.
+    """
+    require_precision(Precision(job.precision), layers, "--arm")
+    expected = _BF16_KV if job.kv_cache == "auto" else _FP8_KV
+    if memory["kv_dtype"] not in expected:
+        raise FlashRLError(
+            f"--arm {job.precision}:{job.kv_cache}: the engine's KV cache is {memory['kv_dtype']}, not "
+            f"{' or '.join(expected)}. Leave this arm out"
+        )
+    if job.device not in (None, device["device"]):
+        raise FlashRLError(
+            f"--output has results of another device, {job.device}; this is {device['device']}. Name another folder"
+        )
+
+
+def require_weights(weights: dict[str, Any]) -> None:
+    """Refuse weights that the update did not write: with codes of zero kernels take less power, and the GPU clocks higher.
+
+    Raises:
+        FlashRLError: too many of them are zero.
+    """
+    if weights["zeros"] > _MOST_ZEROS:
+        raise FlashRLError(
+            f"{weights['zeros']:.0%} of the engine's weights are zero after the weight update; random ones are hardly ever. "
+            "Speeds with them would be too high"
+        )
 
 
 def _start(job: Job) -> Any:
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    import vllm
-
-    from flashrl_verl.compat import vllm_device
-    from flashrl_verl.plugin_vllm import register
-    from flashrl_verl.quantization.config import NAME, quantization_config_dict
-
-    register()
-    settings = quantization_config_dict(FlashRLConfig(precision=Precision(job.precision)))
-    arguments: dict[str, Any] = {}
-    if vllm_device() == "cuda":
-        arguments["gpu_memory_utilization"] = job.gpu_memory_utilization
-    return vllm.LLM(
+    return start(
         job.model,
-        skip_tokenizer_init=True,
+        FlashRLConfig(precision=Precision(job.precision)),
+        in_process=False,
+        gpu_memory_utilization=job.gpu_memory_utilization,
+        worker_extension="flashrl_verl.bench.rollout_worker.BenchWorkerExtension",
         load_format="dummy",
-        quantization=NAME,
-        hf_overrides={"quantization_config": settings},
-        worker_extension_cls="flashrl_verl.bench.rollout_worker.BenchWorkerExtension",
-        dtype="bfloat16",
         kv_cache_dtype=job.kv_cache,
         # As in a run: log-probs of what was sampled; and no prompt is found in the cache.
         logprobs_mode="processed_logprobs",
@@ -117,7 +151,6 @@ def _start(job: Job) -> Any:
         max_num_batched_tokens=job.max_num_batched_tokens,
         max_num_seqs=job.max_num_seqs,
         seed=job.seed,
-        **arguments,
     )
 
 
@@ -139,24 +172,5 @@ def _generate(llm: Any, prompts: list[list[int]], tokens: int) -> float:
     return seconds
 
 
-def _backend(llm: Any) -> str:
-    config = llm.llm_engine.vllm_config
-    backend = getattr(getattr(config, "attention_config", None), "backend", None)
-    return getattr(backend, "name", None) or "vLLM's choice"
-
-
-def main() -> None:
-    """Read the job, do it, write the answer."""
-    from omegaconf import OmegaConf
-
-    from flashrl_verl.compat import vllm_device
-    from flashrl_verl.platforms import activate
-
-    job_file, answer_file = map(Path, sys.argv[1:])
-    activate(OmegaConf.create({"trainer": {"device": vllm_device()}}))
-    answer = work(Job(**json.loads(job_file.read_text())))
-    answer_file.write_text(json.dumps(asdict(answer)))
-
-
 if __name__ == "__main__":
-    main()
+    run_child(Job, lambda job, folder: work(job))

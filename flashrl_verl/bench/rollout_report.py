@@ -3,12 +3,12 @@
 
 import json
 import statistics
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from rich.table import Table
 
-from flashrl_verl.bench.rollout import Arm, Report, RolloutConfig, decode_seconds, tokens_per_second
+from flashrl_verl.bench.rollout import Arm, KVCache, Report, RolloutConfig, decode_seconds, tokens_per_second
 from flashrl_verl.bench.shapes import load_config
 from flashrl_verl.config import Precision
 from flashrl_verl.plan import gpus
@@ -18,12 +18,14 @@ from flashrl_verl.plan.shape import shape_of
 from flashrl_verl.plan.step import Clock
 from flashrl_verl.report.figure import new_figure
 from flashrl_verl.report.palette import BLUE, GREEN, VERMILION
+from flashrl_verl.whole_file import write_whole
 
 COLOURS = {Precision.BF16: GREEN, Precision.INT8: BLUE, Precision.FP8: VERMILION}
 
 
 class Prediction:
-    """What ``flashrl plan`` says of a config on the GPU it was measured on; None of everything on other devices.
+    """What ``flashrl plan`` says of a config on the GPU it was measured on, with the memory that this one has; None of
+    everything on devices whose data sheet it does not know.
 
     Args:
         config: what was measured.
@@ -31,9 +33,8 @@ class Prediction:
     """
 
     def __init__(self, config: RolloutConfig, report: Report):
-        device = report.environment["device"].lower()
-        kinds = [gpu for name, gpu in gpus.GPUS.items() if name in device]
-        self._gpu = max(kinds, key=lambda gpu: len(gpu.name)) if kinds else None
+        kind, memory = gpus.of_device(report.environment["device"]), report.environment["memory_bytes"]
+        self._gpu = kind if kind is None or memory is None else replace(kind, memory_gib=memory / gpus.GIB)
         self._shape = shape_of(load_config(config.model, config.layers))
         self._engine = Engine(
             tensor_parallel=config.tensor_parallel,
@@ -56,7 +57,7 @@ class Prediction:
 
 
 def _choice(arm: Arm) -> Choice:
-    return Choice(precision=arm.precision, fp8_kv=arm.kv_cache != "auto")
+    return Choice(precision=arm.precision, fp8_kv=arm.kv_cache is not KVCache.AUTO)
 
 
 def memory_table(config: RolloutConfig, report: Report) -> Table:
@@ -97,13 +98,21 @@ def speed_table(config: RolloutConfig, report: Report) -> Table:
         "n",
     ):
         table.add_column(name, justify="left" if name in ("work", "arm") else "right")
-    base = Arm(precision=Precision.BF16, kv_cache="auto")
+    base = Arm(precision=Precision.BF16, kv_cache=KVCache.AUTO)
     for work in config.works:
         for arm in config.arms:
             row = _row(report, prediction, arm, base, work)
             if row is not None:
                 table.add_row(_words(work), str(arm), *row)
     return table
+
+
+def note(report: Report) -> str | None:
+    """Why nothing is planned; None where something is."""
+    device = report.environment["device"]
+    if gpus.of_device(device) is not None:
+        return None
+    return f"planned: - because flashrl plan has no data sheet of {device}; it knows {', '.join(gpus.GPUS)}"
 
 
 def _row(report: Report, prediction: Prediction, arm: Arm, base: Arm, work: Work) -> list[str] | None:
@@ -137,7 +146,7 @@ def write(config: RolloutConfig, report: Report) -> list[Path]:
         FlashRLError: matplotlib is not installed; ``rollout.json`` is there.
     """
     data, picture = config.output / "rollout.json", config.output / "rollout.png"
-    data.write_text(json.dumps(asdict(report), indent=1) + "\n")
+    write_whole(data, (json.dumps(asdict(report), indent=1) + "\n").encode())
     _plot(config, report, picture)
     return [data, picture]
 
@@ -158,7 +167,7 @@ def _plot(config: RolloutConfig, report: Report, path: Path) -> None:
             speeds = tokens_per_second(timing)
             middle = statistics.median(speeds)
             error = [[middle - min(speeds)], [max(speeds) - middle]]
-            hatch = None if arm.kv_cache == "auto" else "///"  # told apart without colours too
+            hatch = None if arm.kv_cache is KVCache.AUTO else "///"  # told apart without colours too
             axes.barh(at, middle, xerr=error, color=COLOURS[arm.precision], hatch=hatch, edgecolor="white", capsize=3)
             axes.annotate(f" {middle:.0f}", (max(speeds), at), va="center", xytext=(4, 0), textcoords="offset points")
             places.append(at)

@@ -2,13 +2,15 @@
 """What ``flashrl bench rollout`` asks of a vLLM worker: weights of the right kind, and what the KV cache became."""
 
 import json
+import platform
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from flashrl_verl.config import FlashRLConfig
+from flashrl_verl.bench.engine_child import Bucket, update
 from flashrl_verl.rollout.worker import FlashRLWorkerExtension
 
 _BUCKET_BYTES = 1 << 30
@@ -16,6 +18,9 @@ _BUCKET_BYTES = 1 << 30
 
 _STD = 0.02
 """Standard deviation of the weights; small, so that activations stay finite through all layers."""
+
+_STD_ROWS = 1024
+"""Rows of a matrix from which that is measured again."""
 
 
 class BenchWorkerExtension(FlashRLWorkerExtension):
@@ -26,44 +31,59 @@ class BenchWorkerExtension(FlashRLWorkerExtension):
 
         Codes that nobody wrote are zeros, with which kernels take less power and the GPU clocks higher.
         """
-        from flashrl_verl.rollout.receipt import stride_for
-
         runner = self.model_runner
         device = next(runner.model.parameters()).device
-        names = [name for name, _ in _tensors(config_folder)]
-        refit, post_process = self._refit_of(runner, device)
-        refit.begin(0, stride_for(len(names), FlashRLConfig().receipt_tensors))
-        generator = torch.Generator(device).manual_seed(seed)
-        bucket: list[tuple[str, torch.Tensor]] = []
-        for name, meta in _tensors(config_folder):
-            tensor = torch.empty(meta.shape, dtype=torch.bfloat16, device=device).normal_(0, _STD, generator=generator)
-            bucket.append((name, tensor))
-            if sum(t.nbytes for _, t in bucket) >= _BUCKET_BYTES:
-                refit.load(bucket)
-                bucket = []
-        if bucket:
-            refit.load(bucket)
-        refit.finish(post_process)
-        return len(names)
+        count = sum(1 for _ in _tensors(config_folder))
+        return update(runner, count, [_buckets(config_folder, device, seed)])
 
     def bench_memory(self) -> dict[str, Any]:
         """Tokens that the KV cache holds, its element type, and bytes of it and of the weights on this worker."""
         runner = self.model_runner
         config = runner.kv_cache_config
-        block = max(group.kv_cache_spec.block_size for group in config.kv_cache_groups)
         return {
-            "kv_tokens": config.num_blocks * block,
+            "kv_tokens": kv_tokens(config),
             "kv_bytes": sum(tensor.size for tensor in config.kv_cache_tensors),
             "kv_dtype": str(config.kv_cache_groups[0].kv_cache_spec.dtype).removeprefix("torch."),
             "weight_bytes": sum(p.nbytes for p in runner.model.parameters()),
         }
 
-    @staticmethod
-    def _refit_of(runner: Any, device: torch.device) -> tuple[Any, Any]:
-        from flashrl_verl.rollout.post_process import PostProcess
-        from flashrl_verl.rollout.refit import WeightRefit
+    def bench_weights(self) -> dict[str, float]:
+        """What this worker's matrices are: share of zeros, and standard deviation of the first in BF16, the embedding."""
+        matrices = [p.data for p in self.model_runner.model.parameters() if p.dim() > 1 and p.numel() > p.shape[0]]
+        # Bytes of an 8-bit format: not every device compares FP8.
+        plain = [m.view(torch.int8) if m.element_size() == 1 else m for m in matrices]
+        written = sum(int(torch.count_nonzero(m)) for m in plain)
+        first = next(m for m in matrices if m.dtype == torch.bfloat16)
+        return {
+            "zeros": 1 - written / sum(m.numel() for m in plain),
+            "std": float(first[:_STD_ROWS].float().std()),
+        }
 
-        return WeightRefit(runner.model), PostProcess(runner.model, runner.vllm_config.model_config, device)
+    def bench_device(self) -> dict[str, Any]:
+        """Name of this worker's device, and bytes of its memory (None on a CPU)."""
+        if next(self.model_runner.model.parameters()).is_cuda:
+            return {"device": torch.cuda.get_device_name(), "memory_bytes": torch.cuda.mem_get_info()[1]}
+        return {"device": f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)", "memory_bytes": None}
+
+
+def kv_tokens(config: KVCacheConfig) -> int:
+    """Tokens that a KV cache holds. Layers of different kinds (full and sliding-window attention) are groups, which share the
+    blocks: a token takes a slot in a block of each."""
+    groups = config.kv_cache_groups
+    return config.num_blocks // len(groups) * min(group.kv_cache_spec.block_size for group in groups)
+
+
+def _buckets(config_folder: str, device: torch.device, seed: int) -> Iterator[Bucket]:
+    generator = torch.Generator(device).manual_seed(seed)
+    bucket: Bucket = []
+    for name, meta in _tensors(config_folder):
+        tensor = torch.empty(meta.shape, dtype=torch.bfloat16, device=device).normal_(0, _STD, generator=generator)
+        bucket.append((name, tensor))
+        if sum(t.nbytes for _, t in bucket) >= _BUCKET_BYTES:
+            yield bucket
+            bucket = []
+    if bucket:
+        yield bucket
 
 
 def _tensors(config_folder: str) -> Iterator[tuple[str, torch.Tensor]]:

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flashrl_verl.console import new_console
 from flashrl_verl.data.catalog import Name, Split
 from flashrl_verl.errors import ConfigError, DataError
 
@@ -79,12 +79,9 @@ def data(
 
 def _until_stopped(work: Callable[[Console], None]) -> None:
     """Do the work, or as much of it as is done when somebody stops the program."""
-    from rich.console import Console
-
     from flashrl_verl.process_tree import Stopped, stoppable
 
-    # Where the output goes to a file, rich assumes 80 columns, which breaks lines.
-    console = Console() if sys.stdout.isatty() else Console(width=120)
+    console = new_console()
     try:
         with stoppable():
             work(console)

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flashrl_verl.console import new_console
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.export.command import IGNORE, KEEP_FIRST, KEEP_LAST, quiet, say, say_layers
 
@@ -54,12 +54,10 @@ def evaluate(
     BF16 is vLLM without quantization; int8 and fp8 are the rollout's engines. Engines run one after another. A precision that
     is finished is not generated again.
     """
-    from rich.console import Console
-
     from flashrl_verl.cli import precisions_of
     from flashrl_verl.evaluate.evaluate import EvalConfig
 
-    console = Console() if sys.stdout.isatty() else Console(width=160)
+    console = new_console()
     precisions = precisions_of(precision)
     with quiet():
         name, layers = _layers(console, checkpoint, precisions, (ignore or [], keep_first_layers, keep_last_layers))

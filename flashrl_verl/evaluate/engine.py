@@ -10,25 +10,19 @@ any quantization. What the engine holds is asked of its live model before anythi
 from __future__ import annotations
 
 import contextlib
-import json
-import os
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from flashrl_verl.bench import engine_process
+from flashrl_verl.bench.engine_child import run_child, start
 from flashrl_verl.bench.mismatch_engine import kernel_names, require_precision
+from flashrl_verl.compat import vllm_device
 from flashrl_verl.config import FlashRLConfig, Precision
 from flashrl_verl.errors import FlashRLError
 from flashrl_verl.platforms.cores import bind_ranks
-
-_GPU_MEMORY_SHARE = 0.9
-"""Of the GPU's free memory, for vLLM: whatever else runs there keeps its own."""
 
 LOG = "engine.log"
 """What the engine said, in its folder."""
@@ -152,30 +146,15 @@ def work(job: Job, count: Path) -> Answer:
 
 
 def _start(job: Job) -> Any:
-    if job.tensor_parallel_size == 1:
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # one process to watch, and to read an error of
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    import vllm
-
+    quantized = job.precision != Precision.BF16.value
     arguments: dict[str, Any] = {}
-    if job.precision != Precision.BF16.value:
-        from flashrl_verl.plugin_vllm import register
-        from flashrl_verl.quantization.config import NAME, quantization_config_dict
-
-        register()
-        settings = FlashRLConfig(precision=Precision(job.precision), **job.layers)
-        arguments = {"quantization": NAME, "hf_overrides": {"quantization_config": quantization_config_dict(settings)}}
-    if torch.cuda.is_available():
-        free, total = torch.cuda.mem_get_info()
-        arguments["gpu_memory_utilization"] = _GPU_MEMORY_SHARE * free / total
-    else:
+    if vllm_device() != "cuda":
         arguments["enforce_eager"] = True  # compiling takes a CPU longer than it gains
         bind_ranks(job.tensor_parallel_size)
-    return vllm.LLM(
+    return start(
         job.model,
-        skip_tokenizer_init=True,
-        worker_extension_cls="flashrl_verl.rollout.worker.FlashRLWorkerExtension",
-        dtype="bfloat16",
+        FlashRLConfig(precision=Precision(job.precision), **job.layers) if quantized else None,
+        in_process=job.tensor_parallel_size == 1,  # one process to watch, and to read an error of
         max_model_len=max(map(len, job.prompts)) + job.max_tokens,
         tensor_parallel_size=job.tensor_parallel_size,
         seed=job.seed,
@@ -215,20 +194,5 @@ def _generate(llm: Any, job: Job, count: Path) -> list[Any]:
     return [result.outputs[0] for result in llm.generate(prompts, params, use_tqdm=Counted)]
 
 
-def main() -> None:
-    """Read the job, do it, write the answer."""
-    from omegaconf import OmegaConf
-
-    from flashrl_verl.compat import vllm_device
-    from flashrl_verl.platforms import activate
-
-    job_file, answer_file = map(Path, sys.argv[1:])
-    activate(OmegaConf.create({"trainer": {"device": vllm_device()}}))
-    answer = work(Job(**json.loads(job_file.read_text())), answer_file.with_name(_COUNT))
-    scratch = answer_file.with_suffix(".new")
-    scratch.write_text(json.dumps(asdict(answer)))
-    scratch.replace(answer_file)
-
-
 if __name__ == "__main__":
-    main()
+    run_child(Job, lambda job, folder: work(job, folder / _COUNT))

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flashrl_verl.config import Precision
+from flashrl_verl.console import new_console
 from flashrl_verl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -47,13 +47,11 @@ def export(
 
     The 8-bit codes and scales are the rollout's own. BF16 needs no GPU; 8 bits need a vLLM that finds its device.
     """
-    from rich.console import Console
-
     from flashrl_verl.data.bar import Bar
     from flashrl_verl.export.export import export as write
     from flashrl_verl.process_tree import Stopped, stoppable
 
-    console = Console() if sys.stdout.isatty() else Console(width=120)
+    console = new_console()
     try:
         with stoppable(), quiet(), Bar(console, "tensors") as bar:
             kept = (ignore or [], keep_first_layers, keep_last_layers)

@@ -2,31 +2,38 @@
 """`flashrl bench rollout`: figures by hand from measured seconds, what is gone on with after a stop, words that are refused."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
+import torch
 from typer.testing import CliRunner
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 from flashrl_verl.bench import rollout, rollout_report
-from flashrl_verl.bench.rollout import Arm, Report, Result, RolloutConfig, decode_seconds, tokens_per_second
-from flashrl_verl.bench.rollout_engine import Answer, Timing
+from flashrl_verl.bench.rollout import Arm, KVCache, Report, Result, RolloutConfig, decode_seconds, tokens_per_second
+from flashrl_verl.bench.rollout_engine import Answer, Job, Timing, require_arm, require_weights
+from flashrl_verl.bench.rollout_worker import kv_tokens
+from flashrl_verl.bench.shapes import load_config, save_config
 from flashrl_verl.cli import app
 from flashrl_verl.config import Precision
 from flashrl_verl.errors import ConfigError, FlashRLError
+from flashrl_verl.plan import gpus
 from flashrl_verl.plan.schedule import Work
 
-BF16, INT8 = (Arm(precision=precision, kv_cache="auto") for precision in (Precision.BF16, Precision.INT8))
+BF16, INT8 = (Arm(precision=precision, kv_cache=KVCache.AUTO) for precision in (Precision.BF16, Precision.INT8))
+INT8_FP8 = Arm(precision=Precision.INT8, kv_cache=KVCache.FP8)
 WORK = Work(sequences=10, prompt=100, response=51)
 
 
-def answer(precision: Precision, seconds: list[float], prefill: list[float], kv_dtype="bfloat16") -> Answer:
+def answer(precision: Precision, seconds: list[float], prefill: list[float], device="NVIDIA H100 80GB HBM3") -> Answer:
     dtypes = {"int8": {"int8": 8}, "bf16": {}}[precision.value]
     return Answer(
         layers={"precision": precision.value, "quantized": dtypes},
-        memory={"kv_tokens": 1000, "kv_bytes": 512000, "kv_dtype": kv_dtype, "weight_bytes": 2e9},
-        backend="X",
+        memory={"kv_tokens": 1000, "kv_bytes": 512000, "kv_dtype": "bfloat16", "weight_bytes": 2e9},
+        weights={"tensors": 10, "zeros": 0.01, "std": 0.02},
+        device={"device": device, "memory_bytes": None},
         timings=[Timing(work=[10, 100, 51], seconds=seconds, prefill_seconds=prefill)],
-        start_seconds=1.0,
     )
 
 
@@ -40,18 +47,19 @@ def config(tmp_path, **more) -> RolloutConfig:
 
 @pytest.fixture
 def measured(monkeypatch):
-    """Engines that answer at once, and the order in which they were asked."""
-    asked = []
+    """Engines that answer at once, the order in which they were asked, and the device beside whose results they would stand."""
+    asked, devices = [], []
 
-    def measure(cfg, arm, model):
+    def measure(cfg, arm, model, device):
         asked.append(str(arm))
+        devices.append(device)
         if len(asked) > measured_limit[0]:
             raise KeyboardInterrupt
         return answer(arm.precision, [6.0, 6.2] if arm == BF16 else [3.5, 3.7], [1.0, 1.2])
 
     measured_limit = [99]
     monkeypatch.setattr(rollout, "_measure", measure)
-    return asked, measured_limit
+    return asked, measured_limit, devices
 
 
 def test_speeds_by_hand():
@@ -65,13 +73,14 @@ def test_arms_take_turns_and_the_table_has_ratios_by_hand(tmp_path, measured):
     report = rollout.run(cfg)
     assert measured[0] == ["bf16", "int8", "bf16", "int8"]
     assert report.timing(INT8, WORK).seconds == [3.5, 3.7, 3.5, 3.7]
+    report = replace(report, environment=report.environment | {"device": "CPU"})
     row = rollout_report._row(report, rollout_report.Prediction(cfg, report), INT8, BF16, WORK)
     # medians 6.1 and 3.6 s, prefill 1.1 s; 10 x 51 tokens, of which 10 x 50 are decoded in 2.5 s
     assert row == ["142 (138-146)", "1.69", "-", "200", "2.00", "-", "50.00", "4"]
 
 
 def test_after_a_stop_the_same_command_measures_the_rest(tmp_path, measured):
-    asked, limit = measured
+    asked, limit, devices = measured
     limit[0] = 2
     with pytest.raises(KeyboardInterrupt):
         rollout.run(config(tmp_path))
@@ -91,18 +100,104 @@ def test_more_arms_and_rounds_are_added_and_other_settings_refused(tmp_path, mea
         rollout.run(config(tmp_path, seed=1, max_num_seqs=2))
 
 
+def test_later_engines_are_told_the_device_of_the_first(tmp_path, measured):
+    rollout.run(config(tmp_path, rounds=1))
+    report = rollout.run(config(tmp_path))
+    assert measured[2] == [None] + ["NVIDIA H100 80GB HBM3"] * 3
+    assert report.environment["device"] == "NVIDIA H100 80GB HBM3" and report.environment["memory_bytes"] is None
+
+
+def test_results_of_another_version_are_refused(tmp_path, measured, monkeypatch):
+    rollout.run(config(tmp_path, rounds=1))
+    software = rollout._software()
+    assert {"torch", "vllm", "verl", "flashrl_verl", "python"} <= set(software)
+    monkeypatch.setattr(rollout, "_software", lambda: software | {"vllm": "9.9"})
+    with pytest.raises(ConfigError, match=r"another vllm \(.*, now 9\.9\).*--output"):
+        rollout.run(config(tmp_path))
+    assert len(measured[0]) == 2
+
+
+def test_results_of_another_shape_under_the_same_name_are_refused(tmp_path, measured):
+    shape = tmp_path / "shape"
+    cfg = config(tmp_path / "out", model=str(shape), rounds=1)
+    for layers in (2, 1):
+        save_config(load_config("tiny", layers), shape)
+        if layers == 2:
+            rollout.run(cfg)
+    with pytest.raises(ConfigError, match=r"another config\.json\. .*--output"):
+        rollout.run(cfg)
+
+
+@pytest.mark.parametrize("left", ["", '{"settings": {"mod', "\n".join(["{}", ""]), "[1]\n", '"x"\n', "no JSON\n"])
+def test_a_header_that_was_torn_is_no_traceback(left, tmp_path, measured):
+    (tmp_path / rollout.RESULTS).write_text(left)
+    if "\n" in left:  # whole, but not ours: not to be written over
+        with pytest.raises(ConfigError, match="no results of this release .*--output"):
+            rollout.run(config(tmp_path))
+        assert (tmp_path / rollout.RESULTS).read_text() == left and not measured[0]
+    else:
+        rollout.run(config(tmp_path))
+        assert [r.round for r in rollout.run(config(tmp_path)).results] == [0, 0, 1, 1] and len(measured[0]) == 4
+
+
+def test_a_disk_that_is_full_leaves_the_results_that_were_there(tmp_path, measured, monkeypatch):
+    rollout.run(config(tmp_path, rounds=1))
+    before = (tmp_path / rollout.RESULTS).read_bytes()
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        rollout.run(config(tmp_path))
+    assert (tmp_path / rollout.RESULTS).read_bytes() == before
+
+
+def looked_at(precision="int8", kv_cache="auto", there=None, quantized="int8", kv_dtype="bfloat16") -> None:
+    """`require_arm` of an engine on an H200 that was to be INT8."""
+    job = Job(
+        model="m", precision=precision, kv_cache=kv_cache, works=[], repeats=1, gpu_memory_utilization=0.9, tensor_parallel=1,
+        max_num_seqs=1, max_num_batched_tokens=1, seed=0, device=there,
+    )  # fmt: skip
+    layers = {"precision": quantized, "quantized": {} if quantized == "bf16" else {"int8": 8}}
+    require_arm(job, layers, {"kv_dtype": kv_dtype}, {"device": "NVIDIA H200"})
+
+
 @pytest.mark.parametrize(
-    "given, part",
+    "more, part",
     [
-        (answer(Precision.BF16, [1.0], [0.1]), "quantization is 'bf16'"),
-        (answer(Precision.INT8, [1.0], [0.1], kv_dtype="uint8"), "--kv-cache auto: the engine's KV cache is uint8"),
+        (dict(quantized="bf16"), "--arm int8: the engine's quantization is 'bf16'"),
+        (dict(kv_dtype="uint8"), "--arm int8:auto: the engine's KV cache is uint8, not bfloat16"),
+        (dict(kv_cache="fp8"), "--arm int8:fp8: the engine's KV cache is bfloat16, not uint8"),
+        (dict(there="NVIDIA H100 80GB HBM3"), "another device, NVIDIA H100 80GB HBM3; this is NVIDIA H200"),
     ],
 )
-def test_an_engine_that_is_not_what_its_arm_says_is_refused(tmp_path, monkeypatch, given, part):
-    monkeypatch.setattr(rollout.engine_process, "ask", lambda *words, **more: asdict(given))
+def test_an_engine_that_is_not_what_its_arm_says_is_refused(more, part):
     with pytest.raises(FlashRLError, match=part):
-        rollout.run(config(tmp_path, arms=(INT8,)))
-    assert not (tmp_path / rollout.RESULTS).exists()
+        looked_at(**more)
+
+
+def test_an_engine_that_is_what_its_arm_says_is_measured():
+    looked_at()
+    looked_at(there="NVIDIA H200")
+    looked_at(kv_cache="fp8", kv_dtype="uint8")
+    looked_at(kv_cache="fp8_e5m2", kv_dtype="uint8")
+
+
+def test_weights_that_nobody_wrote_are_refused():
+    require_weights({"zeros": 0.02})
+    with pytest.raises(FlashRLError, match="97% of the engine's weights are zero"):
+        require_weights({"zeros": 0.97})
+
+
+def test_groups_of_layers_share_the_kv_caches_blocks():
+    def group(*names):
+        spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.bfloat16)
+        return KVCacheGroupSpec(layer_names=list(names), kv_cache_spec=spec)
+
+    alike, hybrid = [group("a", "b")], [group("a"), group("b")]
+    assert kv_tokens(KVCacheConfig(num_blocks=101, kv_cache_tensors=[], kv_cache_groups=alike)) == 1616
+    assert kv_tokens(KVCacheConfig(num_blocks=101, kv_cache_tensors=[], kv_cache_groups=hybrid)) == 800
 
 
 def test_on_a_known_gpu_the_plan_stands_beside_it(tmp_path, measured):
@@ -113,6 +208,53 @@ def test_on_a_known_gpu_the_plan_stands_beside_it(tmp_path, measured):
     assert prediction.kv_tokens(INT8) > prediction.kv_tokens(BF16) > 200_000
     row = rollout_report._row(report, prediction, INT8, BF16, replace(WORK))
     assert 1.2 < float(row[2]) < 2.1 and 1.2 < float(row[5]) < 2.1
+
+
+@pytest.mark.parametrize(
+    "device, name",
+    [
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
+        ("NVIDIA A100 80GB PCIe", "a100-80gb-pcie"),
+        ("NVIDIA RTX A6000", "a6000"),
+        ("NVIDIA L40", "l40"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA H100 NVL", "h100-nvl"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H200 NVL", None),  # less compute than the H200
+        ("NVIDIA GH200 480GB", None),
+        ("NVIDIA RTX 6000 Ada Generation", None),
+        ("CPU (x86_64, 2 threads)", None),
+    ],
+)
+def test_a_gpu_is_known_by_its_whole_name(device, name, tmp_path, measured):
+    found = gpus.of_device(device)
+    assert (None if found is None else found.name) == name
+    cfg = config(tmp_path)
+    report = replace(rollout.run(cfg), environment={"device": device, "memory_bytes": None})
+    assert (rollout_report.Prediction(cfg, report).kv_tokens(INT8) is None) == (name is None)
+    assert (device in (rollout_report.note(report) or "")) == (name is None)
+
+
+def test_every_gpu_has_a_device_name_and_no_two_share_one():
+    names = [device for gpu in gpus.GPUS.values() for device in gpu.devices]
+    assert all(gpu.devices for gpu in gpus.GPUS.values()) and len(names) == len(set(names))
+
+
+def test_the_memory_that_was_found_is_planned_with_and_not_the_data_sheets(tmp_path, measured):
+    cfg = config(tmp_path, model="qwen2.5-32b")
+    found = rollout.run(cfg)
+    tokens = [
+        rollout_report.Prediction(cfg, replace(found, environment={"device": "NVIDIA H200", "memory_bytes": memory})).kv_tokens(
+            INT8
+        )
+        for memory in (None, 130 * 2**30, 120 * 2**30)
+    ]
+    # 64 layers, K and V, 8 heads of 128 in BF16 take 256 KiB a token; 0.9 of 10 GiB
+    assert tokens[1] - tokens[2] == pytest.approx(0.9 * 10 * 2**30 / (64 * 2 * 8 * 128 * 2), abs=2)
+    assert tokens[0] > tokens[1]
 
 
 def test_files_are_written_and_the_json_is_the_report(tmp_path, measured):
@@ -128,12 +270,33 @@ def test_files_are_written_and_the_json_is_the_report(tmp_path, measured):
     "words, part",
     [
         (["--arm", "int4"], "--arm 'int4'"),
+        (["--arm", "int8:bfloat16"], "--arm 'int8:bfloat16': 'bfloat16' is not one of auto, fp8"),
+        (["--arm", "int8:fp9"], "--arm 'int8:fp9'"),
+        (["--arm", ","], "--arm names none"),
+        (["--arm", "int8,bf16,int8:auto"], "--arm names one twice"),
+        (["--work", ", "], "--work names none"),
+        (["--work", "1x3+4,1x3+4"], "--work names one twice"),
         (["--work", "12x3"], "--work '12x3'"),
         (["--work", "0x3+4"], "--work '0x3+4'"),
         (["--work", "1x3+1"], "--work '1x3+1'"),
         (["--model", "no-such"], "--model 'no-such'"),
     ],
 )
-def test_words_that_cannot_be_are_refused_by_name(tmp_path, words, part):
+def test_words_that_cannot_be_are_refused_by_name(tmp_path, words, part, measured):
     result = CliRunner().invoke(app, ["bench", "rollout", *words, "--output", str(tmp_path / "out")])
     assert result.exit_code == 1 and isinstance(result.exception, ConfigError) and part in str(result.exception)
+    assert not measured[0]
+
+
+def test_words_become_arms_and_works(tmp_path, measured):
+    words = ["--arm", "int8:fp8, bf16", "--work", "1x3+4,2x5+6", "--output", str(tmp_path)]
+    result = CliRunner().invoke(app, ["bench", "rollout", *words])
+    assert result.exit_code == 0, result.output
+    assert measured[0] == [str(INT8_FP8), "bf16"] and str(INT8_FP8) == "int8 + fp8 KV"
+    settings = json.loads((tmp_path / rollout.RESULTS).read_text().splitlines()[0])["settings"]
+    assert [(work["sequences"], work["prompt"], work["response"]) for work in settings["works"]] == [(1, 3, 4), (2, 5, 6)]
+
+
+def test_the_default_shape_has_heads_that_vllms_cpu_attention_takes():
+    shape = load_config("tiny")
+    assert shape.hidden_size // shape.num_attention_heads in CPUAttentionBackend.get_supported_head_sizes()
