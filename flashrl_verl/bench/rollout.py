@@ -32,12 +32,15 @@ RESULTS = "rollout.jsonl"
 
 
 class KVCache(str, Enum):
-    """vLLM's ``kv_cache_dtype``, as far as ``flashrl plan`` knows what it takes; ``auto`` is the model's dtype, BF16."""
+    """vLLM's ``kv_cache_dtype`` of one byte an element; ``auto`` is the model's dtype, BF16."""
 
     AUTO = "auto"
     FP8 = "fp8"
     FP8_E4M3 = "fp8_e4m3"
     FP8_E5M2 = "fp8_e5m2"
+    FP8_PER_TOKEN_HEAD = "fp8_per_token_head"
+    """A scale for each token and head, made when it is written (vLLM's Triton attention)."""
+    INT8_PER_TOKEN_HEAD = "int8_per_token_head"
 
 
 @dataclass(frozen=True, kw_only=True)

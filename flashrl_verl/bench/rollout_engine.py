@@ -109,7 +109,7 @@ def require_arm(job: Job, layers: dict[str, Any], memory: dict[str, Any], device
         FlashRLError: other weights, another KV cache, or another device than that of the results beside which they would stand.
     """
     require_precision(Precision(job.precision), layers, "--arm")
-    expected = _BF16_KV if job.kv_cache == "auto" else _FP8_KV
+    expected = {"auto": _BF16_KV, "int8_per_token_head": ("int8",)}.get(job.kv_cache, _FP8_KV)
     if memory["kv_dtype"] not in expected:
         raise FlashRLError(
             f"--arm {job.precision}:{job.kv_cache}: the engine's KV cache is {memory['kv_dtype']}, not "
