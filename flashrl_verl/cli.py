@@ -102,7 +102,13 @@ app.command()(export)
 app.command("eval")(evaluate)
 
 
-bench = typer.Typer(help="Benchmarks of the weight update and of log-probs; nothing is downloaded.", no_args_is_help=True)
+bench = typer.Typer(
+    help="Benchmarks of the rollout, the weight update, the correction and log-probs; nothing is downloaded.",
+    no_args_is_help=True,
+)
+    help="Benchmarks of the rollout, the weight update, the correction and log-probs; nothing is downloaded.",
+    no_args_is_help=True,
+)
 app.add_typer(bench, name="bench")
 bench.command()(rollout)
 

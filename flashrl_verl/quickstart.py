@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shlex
 import signal
 import sys
@@ -76,7 +77,10 @@ def compose(overrides: Sequence[str]) -> DictConfig:
         with initialize_config_dir(str(configs), version_base=None):
             return hydra_compose("flashrl_trainer", [searchpath, *overrides])
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(f"Hydra refuses the overrides {' '.join(overrides)}: {error}") from error
+        said = str(error)
+        if unknown := re.search(r"Could not override '([^']+)'", said):
+            said = f"there is no key {unknown[1]}. See `python -m recipe.flashrl.main_flashrl --dry-run` for those that are"
+        raise ConfigError(f"Hydra refuses the overrides {' '.join(overrides)}: {said}") from error
 
 
 def quoted(text: str) -> str:
@@ -127,8 +131,10 @@ def check(config: QuickstartConfig) -> tuple[list[str], DictConfig]:
         overrides.append(f"trainer.logger=[{','.join([*loggers, 'file'])}]")
         composed = compose(overrides)
     validate_config(composed)
-    if composed.trainer.total_training_steps is None:
-        raise ConfigError("trainer.total_training_steps=null: the quickstart needs a number of steps to run to.")
+    total = composed.trainer.total_training_steps
+    if not isinstance(total, int) or total < 1:
+        words = "null" if total is None else total
+        raise ConfigError(f"trainer.total_training_steps={words}: the quickstart needs a number of steps to run to, from 1 on.")
     check_paths(composed, root=ROOT, made_later=config.output / "assets")
     OmegaConf.resolve(composed)
     if config.resume:

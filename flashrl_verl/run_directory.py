@@ -117,6 +117,12 @@ def check_resumable(output: Path, checkpoints: Path, cfg: DictConfig, seed: int,
             "trainer.save_freq=10 to save one every 10 steps."
         )
     changed = differences(output, cfg, seed)
+    done = (checkpoints / LATEST).read_text().strip()
+    if not changed and done == str(cfg.trainer.total_training_steps):
+        raise FlashRLError(
+            f"the run in {output} is finished: its last checkpoint is of step {done} of {done}. Give a larger "
+            "trainer.total_training_steps to go on, or no --resume for a new run."
+        )
     if changed:
         more = f" and {len(changed) - 8} more" if len(changed) > 8 else ""
         raise ConfigError(

@@ -22,11 +22,11 @@ torch_cpu_index=https://download.pytorch.org/whl/cpu
 say() { printf '[setup %3ds] %s\n' "$SECONDS" "$*"; }
 die() { printf '[setup] error: %s\n' "$*" >&2; exit 1; }
 
-still_at_it() { # still_at_it SECONDS: how far it is. pip's last line alone would stand still while pip installs
+still_at_it() { # still_at_it SECONDS: how far it is. pip's last word alone would stand still while pip installs
   local installed last
   installed=$(find "$venv"/lib/python3*/site-packages -maxdepth 1 -name '*.dist-info' 2>/dev/null | wc -l) || installed=0
-  last=$(tail -n 1 "$log" | tr -d '\r' | cut -c 1-70)
-  say "  ... for $1 s; $installed packages installed; log: $last"
+  last=$(grep -E '^ *(Collecting|Downloading|Using cached|Building|Installing)' "$log" | tail -n 1 | tr -d '\r' | cut -c 1-70) || last=
+  say "  ... for $1 s; $installed packages installed${last:+; pip: ${last# *}}"
 }
 
 logged() { # logged COMMAND...: output to the log, a line now and then; the status is the command's

@@ -89,7 +89,8 @@ def work(job: Job) -> Answer:
     timings = []
     for sequences, prompt, response in job.works:
         whole, prefill = [], []
-        _generate(llm, _prompts(draw, sequences, prompt, vocabulary), min(response, _WARM_UP_TOKENS))
+        for tokens in (1, min(response, _WARM_UP_TOKENS)):  # one token alone takes another way through the sampler
+            _generate(llm, _prompts(draw, sequences, prompt, vocabulary), tokens)
         for _ in range(job.repeats):
             prompts = _prompts(draw, sequences, prompt, vocabulary)
             prefill.append(_generate(llm, prompts, 1))

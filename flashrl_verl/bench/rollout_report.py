@@ -56,6 +56,9 @@ class Prediction:
         return line.seconds, line.decode_seconds
 
 
+NOT_MEASURABLE = "not measurable"
+
+
 def _choice(arm: Arm) -> Choice:
     return Choice(precision=arm.precision, fp8_kv=arm.kv_cache is not KVCache.AUTO)
 
@@ -125,16 +128,18 @@ def _row(report: Report, prediction: Prediction, arm: Arm, base: Arm, work: Work
     ratios = ["-"] * 4
     if other is not None:
         ratios[0] = f"{statistics.median(other.seconds) / statistics.median(timing.seconds):.2f}"
-        ratios[2] = f"{statistics.median(decode_seconds(other)) / decode:.2f}"
+        theirs = statistics.median(decode_seconds(other))
+        ratios[2] = f"{theirs / decode:.2f}" if min(theirs, decode) > 0 else "-"
         if planned is not None:
             theirs = prediction.seconds(base, work, report.of(base)[0].memory["kv_tokens"])
             ratios[1], ratios[3] = (f"{b / a:.2f}" for a, b in zip(planned, theirs, strict=True))
     return [
         f"{statistics.median(speeds):.0f} ({min(speeds):.0f}-{max(speeds):.0f})",
         *ratios[:2],
-        f"{work.sequences * (work.response - 1) / decode:.0f}",
+        # The prefill was measured by itself: where it took as long as the whole, there is nothing to say of the rest.
+        f"{work.sequences * (work.response - 1) / decode:.0f}" if decode > 0 else NOT_MEASURABLE,
         *ratios[2:],
-        f"{1e3 * decode / (work.response - 1):.2f}",
+        f"{1e3 * decode / (work.response - 1):.2f}" if decode > 0 else NOT_MEASURABLE,
         str(len(speeds)),
     ]
 

@@ -58,7 +58,9 @@ def advise(outcomes: list[Outcome], shape: ModelShape, engine: Engine) -> list[s
         return [f"Nothing fits without an FP8 KV cache: take more GPUs for an engine (--tensor-parallel). {FP8_KV}"]
     if plain[0].choice.precision is not Precision.BF16:
         return [f"BF16 does not fit ({outcomes[0].refused}). Take {plain[0].choice}."]
-    best = _best(plain)
+    if len(plain) == 1:
+        return ["Take bf16: eight bits do not fit or have no tensor cores here."]
+    best = _best(plain[1:])
     said = _worth(best, outcomes[0])
     with_kv = max((o for o in able if o.choice.fp8_kv), key=lambda o: o.speedup, default=best)
     if with_kv.speedup > max(WORTH, KV_WORTH * best.speedup):
@@ -83,7 +85,7 @@ def _best(plain: list[Outcome]) -> Outcome:
 def _worth(best: Outcome, bf16: Outcome) -> list[str]:
     if best.speedup < WORTH:
         return [
-            f"Stay with BF16 weights: eight bits alone gain {best.speedup:.2f}x of the rollout here, and bring a mismatch. "
+            f"Stay with BF16 weights: eight bits alone make the rollout {best.speedup:.2f}x as fast, and bring a mismatch. "
             "They pay when weights are most of what a decode step reads (from about 14B on, few sequences at a time) or leave "
             "no room for the KV cache."
         ]

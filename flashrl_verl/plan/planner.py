@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One plan: every choice of formats on the same work, and which of them to take."""
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from flashrl_verl.config import Precision
@@ -104,9 +104,31 @@ def make_plan(
         written_bytes={
             precision.value: weight_bytes(shape, Choice(precision=precision), engine.tensor_parallel) for precision in Precision
         },
-        advice=tuple(advise(outcomes, shape, engine)),
+        advice=(*advise(outcomes, shape, engine), *_layouts(outcomes, shape, gpu, gpus, engine, work)),
         not_planned=tuple(not_planned),
     )
+
+
+def _layouts(outcomes: Sequence[Outcome], shape: ModelShape, gpu: GPU, gpus: int, engine: Engine, work: Work) -> Iterator[str]:
+    """Where another number of GPUs in an engine is faster, BF16 at its best beside INT8 at its best: a BF16 that hardly fits is
+    no measure of what eight bits gain."""
+    total = work.sequences * gpus // engine.tensor_parallel
+    best = {}
+    for choice in (outcomes[0].choice, Choice(precision=Precision.INT8)):
+        for size in (1, 2, 4, 8):
+            if gpus % size or not _divides(shape, size):
+                continue
+            share = replace(work, sequences=max(1, total * size // gpus))
+            outcome = _outcome(choice, shape, gpu, replace(engine, tensor_parallel=size), share)
+            if outcome.timeline is not None:
+                speed = share.sequences * share.response * (gpus // size) / outcome.timeline.seconds
+                best[choice] = max(best.get(choice, (0.0, 0)), (speed, size))
+    if len(best) == 2 and any(size != engine.tensor_parallel for _, size in best.values()):
+        (bf16, bf16_size), (int8, int8_size) = best.values()
+        yield (
+            f"With the best --tensor-parallel of each, all {gpus} GPUs make {bf16:.0f} tokens/s in BF16 ({bf16_size} in an "
+            f"engine) and {int8:.0f} in INT8 ({int8_size}): {int8 / bf16:.2f}x."
+        )
 
 
 def _divides(shape: ModelShape, size: int) -> bool:

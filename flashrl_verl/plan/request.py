@@ -110,6 +110,8 @@ def _shape_name(cfg: DictConfig) -> str:
     if (Path(path).expanduser() / "config.json").is_file():
         return str(Path(path).expanduser())
     name = path.rstrip("/").rpartition("/")[2].lower()
+    for ending in ("-instruct", "-base"):  # of one shape with the model they were made from, or of
+        name = name.removesuffix(ending)
     if name in SHAPES:
         return name
     raise ConfigError(

@@ -57,10 +57,10 @@ def _cells(outcome: Outcome, plan: Plan) -> list[str]:
         f"{outcome.together:.0f}",
         f"{outcome.step_s * 1e3:.1f}",
         f"{outcome.floor_s * 1e3:.1f}",
-        f"{tokens:.0f}",
+        f"{tokens:.0f}" if tokens < 1e5 else _thousands(tokens),
         "-" if outcome.speedup is None else f"{outcome.speedup:.2f}",
     ]
 
 
-def _thousands(count: int) -> str:
+def _thousands(count: float) -> str:
     return f"{count / 1e6:.2f}M" if count >= 1e6 else f"{count / 1e3:.0f}k"

@@ -152,6 +152,8 @@ def test_the_metrics_file_is_logged_whatever_loggers_are_chosen(tmp_path, given)
         ("actor_rollout_ref.rollout.top_p=0.9", "actor_rollout_ref.rollout.top_p=0.9 is refused"),
         ("flashrl.precision=int4", "int4"),
         ("trainer.total_training_steps=null", "trainer.total_training_steps=null"),
+        ("trainer.total_training_steps=six", "trainer.total_training_steps=six"),
+        ("trainer.total_training_steps=0", "from 1 on"),
         ("data.train_files=no/such.parquet", "data.train_files=no/such.parquet not found"),
         ("trainer.no_such_key=1", "trainer.no_such_key"),
     ],

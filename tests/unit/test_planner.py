@@ -1,18 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """`flashrl plan`: sizes against tensors that exist, memory and schedule by hand, speeds against what was measured."""
 
-import json
-import subprocess
-import sys
+import re
 from dataclasses import replace
 
 import pytest
 import torch
 from transformers import Gemma3TextConfig, GPT2Config, MistralConfig, Starcoder2Config
-from typer.testing import CliRunner
 
 from flashrl_verl.bench.shapes import load_config, random_weights, tensor_shapes
-from flashrl_verl.cli import app
 from flashrl_verl.config import Precision
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.plan import gpus
@@ -183,7 +179,7 @@ def test_small_models_are_advised_to_stay_in_bf16():
 
 def test_long_responses_are_told_of_the_fp8_kv_cache_by_the_row_that_is_fastest():
     made = plan("qwen2.5-7b", sequences=64, prompt=1024, response=15000)
-    first, second = made.advice
+    first, second = made.advice[:2]
     fastest = max(made.outcomes, key=lambda outcome: outcome.speedup)
     assert first.startswith("Stay with BF16 weights") and fastest.choice.fp8_kv
     assert f"With {fastest.choice} it would be {fastest.speedup:.2f}x" in second and "nothing has been trained" in second
@@ -251,39 +247,9 @@ def test_what_cannot_be_is_refused_with_its_option(words, part):
         plan(**words)
 
 
-def test_the_command_plans_a_run_by_its_overrides(tmp_path):
-    out = tmp_path / "new" / "plan.json"
-    words = ["plan", "experiment=dapo_qwen2.5_32b_int8", "flashrl.keep_first_layers=3", "--gpu", "h100"]
-    words += ["--response-length", "3000", "--json", str(out)]
-    result = CliRunner().invoke(app, words)
-    assert result.exit_code == 0, result.output
-    made = json.loads(out.read_text())
-    assert made["not_planned"] == ["flashrl.keep_first_layers=3"] and "flashrl.keep_first_layers=3" in result.output
-    assert made["gpus"] == 32 and made["engine"]["tensor_parallel"] == 4 and made["engine"]["gpu_memory_utilization"] == 0.8
-    assert made["work"] == {"sequences": 1024, "prompt": 1024, "response": 3000}  # 512 prompts x 16 samples, 8 engines
-    assert [row["choice"]["precision"] for row in made["outcomes"]][:3] == ["bf16", "int8", "fp8"]
-    assert all(len(line) <= 80 for line in result.output.splitlines())
-
-
-def test_a_run_whose_model_is_not_known_is_told_of_model():
-    words = ["plan", "experiment=dapo_qwen2.5_32b_int8", "actor_rollout_ref.model.path=a/b"]
-    done = subprocess.run([sys.executable, "-m", "flashrl_verl.cli", *words], capture_output=True, text=True, timeout=400)
-    assert done.returncode == 1
-    assert "--model" in done.stderr and "Traceback" not in done.stderr
-
-
-def test_a_run_that_contradicts_itself_is_refused_as_by_the_recipe():
-    result = CliRunner().invoke(app, ["plan", "experiment=dapo_qwen2.5_32b_int8", "flashrl.precision=int4"])
-    assert result.exit_code == 1 and isinstance(result.exception, ConfigError) and "flashrl.precision" in str(result.exception)
-
-
-def test_a_plan_that_cannot_be_written_names_the_option(tmp_path):
-    (tmp_path / "file").write_text("")
-    result = CliRunner().invoke(app, ["plan", "--model", "tiny", "--json", str(tmp_path / "file" / "plan.json")])
-    assert isinstance(result.exception, ConfigError) and "--json" in str(result.exception)
-
-
-def test_less_memory_than_the_data_sheets_can_be_named(tmp_path):
-    out = tmp_path / "plan.json"
-    CliRunner().invoke(app, ["plan", "--gpu", "h200", "--gpus", "1", "--gpu-memory-gib", "76", "--json", str(out)])
-    assert json.loads(out.read_text())["gpu"]["memory_gib"] == 76
+def test_a_bf16_that_hardly_fits_is_not_the_measure():
+    """On one H100 BF16 weights of 32B leave room for few sequences; on two it is another matter."""
+    made = plan(gpu="h100", count=8, sequences=1024, prompt=512, response=2048)
+    gain = next(outcome.speedup for outcome in made.outcomes if str(outcome.choice) == "int8")
+    found = re.search(r"in BF16 \((\d) in an engine\) and \d+ in INT8 \((\d)\): ([\d.]+)x", made.advice[-1])
+    assert gain > 3 and int(found[1]) > 1 and 1.1 < float(found[3]) < 1.6

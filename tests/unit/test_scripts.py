@@ -78,7 +78,7 @@ def test_setup_says_where_pips_output_goes_and_that_it_is_still_at_it(tmp_path, 
     assert process.returncode == 0, process.stderr
     log = tmp_path / "venv" / "setup.log"
     assert f"pip's output: {log}" in process.stdout and "pinned packages" in process.stdout
-    assert re.search(r"\.\.\. for \d s; 0 packages installed; log: Collecting patience\n", process.stdout)
+    assert re.search(r"\.\.\. for \d s; 0 packages installed; pip: Collecting patience\n", process.stdout)
     assert process.stdout.splitlines()[-1].endswith(f"ready: {tmp_path}/venv") and process.stderr == ""
     assert log.read_text().count("Collecting patience") == len(asked(tmp_path)) == 3  # torch, the rest, this package
 
