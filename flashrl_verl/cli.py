@@ -106,9 +106,6 @@ bench = typer.Typer(
     help="Benchmarks of the rollout, the weight update, the correction and log-probs; nothing is downloaded.",
     no_args_is_help=True,
 )
-    help="Benchmarks of the rollout, the weight update, the correction and log-probs; nothing is downloaded.",
-    no_args_is_help=True,
-)
 app.add_typer(bench, name="bench")
 bench.command()(rollout)
 
