@@ -19,7 +19,7 @@ from flashrl_verl.check.subjects import ALIKE, CLUSTER, GPUS
 _CONNECT_S = 10.0
 """How long a node may take to accept a connection, seconds: milliseconds in one network."""
 
-_JOIN_S = 120.0
+_JOIN_S = 180.0
 """How long importing Ray, `ray.init` and sending the package may take, seconds: some ten on two idle cores."""
 
 DRIVER = "driver"

@@ -24,7 +24,10 @@ pytestmark = [pytest.mark.cpu_e2e, pytest.mark.timeout(1800)]
 
 ROOT = Path(__file__).parents[2]
 OK, WARN, FAIL, SKIPPED = Verdict.OK, Verdict.WARN, Verdict.FAIL, Verdict.SKIPPED
-SETTINGS = CheckSettings(precisions=("int8",), bucket_megabytes=64)
+PATIENCE_S = 700
+"""Longest time of a child here: a cold machine imports vLLM in a minute."""
+
+SETTINGS = CheckSettings(precisions=("int8",), bucket_megabytes=64, timeout_s=PATIENCE_S)
 
 
 def environment(*folders: Path, **variables: str) -> dict[str, str]:
@@ -37,6 +40,8 @@ def check(tmp_path: Path, *words: str, prefix: tuple[str, ...] = (), env: dict[s
     """Run the command from a folder of its own. Returns exit code, output, and findings by (node, name)."""
     report = tmp_path / "check.json"
     command = [*prefix, sys.executable, "-c", "from flashrl_verl.cli import main; main()", "check", "--json", str(report)]
+    if "--timeout" not in words:
+        words = (*words, "--timeout", str(PATIENCE_S))
     done = subprocess.run(
         [*command, *words], cwd=tmp_path, env=env or environment(), capture_output=True, text=True, timeout=900
     )
