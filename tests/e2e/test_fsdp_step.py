@@ -56,7 +56,7 @@ def distance(ours: list[dict], theirs: list[dict]) -> float:
     return max(float((flat(a) - flat(b)).norm() / flat(b).norm()) for a, b in zip(ours, theirs, strict=True))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_loss_and_gradient_are_those_of_verls_own_path(model, tmp_path, ranks, record_property):
     results = ranks_results(model, tmp_path, ranks)
     plain = results.pop("none")

@@ -64,6 +64,7 @@ def test_a_checkpoint_of_ranks_that_hold_no_rows_is_the_same_on_two(tmp_path):
     assert_equal(loaded, saved, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_a_tensor_that_is_embedding_and_head_stays_one(tmp_path):
     saved, later = spawn(2, "save", tmp_path, tmp_path / "checkpoint", family="llama3")
     assert not any("lm_head" in name for name in saved["weights"]), "tied"
@@ -106,7 +107,8 @@ def refused(folder, checkpoint) -> list[str]:
     return [(folder / f"refused-{rank}").read_text() for rank in range(2)]
 
 
-@pytest.mark.parametrize("kind", ["model", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("optim", "extra_state"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["model", "optim", "extra_state"])
 def test_a_shard_that_was_cut_off_is_the_same_error_on_all_ranks(of_two, tmp_path, kind):
     """verl reads it on one rank, which would leave the others waiting for it."""
     copy = shutil.copytree(of_two[0], tmp_path / "checkpoint")
@@ -130,6 +132,7 @@ def test_a_shard_that_cannot_be_read_is_named_with_the_remedy(tmp_path, content)
         shards.load(0)
 
 
+@pytest.mark.slow
 def test_without_verls_record_the_names_of_the_shards_tell(of_two, tmp_path):
     checkpoint, (saved, _) = of_two
     copy = shutil.copytree(checkpoint, tmp_path / "checkpoint")
@@ -146,6 +149,7 @@ def test_a_checkpoint_of_fsdp_1_is_an_error_that_names_the_strategy(of_two, tmp_
         spawn(ranks, "load", tmp_path, copy)
 
 
+@pytest.mark.slow
 def test_adapters_alone_are_an_error_that_says_what_they_are(of_two, tmp_path):
     copy = shutil.copytree(of_two[0], tmp_path / "checkpoint")
     for rank in range(2):

@@ -59,6 +59,7 @@ def test_two_ranks_weights_are_the_trainers_rounded_to_bf16(of_two, exported):
     assert_rounded(tensors(exported[0]), of_two[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_the_number_of_ranks_does_not_change_the_export(tmp_path, ranks):
     checkpoint, weights = save(ranks, tmp_path)
@@ -93,6 +94,7 @@ def test_verls_own_merger_writes_the_same_weights(of_two, exported, tmp_path):
     assert all(torch.equal(state[name], ours[name]) for name in ours)
 
 
+@pytest.mark.slow
 def test_tied_embeddings_are_written_once_and_transformers_ties_them_again(tmp_path):
     from transformers import AutoModelForCausalLM
 

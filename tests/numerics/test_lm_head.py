@@ -72,7 +72,7 @@ def test_gradients_are_those_of_a_float64_head_to_the_operands_precision(device)
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_fsdp2s_log_probs_and_gradients_are_those_of_a_float32_head(tmp_path, ranks, tied):
     changes = {"tie_word_embeddings": tied, "initializer_range": 0.2}
     arguments = (ranks, str(tmp_path), "qwen2.5", changes, True)

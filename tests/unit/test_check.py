@@ -55,6 +55,7 @@ def child(tmp_path, text: str, **more):
     return run_child("verl_process", subjects.of_verl_process(), CheckSettings(), environment=environment, **more)
 
 
+@pytest.mark.slow
 def test_a_child_that_hangs_is_stopped_with_all_that_it_started(tmp_path):
     started = time.monotonic()
     mark = tmp_path / "alive"

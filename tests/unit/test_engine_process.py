@@ -23,6 +23,7 @@ def ended(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.slow
 def test_the_answer_comes_back_without_reading_memory_and_nothing_stays(tmp_path, monkeypatch):
     def read(process):
         raise AssertionError("memory_full_info walks the page tables of what is being timed")

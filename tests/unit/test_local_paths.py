@@ -55,7 +55,7 @@ def test_what_is_made_later_need_not_be_there(tmp_path):
     assert missing_paths(cfg, root=tmp_path, made_later=tmp_path / "assets") == [("data.val_files", "gone.parquet")]
 
 
-@pytest.mark.parametrize("word", [(), ("--dry-run",)])
+@pytest.mark.parametrize("word", [(), pytest.param(("--dry-run",), marks=pytest.mark.slow)])
 def test_the_recipe_refuses_before_ray_and_a_dry_run_only_warns(word):
     command = [
         sys.executable,

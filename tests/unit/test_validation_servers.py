@@ -52,6 +52,7 @@ def test_half_of_the_cpu_platform_is_refused(settings, value, remedy):
     assert value in message and remedy in message.partition(" Remedy: ")[2]
 
 
+@pytest.mark.slow
 def test_verls_own_entry_point_without_the_variable_is_told_to_set_it(tmp_path):
     """verl writes the platform it found into trainer.device before our trainer sees the configuration; the remedy works."""
     code = (
