@@ -32,7 +32,7 @@ watched() {
   next=$((SECONDS + every))
   while kill -0 "$job" 2>/dev/null; do
     sleep 0.2 || true # what interrupts it is in the traps' hands
-    if [ "$SECONDS" -ge "$next" ]; then
+    if [ "$SECONDS" -ge "$next" ] && kill -0 "$job" 2>/dev/null; then
       "$tell" $((SECONDS - started))
       next=$((SECONDS + every))
     fi
