@@ -78,7 +78,7 @@ def test_setup_says_where_pips_output_goes_and_that_it_is_still_at_it(tmp_path, 
     assert process.returncode == 0, process.stderr
     log = tmp_path / "venv" / "setup.log"
     assert f"pip's output: {log}" in process.stdout and "pinned packages" in process.stdout
-    assert re.search(r"\.\.\. for \d s; 0 packages installed; pip: Collecting patience\n", process.stdout)
+    assert re.search(r"\.\.\. for \d+ s; 0 packages installed; pip: Collecting patience\n", process.stdout)
     assert process.stdout.splitlines()[-1].endswith(f"ready: {tmp_path}/venv") and process.stderr == ""
     assert log.read_text().count("Collecting patience") == len(asked(tmp_path)) == 3  # torch, the rest, this package
 
@@ -170,7 +170,7 @@ def test_a_watched_command_keeps_its_status_under_set_e(status):
         watched 1 tell bash -c 'sleep 1.5; exit {status}' && echo good || echo "status $?"; watched 1 tell true; echo end"""
     process = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=400)
     said = process.stdout.splitlines()
-    assert re.fullmatch(r"after \d s", said[0])
+    assert re.fullmatch(r"after \d+ s", said[0])
     assert [line for line in said if not line.startswith("after")] == ["good" if status == 0 else f"status {status}", "end"]
     assert process.stderr == ""
 
