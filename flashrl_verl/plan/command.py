@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from flashrl_verl.errors import ConfigError
+from flashrl_verl.plan.gpus import GPUS
 from flashrl_verl.whole_file import write_whole
 
 _FROM_RUN = "else the run's, else "
@@ -20,7 +21,7 @@ def plan(
         list[str] | None,
         typer.Argument(metavar="[KEY=VALUE...]", help="A run's Hydra overrides, such as experiment=dapo_qwen2.5_32b_int8."),
     ] = None,
-    gpu: Annotated[str, typer.Option(help="a100-40gb, a100-80gb, a6000, l40s, h100-pcie, h100 or h200.")] = "h100",
+    gpu: Annotated[str, typer.Option(help=f"{', '.join(GPUS)}.")] = "h100",
     model: Annotated[
         str | None,
         typer.Option(help=f"Name of a shape (qwen2.5-32b, ...), a config.json, or its folder; {_FROM_RUN}qwen2.5-32b."),
