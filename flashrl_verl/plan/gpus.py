@@ -39,8 +39,9 @@ class GPU:
 
 
 # NVIDIA's data sheets: A100 (June 2021), RTX A6000 (May 2022), L40 and L40S (2023), H100 (SXM and PCIe 2023, NVL 2024), H200
-# (2024). Memory: an estimate, to a percent or two, of the total that torch.cuda.mem_get_info reports on such cards, where ECC and
-# driver have taken their part; where a card is at hand its own figure is taken. The bridges that join two PCIe cards by NVLink are left out.
+# (2024). Memory: an estimate, to a percent or two, of the total that torch.cuda.mem_get_info reports on such cards, where ECC
+# and driver have taken their part; a benchmark takes the card's own figure. The bridges that join two PCIe cards by NVLink are
+# left out.
 GPUS = {
     gpu.name: gpu
     for gpu in (
