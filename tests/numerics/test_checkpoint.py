@@ -15,9 +15,9 @@ from flashrl_verl.errors import FlashRLError
 from flashrl_verl.reshard import own_rows
 
 
-def spawn(ranks: int, task: str, folder, checkpoint, hybrid: bool = False, family: str = "qwen2.5") -> list[dict]:
+def spawn(ranks: int, task: str, folder, checkpoint, hybrid=False, family="qwen2.5", device="cpu") -> list[dict]:
     """The whole state at the checkpoint, and one step later."""
-    words = (ranks, task, str(folder), str(checkpoint), hybrid, family)
+    words = (ranks, task, str(folder), str(checkpoint), hybrid, family, 6, device)
     torch.multiprocessing.spawn(checkpoint_ranks.run, args=words, nprocs=ranks)
     return torch.load(folder / f"{task}-{ranks}.pt")
 
@@ -52,6 +52,17 @@ def test_a_checkpoint_of_one_rank_is_the_same_on_two(tmp_path):
     saved, later = spawn(1, "save", tmp_path, tmp_path / "checkpoint")
     loaded, trained = spawn(2, "load", tmp_path, tmp_path / "checkpoint")
     assert_equal(loaded, saved, rtol=0, atol=0)
+    assert_equal(trained, later, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("before, after", [(2, 1), (1, 2), (2, 2)])
+def test_on_gpus_a_checkpoint_is_the_same_on_another_number_of_them(tmp_path, before, after):
+    saved, later = spawn(before, "save", tmp_path, tmp_path / "checkpoint", device="cuda")
+    loaded, trained = spawn(after, "load", tmp_path, tmp_path / "checkpoint", device="cuda")
+    assert_equal(loaded, saved, rtol=0, atol=0)
+    # The gradients are sums of equal terms; only rounding differs.
     assert_equal(trained, later, rtol=1e-4, atol=1e-6)
 
 

@@ -11,16 +11,16 @@ LR, STEPS = 1e-2, 2
 
 
 def build(
-    ranks: int, hybrid: bool = False, family: str = "qwen2.5", intermediate: int = 6
+    ranks: int, hybrid: bool = False, family: str = "qwen2.5", intermediate: int = 6, device: str = "cpu"
 ) -> tuple[torch.nn.Module, torch.optim.Optimizer, Any]:
     from tiny_models import make
     from torch.distributed.fsdp import MixedPrecisionPolicy
     from verl.utils.fsdp_utils import apply_fsdp2
 
     shape, names = ((2, ranks // 2), ("ddp", "fsdp")) if hybrid else ((ranks,), ("fsdp",))
-    mesh = torch.distributed.init_device_mesh("cpu", shape, mesh_dim_names=names)
+    mesh = torch.distributed.init_device_mesh(device, shape, mesh_dim_names=names)
     # Of 6 rows the last two of five ranks have none; three ranks have pieces of different sizes of the others' 128.
-    model = make(family, seed=0, intermediate_size=intermediate)
+    model = make(family, seed=0, intermediate_size=intermediate).to(device)
     policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
     apply_fsdp2(model, {"mesh": mesh, "mp_policy": policy, "offload_policy": None, "reshard_after_forward": True}, {})
     # Two groups, so that a parameter's number in the optimizer is not its place in the model.
@@ -32,7 +32,7 @@ def build(
 
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, step: int) -> None:
     """The same batch on every rank, so that the mean over ranks does not depend on how many there are."""
-    ids = torch.randint(model.config.vocab_size, (2, 10), generator=torch.Generator().manual_seed(step))
+    ids = torch.randint(model.config.vocab_size, (2, 10), generator=torch.Generator().manual_seed(step)).to(model.device)
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -41,7 +41,7 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, scheduler: A
 
 def whole(model: torch.nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[str, Any]:
     """Everything a checkpoint has, uncut."""
-    full = lambda t: t.full_tensor().clone() if hasattr(t, "full_tensor") else t  # noqa: E731
+    full = lambda t: t.full_tensor().cpu().clone() if hasattr(t, "full_tensor") else t  # noqa: E731
     moments = {
         name: {key: full(value) for key, value in optimizer.state[parameter].items()}
         for name, parameter in model.named_parameters()
@@ -84,14 +84,15 @@ def run(
     hybrid: bool = False,
     family: str = "qwen2.5",
     intermediate: int = 6,
+    device: str = "cpu",
 ) -> None:
     """``save``: two steps, a checkpoint, and one step more. ``load``: the checkpoint, and one step more.
 
     The model is ``tiny_models.CONFIGS[family]``, ``intermediate`` wide. With ``hybrid`` two replicas hold the shards of
     ``ranks`` / 2. The last rank writes the whole state, and how many of its own shards are empty, after the checkpoint and
-    after the last step to ``folder/<task>-<ranks>.pt``.
+    after the last step to ``folder/<task>-<ranks>.pt``. On ``device`` "cuda" each rank has a GPU of its own.
     """
-    os.environ["VERL_PLATFORM"] = "cpu"
+    os.environ["VERL_PLATFORM"] = "nvidia" if device == "cuda" else "cpu"
     from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 
     from flashrl_verl.checkpoint import ElasticCheckpointManager
@@ -99,8 +100,12 @@ def run(
     torch.set_num_threads(1)
     torch.manual_seed(rank)
     group = f"file://{folder}/group-{task}-{ranks}"
-    torch.distributed.init_process_group("gloo", init_method=group, rank=rank, world_size=ranks)
-    model, optimizer, scheduler = build(ranks, hybrid, family, intermediate)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    # verl's own choice for CUDA.
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    torch.distributed.init_process_group(backend, init_method=group, rank=rank, world_size=ranks)
+    model, optimizer, scheduler = build(ranks, hybrid, family, intermediate, device)
     manager = FSDPCheckpointManager(model=model, optimizer=optimizer, lr_scheduler=scheduler)
     if task == "save":
         for step in range(STEPS):
