@@ -23,11 +23,18 @@ def greedy(llm: Any, prompts: list[list[int]], tokens: int) -> tuple[list[list[i
     ]
 
 
+def ours(path: Path) -> bool:
+    """Whether Python would find this project or its entry points there."""
+    return (path / "flashrl_verl").is_dir() or any(path.glob("flashrl_verl-*.dist-info"))
+
+
 def ask(folder: Path, prompts: list[list[int]], tokens: int, scratch: Path) -> dict[str, Any]:
     """Start the process; returns ``quantization``, ``tokens`` and ``log_probs``."""
     files = [scratch / name for name in ("prompts.json", "answer.json")]
     files[0].write_text(json.dumps({"prompts": prompts, "tokens": tokens}))
-    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VLLM_ENABLE_V1_MULTIPROCESSING")}
+    # vLLM itself may come from PYTHONPATH; this project may not.
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and not ours(Path(path))]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run(
         [sys.executable, __file__, str(folder), *map(str, files)],
         cwd=scratch,
