@@ -30,6 +30,31 @@ class Precision(str, Enum):
     """No quantization: the baseline, on the same server and the same weight update."""
 
 
+class KVCache(str, Enum):
+    """Number format of the rollout engine's KV cache, in vLLM's words (``kv_cache_dtype``)."""
+
+    AUTO = "auto"
+    """The model's: BF16, two bytes an element."""
+    FP8 = "fp8"
+    """E4M3, one byte; one scale a layer each for queries, keys and values, a bound that every update derives from the weights
+    (``rollout/kv_scales.py``). FlashAttention 3 (Hopper), or vLLM's Triton attention since Ada."""
+    FP8_PER_TOKEN_HEAD = "fp8_per_token_head"
+    """E4M3, a scale for each token and head, made as it is written. vLLM's Triton attention, since Ada."""
+    INT8_PER_TOKEN_HEAD = "int8_per_token_head"
+    """INT8, scaled alike. vLLM's Triton attention, on A100 too."""
+
+    @property
+    def engine_names(self) -> frozenset[str]:
+        """What vLLM's attention layers call it."""
+        return _ENGINE_NAMES.get(self, frozenset({self.value}))
+
+
+_ENGINE_NAMES = {
+    KVCache.AUTO: frozenset({"auto", "bfloat16", "float16"}),
+    KVCache.FP8: frozenset({"fp8", "fp8_e4m3"}),
+}
+
+
 class ServerAddress(str, Enum):
     """Where the HTTP server of a rollout engine listens. Whoever asks it needs its key, wherever it listens."""
 
@@ -60,6 +85,10 @@ class FlashRLConfig:
     sends more to the faster ones, and ``flashrl/replica_<i>_generated_tokens`` tells); and one run shows both precisions on
     the same weights and prompts, with the tokens that each replica generated and the bytes it holds. Mismatch and correction
     are the whole batch's: a response does not tell which replica sampled it."""
+
+    kv_cache: KVCache = KVCache.AUTO
+    """Number format of keys and values in the rollout engine: auto (BF16), fp8, fp8_per_token_head or int8_per_token_head.
+    Replicas in BF16 (``bf16_replica_fraction``) keep theirs in BF16."""
 
     ignore: tuple[str, ...] = ()
     """Layers that stay in high precision: exact names of the checkpoint (without ``.weight``), or ``re:`` and a regular
@@ -105,6 +134,7 @@ class FlashRLConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "precision", _precision(self.precision))
+        object.__setattr__(self, "kv_cache", _kv_cache(self.kv_cache))
         object.__setattr__(self, "server_address", _server_address(self.server_address))
         object.__setattr__(self, "ignore", _ignore(self.ignore))
         object.__setattr__(self, "guard", GuardConfig.read(self.guard))
@@ -160,6 +190,16 @@ def _precision(value: Any) -> Precision:
         raise ConfigError(
             f"flashrl.precision={value!r} is not a precision of the rollout. Set flashrl.precision to int8, to fp8 (Ada, "
             f"Hopper and later), or to bf16 for a run without quantization."
+        ) from None
+
+
+def _kv_cache(value: Any) -> KVCache:
+    try:
+        return KVCache(value)
+    except ValueError:
+        raise ConfigError(
+            f"flashrl.kv_cache={value!r} is not a format of the KV cache. Set flashrl.kv_cache to auto (BF16), to fp8 (Ada, "
+            "Hopper and later), or to fp8_per_token_head or int8_per_token_head (vLLM's Triton attention)."
         ) from None
 
 

@@ -9,7 +9,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from flashrl_verl.config import FlashRLConfig, Precision
+from flashrl_verl.config import FlashRLConfig, KVCache, Precision
 from flashrl_verl.rules import ROLLOUT, refuse
 
 _KEY = "flashrl.bf16_replica_fraction"
@@ -54,9 +54,10 @@ def precisions(settings: FlashRLConfig, replicas: int) -> list[Precision]:
 
 
 def settings_of(settings: FlashRLConfig, replica: int, replicas: int) -> FlashRLConfig:
-    """What one replica's engine is started with: a precision of its own, and no fraction; raises like ``bf16_replicas``."""
+    """What one replica's engine is started with: formats of its own, and no fraction; raises like ``bf16_replicas``."""
     precision = precisions(settings, replicas)[replica]
-    return dataclasses.replace(settings, precision=precision, bf16_replica_fraction=0.0)
+    own = {} if precision is settings.precision else {"kv_cache": KVCache.AUTO}  # or its mismatch would not be BF16's
+    return dataclasses.replace(settings, precision=precision, bf16_replica_fraction=0.0, **own)
 
 
 def describe(found: Sequence[Precision]) -> str:

@@ -6,7 +6,7 @@ Plain functions without Ray or verl; ``trainer.py`` says when they are called.
 
 from collections.abc import Mapping, Sequence
 
-from flashrl_verl.config import Precision
+from flashrl_verl.config import KVCache, Precision
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.lm_head import FP32
 
@@ -78,6 +78,11 @@ def refit_metrics(reports: list[dict]) -> dict[str, float]:
     rates = [report["code_change_rate"] for report in reports if report["code_change_rate"] is not None]
     if rates:
         metrics["flashrl/code_change_rate"] = sum(rates) / len(rates)
+    scales = [report["kv_scales"] for report in reports if report["kv_scales"] is not None]
+    if scales:
+        metrics["flashrl/kv_cache_q_scale"] = max(scale["q"] for scale in scales)
+        metrics["flashrl/kv_cache_k_scale"] = max(scale["k"] for scale in scales)
+        metrics["flashrl/kv_cache_v_scale"] = max(scale["v"] for scale in scales)
     return metrics
 
 
@@ -112,6 +117,7 @@ def summarize_layers(replicas: Sequence[Sequence[dict]], wanted: Sequence[Precis
         "flashrl/quantized_layers": first["quantized_layers"],
         "flashrl/unquantized_layers": len(first["unquantized_layers"]),
         "flashrl/fp32_lm_head": int(first["head_dtype"] == FP32),
+        "flashrl/kv_cache_bits": 16 if set(first["kv_cache"]["dtypes"]) <= KVCache.AUTO.engine_names else 8,
         "flashrl/weight_bytes": sum(w["weight_bytes"] for w in workers),
         "flashrl/quantized_bytes": sum(w["quantized_bytes"] for w in workers),
         "flashrl/quantized_bytes_as_bf16": sum(w["quantized_bytes_as_bf16"] for w in workers),

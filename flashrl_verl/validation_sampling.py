@@ -206,6 +206,9 @@ _OWNED = {
         "FlashRL's settings travel in hf_overrides.quantization_config, and vLLM takes only one hf_overrides",
         "flashrl.precision for the precision, config.json of the model for anything else",
     ),
+    "kv_cache_dtype": ("nothing would make its scales follow the policy", "flashrl.kv_cache=auto, fp8 or int8_per_token_head"),
+    "calculate_kv_scales": ("its scales are those of the first batch, whatever the policy becomes", "flashrl.kv_cache=fp8"),
+    "kv_cache_dtype_skip_layers": ("flashrl.kv_cache would be half true", "flashrl.kv_cache for all layers"),
     "enable_expert_parallel": ("neither the loader nor the receipts of FlashRL know which experts a rank would hold", None),
     "worker_extension_cls": ("FlashRL's own extension receives and checks the weights", None),
     "override_generation_config": (

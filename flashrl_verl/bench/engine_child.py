@@ -71,11 +71,10 @@ def start(
 
     if quantization is not None:
         from flashrl_verl.plugin_vllm import register
-        from flashrl_verl.quantization.config import NAME, quantization_config_dict
+        from flashrl_verl.quantization.config import engine_arguments
 
         register()
-        arguments["quantization"] = NAME
-        arguments["hf_overrides"] = {"quantization_config": quantization_config_dict(quantization)}
+        arguments |= engine_arguments(quantization)
     if vllm_device() == "cuda":
         arguments["gpu_memory_utilization"] = gpu_memory_utilization or _share_of_free_memory()
     return vllm.LLM(model, skip_tokenizer_init=True, worker_extension_cls=worker_extension, dtype="bfloat16", **arguments)

@@ -12,7 +12,6 @@ import platform
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -23,24 +22,12 @@ from flashrl_verl.bench import engine_process
 from flashrl_verl.bench.rollout_engine import Answer, Job, Timing
 from flashrl_verl.bench.shapes import load_config, save_config
 from flashrl_verl.compat import check_versions
-from flashrl_verl.config import Precision
+from flashrl_verl.config import KVCache, Precision
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.plan.schedule import Work
 from flashrl_verl.whole_file import write_whole
 
 RESULTS = "rollout.jsonl"
-
-
-class KVCache(str, Enum):
-    """vLLM's ``kv_cache_dtype`` of one byte an element; ``auto`` is the model's dtype, BF16."""
-
-    AUTO = "auto"
-    FP8 = "fp8"
-    FP8_E4M3 = "fp8_e4m3"
-    FP8_E5M2 = "fp8_e5m2"
-    FP8_PER_TOKEN_HEAD = "fp8_per_token_head"
-    """A scale for each token and head, made when it is written (vLLM's Triton attention)."""
-    INT8_PER_TOKEN_HEAD = "int8_per_token_head"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -95,8 +95,8 @@ def _words(text: str) -> list[str]:
 
 
 def _arm(word: str) -> Arm:
-    from flashrl_verl.bench.rollout import Arm, KVCache
-    from flashrl_verl.config import Precision
+    from flashrl_verl.bench.rollout import Arm
+    from flashrl_verl.config import KVCache, Precision
 
     precision, _, kv_cache = word.partition(":")
     found = {}

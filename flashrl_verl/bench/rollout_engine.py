@@ -15,7 +15,7 @@ from typing import Any
 
 from flashrl_verl.bench.engine_child import run_child, start
 from flashrl_verl.bench.mismatch_engine import require_precision
-from flashrl_verl.config import FlashRLConfig, Precision
+from flashrl_verl.config import FlashRLConfig, KVCache, Precision
 from flashrl_verl.errors import FlashRLError
 
 _WARM_UP_TOKENS = 8
@@ -138,12 +138,11 @@ def require_weights(weights: dict[str, Any]) -> None:
 def _start(job: Job) -> Any:
     return start(
         job.model,
-        FlashRLConfig(precision=Precision(job.precision)),
+        FlashRLConfig(precision=Precision(job.precision), kv_cache=KVCache(job.kv_cache)),
         in_process=False,
         gpu_memory_utilization=job.gpu_memory_utilization,
         worker_extension="flashrl_verl.bench.rollout_worker.BenchWorkerExtension",
         load_format="dummy",
-        kv_cache_dtype=job.kv_cache,
         # As in a run: log-probs of what was sampled; and no prompt is found in the cache.
         logprobs_mode="processed_logprobs",
         enable_prefix_caching=False,

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from rich.table import Table
 
-from flashrl_verl.bench.rollout import Arm, KVCache, Report, RolloutConfig, decode_seconds, tokens_per_second
+from flashrl_verl.bench.rollout import Arm, Report, RolloutConfig, decode_seconds, tokens_per_second
 from flashrl_verl.bench.shapes import load_config
-from flashrl_verl.config import Precision
+from flashrl_verl.config import KVCache, Precision
 from flashrl_verl.plan import gpus
 from flashrl_verl.plan.memory import Choice, Engine, memory_of
 from flashrl_verl.plan.schedule import Work, simulate

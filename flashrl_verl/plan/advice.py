@@ -15,7 +15,7 @@ there whatever is gained."""
 KV_WORTH = 1.10
 """Speed over the same precision with a BF16 KV cache from which on FP8 KV is named."""
 
-FP8_KV = "An FP8 KV cache has a mismatch of its own, with which nothing has been trained here yet."
+FP8_KV = "An FP8 KV cache (flashrl.kv_cache=fp8) has a mismatch of its own, with which nothing has been trained here yet."
 
 STEP_SHARE = 0.7
 """Share of a DAPO step that is rollout, as FlashRL reports it for DAPO-32B."""

@@ -25,7 +25,8 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.platforms import current_platform
 
-from flashrl_verl.config import FlashRLConfig, Precision
+from flashrl_verl.compat import cuda_capability
+from flashrl_verl.config import FlashRLConfig, KVCache, Precision
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.quantization.formats import row_format
 from flashrl_verl.quantization.head import Fp32HeadMethod
@@ -34,6 +35,10 @@ from flashrl_verl.quantization.moe import RowQuantizedMoEMethod, UnpackedMoEMeth
 from flashrl_verl.quantization.selection import LayerSelection, expert_parts, fused_parts
 
 NAME = "flashrl"
+
+FP8_CAPABILITY = 89
+"""Compute capability since which attention reads E4M3, 10 x major + minor: Ada, by vLLM's Triton attention (on Hopper
+FlashAttention 3 does)."""
 
 QUANTIZED_LAYERS = (ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear)
 """Exact types, not subclasses: their loaders are known to go through the parameter. ``ReplicatedLinear`` (a MoE router)
@@ -50,6 +55,10 @@ class FlashRLQuantizationConfig(QuantizationConfig):
         keep_first_layers: decoder layers at the start to leave alone.
         keep_last_layers: decoder layers at the end to leave alone.
         fp32_lm_head: whether the head returns FP32 logits.
+        kv_cache: format of the KV cache. The engine argument ``kv_cache_dtype`` sets it; here it is refused where it cannot be.
+
+    Raises:
+        ConfigError: nothing computes with such a KV cache here.
     """
 
     def __init__(
@@ -59,8 +68,10 @@ class FlashRLQuantizationConfig(QuantizationConfig):
         keep_first_layers: int = 0,
         keep_last_layers: int = 0,
         fp32_lm_head: bool = False,
+        kv_cache: KVCache = KVCache.AUTO,
     ):
         super().__init__()
+        require_kv_cache(kv_cache)
         self.fp32_lm_head = fp32_lm_head
         self.precision = precision
         self.format = row_format(precision)
@@ -98,6 +109,7 @@ class FlashRLQuantizationConfig(QuantizationConfig):
             settings.keep_first_layers,
             settings.keep_last_layers,
             settings.fp32_lm_head,
+            settings.kv_cache,
         )
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
@@ -148,6 +160,38 @@ class FlashRLQuantizationConfig(QuantizationConfig):
         return self.selection.keeps(prefix, parts, layers)
 
 
+def require_kv_cache(kv_cache: KVCache) -> None:
+    """Refuse a KV cache that no attention of vLLM's has on this process's device.
+
+    Raises:
+        ConfigError: there is none; the message says what to set instead.
+    """
+    if kv_cache is KVCache.AUTO:
+        return
+    if current_platform.is_cpu():
+        if kv_cache is not KVCache.FP8:
+            raise ConfigError(
+                f"flashrl.kv_cache={kv_cache.value}: vLLM's attention on a CPU has no scale for each token and head. "
+                "Set flashrl.kv_cache to auto or fp8"
+            )
+        return
+    capability = cuda_capability()
+    if kv_cache is not KVCache.INT8_PER_TOKEN_HEAD and capability < FP8_CAPABILITY:
+        raise ConfigError(
+            f"flashrl.kv_cache={kv_cache.value} has no kernel for a GPU of compute capability {capability / 10:.1f}; it needs "
+            f"at least {FP8_CAPABILITY / 10:.1f}. Set flashrl.kv_cache=auto, or int8_per_token_head"
+        )
+
+
+def engine_arguments(settings: FlashRLConfig) -> dict[str, Any]:
+    """Arguments of a vLLM engine in these formats, for ``vllm.LLM``; the plugin has to be registered."""
+    return {
+        "quantization": NAME,
+        "hf_overrides": {"quantization_config": quantization_config_dict(settings)},
+        "kv_cache_dtype": settings.kv_cache.value,
+    }
+
+
 def quantization_config_dict(settings: FlashRLConfig) -> dict[str, Any]:
     """What goes into the engine's ``hf_overrides["quantization_config"]``."""
     return {
@@ -157,4 +201,5 @@ def quantization_config_dict(settings: FlashRLConfig) -> dict[str, Any]:
         "keep_first_layers": settings.keep_first_layers,
         "keep_last_layers": settings.keep_last_layers,
         "fp32_lm_head": settings.fp32_lm_head,
+        "kv_cache": settings.kv_cache.value,
     }

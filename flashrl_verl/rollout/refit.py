@@ -15,6 +15,7 @@ from flashrl_verl.errors import RefitError
 from flashrl_verl.quantization.parameter import QuantizedStorage, observe_loads
 from flashrl_verl.rollout.bucket_program import BucketPrograms
 from flashrl_verl.rollout.first_load import FirstLoad, first_line
+from flashrl_verl.rollout.kv_scales import KVScales
 from flashrl_verl.rollout.phase_clock import PhaseClock
 from flashrl_verl.rollout.plan import LoadPlan, NamedTensors
 from flashrl_verl.rollout.poison import deaf_layers, poison
@@ -37,6 +38,7 @@ class WeightRefit:
         self._device = next(model.parameters()).device
         self._flag = torch.zeros(1, dtype=torch.int32, device=self._device)
         """Set by the kernels when a tensor they quantize or copy holds NaN or Inf; read once an update."""
+        self._kv_scales = KVScales(model)
         self._first: FirstLoad | None = None
         self._meter: CodeChangeMeter | None = None
         self._previous: Manifest | None = None
@@ -77,6 +79,7 @@ class WeightRefit:
         deaf = deaf_layers(self.model, parameters, process_weights)
         poison(parameters)
         process_weights()
+        self._kv_scales.poison()
         return deaf
 
     def load(self, weights: NamedTensors) -> None:
@@ -104,7 +107,7 @@ class WeightRefit:
 
         Returns:
             Plain data: receipt, seconds (``load``: the loading itself; ``finish``: post-processing and verification), tensors
-            updated, quantized and left alone, and the share of sampled codes that changed (None at the first update).
+            updated, quantized and left alone, share of sampled codes that changed (None at first), ``KVScales.settle``.
 
         Raises:
             RefitError: one error that lists everything unaccounted for; the engine's weights are then unusable.
@@ -112,6 +115,7 @@ class WeightRefit:
         self._check_names()
         if not self._problems:
             process_weights()
+            self._kv_scales.follow_weights()
             self._check_places()
         if self._meter is None:
             self._meter = CodeChangeMeter(list(self._quantized.values()))
@@ -133,6 +137,7 @@ class WeightRefit:
                 "from the last checkpoint. Should the same appear with flashrl.precision=bf16, the model or vLLM's version "
                 "(`flashrl version`) is not supported; a layer that only 8 bits do not suit goes into flashrl.ignore"
             )
+        kv_scales = self._kv_scales.settle()
         self._accept()
         return {
             "receipt": self.last_receipt,
@@ -141,6 +146,7 @@ class WeightRefit:
             "quantized": len(self._recorder.written),
             "left_alone": list(self._left_alone),
             "code_change_rate": None if changed is None else float(changed),
+            "kv_scales": kv_scales,
         }
 
     def _accept(self) -> None:

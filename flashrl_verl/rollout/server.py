@@ -14,7 +14,7 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, 
 
 from flashrl_verl import self_check
 from flashrl_verl.compat import vllm_device
-from flashrl_verl.config import FlashRLConfig, Precision, ServerAddress
+from flashrl_verl.config import FlashRLConfig, KVCache, Precision, ServerAddress
 from flashrl_verl.errors import ConfigError, FlashRLError
 from flashrl_verl.lm_head import FP32
 from flashrl_verl.platforms.cores import bind_ranks
@@ -53,6 +53,10 @@ class FlashRLHttpServer(vLLMHttpServer):
                 "the trainer needs the high-precision one"
             )
         return METHOD, {"quantization_config": quantization_config_dict(self.flashrl)}
+
+    def _preprocess_engine_kwargs(self, engine_kwargs: dict) -> None:
+        super()._preprocess_engine_kwargs(engine_kwargs)
+        engine_kwargs["kv_cache_dtype"] = self.flashrl.kv_cache.value
 
     def _get_worker_extension_cls(self) -> str:
         return "flashrl_verl.rollout.worker.FlashRLWorkerExtension"
@@ -174,6 +178,7 @@ def require_precision(settings: FlashRLConfig, layers: dict) -> None:
             "look for conflicting keys under actor_rollout_ref.rollout.engine_kwargs.vllm"
         )
     _require_head(settings.fp32_lm_head, layers["head_dtype"])
+    require_kv_cache(settings.kv_cache, layers["kv_cache"])
     if layers["ignore_unused"]:
         raise ConfigError(
             f"flashrl.ignore has entries that match no layer of this model: {layers['ignore_unused']}. Its layers are "
@@ -210,6 +215,29 @@ def require_precision(settings: FlashRLConfig, layers: dict) -> None:
             f"flashrl.precision={wanted.value}, but the engine's quantized weights are {layers['quantized'] or 'none'} "
             f"(kept by flashrl.ignore, keep_first_layers and keep_last_layers: {len(layers['kept_layers'])} layers); keep "
             f"fewer, or set flashrl.precision=bf16"
+        )
+
+
+def require_kv_cache(wanted: KVCache, found: dict) -> None:
+    """Refuse a live engine whose KV cache is in another format, or whose scales would not follow the policy.
+
+    Args:
+        wanted: what was asked for.
+        found: ``kv_cache_state`` of one worker.
+
+    Raises:
+        FlashRLError: another format (ConfigError: the model or its attention backend does not suit the one asked for).
+    """
+    if set(found["dtypes"]) - wanted.engine_names:
+        raise FlashRLError(
+            f"flashrl.kv_cache={wanted.value}, but the engine's attention layers have a KV cache in {found['dtypes']} (with "
+            f"backends {found['backends']}); check `flashrl version`, or set flashrl.kv_cache=auto"
+        )
+    if found["unfollowed"]:
+        name, why = next(iter(found["unfollowed"].items()))
+        raise ConfigError(
+            f"flashrl.kv_cache={wanted.value}: the scales of {len(found['unfollowed'])} layers could not follow the policy, "
+            f"{name} for one: {why}. Set flashrl.kv_cache to auto, fp8_per_token_head or int8_per_token_head"
         )
 
 

@@ -9,6 +9,7 @@ from vllm.model_executor.layers.linear import LinearBase
 
 from flashrl_verl.quantization.parameter import QuantizedStorage
 from flashrl_verl.rollout.head_probe import head_dtype
+from flashrl_verl.rollout.kv_scales import kv_cache_state
 from flashrl_verl.rollout.padded_vocab import PaddedVocabularyMeter
 from flashrl_verl.rollout.post_process import PostProcess
 from flashrl_verl.rollout.receipt import checksum, to_host
@@ -37,7 +38,7 @@ class FlashRLWorkerExtension(vLLMColocateWorkerExtension):
             experts two); number and names of the quantized layers; name and class of the others, which of them the user kept,
             and numbers of decoder layers kept whole; entries of ``flashrl.ignore`` that matched nothing; dtype in which the
             logits are computed; bytes of quantized weights (codes and scales), what they would be in BF16, and of all
-            parameters.
+            parameters; the KV cache (``kv_cache_state``).
         """
         model = self.model_runner.model
         config = self.model_runner.vllm_config.quant_config
@@ -75,6 +76,7 @@ class FlashRLWorkerExtension(vLLMColocateWorkerExtension):
             "quantized_bytes": quantized_bytes,
             "quantized_bytes_as_bf16": bf16_bytes,
             "weight_bytes": sum(p.numel() * p.element_size() for p in model.parameters()),
+            "kv_cache": kv_cache_state(model),
         }
 
     def _flashrl_head_dtype(self) -> str:

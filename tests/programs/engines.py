@@ -35,12 +35,11 @@ def engine(path: Path, settings: dict[str, Any] | None = None, *, compiled: bool
     if settings is not None:
         from flashrl_verl.config import FlashRLConfig
         from flashrl_verl.plugin_vllm import register
-        from flashrl_verl.quantization.config import quantization_config_dict
+        from flashrl_verl.quantization.config import engine_arguments
 
         register()
         arguments = {
-            "quantization": "flashrl",
-            "hf_overrides": {"quantization_config": quantization_config_dict(FlashRLConfig(**settings))},
+            **engine_arguments(FlashRLConfig(**settings)),
             "worker_extension_cls": "flashrl_verl.rollout.worker.FlashRLWorkerExtension",
             "load_format": "dummy",
             **arguments,

@@ -11,12 +11,12 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 from flashrl_verl.bench import rollout, rollout_report
-from flashrl_verl.bench.rollout import Arm, KVCache, Report, Result, RolloutConfig, decode_seconds, tokens_per_second
+from flashrl_verl.bench.rollout import Arm, Report, Result, RolloutConfig, decode_seconds, tokens_per_second
 from flashrl_verl.bench.rollout_engine import Answer, Job, Timing, require_arm, require_weights
 from flashrl_verl.bench.rollout_worker import kv_tokens
 from flashrl_verl.bench.shapes import load_config, save_config
 from flashrl_verl.cli import app
-from flashrl_verl.config import Precision
+from flashrl_verl.config import KVCache, Precision
 from flashrl_verl.errors import ConfigError, FlashRLError
 from flashrl_verl.plan import gpus
 from flashrl_verl.plan.schedule import Work

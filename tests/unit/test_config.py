@@ -61,9 +61,11 @@ def test_settings_cannot_be_changed_after_they_were_checked():
         ({"bf16_replica_fraction": -0.5}, ["flashrl.bf16_replica_fraction=-0.5", "from 0 to below 1"]),
         ({"bf16_replica_fraction": True}, ["flashrl.bf16_replica_fraction=True", "from 0 to below 1"]),
         ({"bf16_replica_fraction": 0.5, "precision": "bf16"}, ["flashrl.bf16_replica_fraction=0.5", "flashrl.precision=bf16"]),
+        ({"kv_cache": "fp8_e5m2"}, ["flashrl.kv_cache='fp8_e5m2'", "auto", "fp8", "int8_per_token_head"]),
+        ({"kv_cache": None}, ["flashrl.kv_cache=None", "auto"]),
         ({"server_address": "0.0.0.0"}, ["flashrl.server_address='0.0.0.0'", "loopback", "node"]),
         ({"server_address": None}, ["flashrl.server_address=None", "loopback", "node"]),
-        ({"precison": "int8"}, ["flashrl.precison", "precision, bf16_replica_fraction, ignore"]),
+        ({"precison": "int8"}, ["flashrl.precison", "precision, bf16_replica_fraction, kv_cache"]),
     ],
 )
 def test_wrong_setting_is_refused_with_the_accepted_values(settings, parts):

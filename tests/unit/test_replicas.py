@@ -39,9 +39,10 @@ def test_the_last_replicas_are_in_bf16():
 
 
 def test_each_replica_gets_settings_of_its_own_and_nothing_else_changes():
-    settings = FlashRLConfig(bf16_replica_fraction=0.5, ignore=("a",), receipt_tensors=-1)
+    settings = FlashRLConfig(bf16_replica_fraction=0.5, ignore=("a",), receipt_tensors=-1, kv_cache="fp8")
     own = [settings_of(settings, replica, 4) for replica in range(4)]
     assert [s.precision for s in own] == [INT8, INT8, BF16, BF16]
+    assert [s.kv_cache.value for s in own] == ["fp8", "fp8", "auto", "auto"]
     assert all(s.bf16_replica_fraction == 0 and s.ignore == ("a",) and s.receipt_tensors == -1 for s in own)
     assert settings_of(FlashRLConfig(), 0, 1) == FlashRLConfig()
 

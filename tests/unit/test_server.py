@@ -18,6 +18,7 @@ HELD = {
     "kept_numbers": [],
     "ignore_unused": [],
     "head_dtype": "bfloat16",
+    "kv_cache": {"dtypes": {"auto": 2}, "backends": ["FLASH_ATTN"], "unfollowed": {}},
 }
 """What ``flashrl_layers`` says of a small INT8 model; tests/e2e/test_engine_refit.py compares the keys with an engine's."""
 
@@ -88,6 +89,40 @@ def test_a_head_that_is_not_the_one_asked_for_stops_the_run(wanted, found, words
     require_precision(FlashRLConfig(fp32_lm_head=wanted), {**HELD, "head_dtype": right})
     if not wanted:
         require_precision(FlashRLConfig(), {**HELD, "head_dtype": "unknown (TypeError: x)"})
+
+
+@pytest.mark.parametrize(
+    "wanted, dtypes",
+    [
+        ("auto", {"bfloat16": 2}),
+        ("fp8", {"fp8": 2}),
+        ("fp8", {"fp8_e4m3": 2}),
+        ("int8_per_token_head", {"int8_per_token_head": 2}),
+    ],
+)
+def test_a_kv_cache_that_is_the_one_asked_for_is_accepted(wanted, dtypes):
+    require_precision(FlashRLConfig(kv_cache=wanted), {**HELD, "kv_cache": {**HELD["kv_cache"], "dtypes": dtypes}})
+
+
+@pytest.mark.parametrize(
+    "wanted, changes, words",
+    [
+        ("fp8", {"dtypes": {"auto": 2}}, ["flashrl.kv_cache=fp8", "{'auto': 2}", "FLASH_ATTN", "kv_cache=auto"]),
+        ("fp8", {"dtypes": {"fp8": 1, "auto": 1}}, ["flashrl.kv_cache=fp8", "'auto': 1"]),
+        ("auto", {"dtypes": {"fp8": 2}}, ["flashrl.kv_cache=auto", "{'fp8': 2}"]),
+        ("fp8_per_token_head", {"dtypes": {"fp8": 2}}, ["flashrl.kv_cache=fp8_per_token_head"]),
+        (
+            "fp8",
+            {"dtypes": {"fp8": 2}, "unfollowed": {"model.layers.0.self_attn.attn": "no bound is known for X"}},
+            ["flashrl.kv_cache=fp8", "1 layers", "layers.0.self_attn.attn", "no bound is known for X", "int8_per_token_head"],
+        ),
+    ],
+)
+def test_a_kv_cache_that_is_another_or_whose_scales_stand_still_stops_the_run(wanted, changes, words):
+    with pytest.raises(FlashRLError) as caught:
+        require_precision(FlashRLConfig(kv_cache=wanted), {**HELD, "kv_cache": {**HELD["kv_cache"], **changes}})
+    for word in words:
+        assert word in str(caught.value)
 
 
 @pytest.mark.parametrize("kept, accepted", [([0, 1, 27], True), ([0, 1], False), ([], False)])

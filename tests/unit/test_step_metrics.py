@@ -14,6 +14,7 @@ SECONDS = {"gen": 5.0, "old_log_prob": 1.0, "adv": 0.25, "update_actor": 2.0, "u
 WORKER = {
     **{"precision": "int8", "quantized_layers": 8, "head_dtype": "bfloat16", "unquantized_layers": {}},
     **{"weight_bytes": 100, "quantized_bytes": 51, "quantized_bytes_as_bf16": 100},
+    "kv_cache": {"dtypes": {"fp8": 2}},
 }
 
 
@@ -38,20 +39,23 @@ def test_in_bypass_mode_no_model_computes_old_log_probs():
 
 
 def test_a_refits_metrics_are_the_slowest_workers():
-    def report(total: float, rate: float | None) -> dict:
+    def report(total: float, rate: float | None, scales: dict | None = None) -> dict:
         seconds = {"total": total, "gather": 1.0, "cast": 0.5, "transfer": 0.25, "load": 0.125, "finish": 0.0625}
         receipt = {"bytes": 4 * 10**9, "tensors": 7, "step": 3, "checksums": {"a": 2**32 - 1, "b": 3}}
         return {
-            **{"seconds": seconds, "receipt": receipt, "code_change_rate": rate},
+            **{"seconds": seconds, "receipt": receipt, "code_change_rate": rate, "kv_scales": scales},
             **{"updated": 7, "quantized": 4, "left_alone": ["x"]},
         }
 
-    metrics = refit_metrics([report(2.0, 0.1), report(8.0, None), report(4.0, 0.3)])
+    scales = {"q": 0.5, "k": 0.25, "v": 4.0}, {"q": 1.0, "k": 0.125, "v": 2.0}
+    metrics = refit_metrics([report(2.0, 0.1, scales[0]), report(8.0, None), report(4.0, 0.3, scales[1])])
     assert metrics["flashrl/refit_seconds"] == 8.0 and metrics["flashrl/refit_gigabytes_per_second"] == 0.5
     assert metrics["flashrl/refit_quantize_gigabytes_per_second"] == 32.0
     assert metrics["flashrl/receipt_sum"] == 2, "modulo 2^32"
     assert metrics["flashrl/code_change_rate"] == pytest.approx(0.2), "of those that have one"
-    assert "flashrl/code_change_rate" not in refit_metrics([report(1.0, None)])
+    assert [metrics[f"flashrl/kv_cache_{part}_scale"] for part in "qkv"] == [1.0, 0.25, 4.0]
+    without = refit_metrics([report(1.0, None)])
+    assert "flashrl/code_change_rate" not in without and not any("kv_cache" in key for key in without)
 
 
 def test_the_report_draws_the_phases_that_the_metrics_name():
@@ -67,6 +71,7 @@ INT8, BF16 = Precision.INT8, Precision.BF16
 UNQUANTIZED = WORKER | {
     **{"precision": "bf16", "quantized_layers": 0, "unquantized_layers": dict.fromkeys("abcdefgh", "RowParallelLinear")},
     **{"weight_bytes": 149, "quantized_bytes": 0, "quantized_bytes_as_bf16": 0},
+    "kv_cache": {"dtypes": {"auto": 2}},
 }
 
 
@@ -87,13 +92,15 @@ def test_a_mixture_is_summed_up_whole_and_told_by_replica():
         "flashrl/quantized_layers": 8,
         "flashrl/unquantized_layers": 0,
         "flashrl/fp32_lm_head": 0,
+        "flashrl/kv_cache_bits": 8,
         "flashrl/weight_bytes": 4 * 100 + 2 * 149,
         "flashrl/quantized_bytes": 4 * 51,
         "flashrl/quantized_bytes_as_bf16": 4 * 100,
         **{f"flashrl/replica_{i}_quantized_layers": layers for i, layers in enumerate((8, 8, 0))},
         **{f"flashrl/replica_{i}_weight_bytes": size for i, size in enumerate((200, 200, 298))},
     }
-    assert summarize_layers([[UNQUANTIZED]] * 2, [BF16] * 2)["flashrl/bf16_replicas"] == 2
+    plain = summarize_layers([[UNQUANTIZED]] * 2, [BF16] * 2)
+    assert plain["flashrl/bf16_replicas"] == 2 and plain["flashrl/kv_cache_bits"] == 16
 
 
 @pytest.mark.parametrize(
@@ -117,7 +124,7 @@ def report(quantized: int, rate: float | None, seconds: float) -> dict:
     receipt = {"step": 1, "tensors": 27, "bytes": 10, "checksums": {"a": 5}}
     parts = dict.fromkeys(("gather", "cast", "transfer", "load", "finish"), 0.1)
     counts = {"updated": 27, "quantized": quantized, "left_alone": []}
-    return {"receipt": receipt, "seconds": {"total": seconds, **parts}, "code_change_rate": rate, **counts}
+    return {"receipt": receipt, "seconds": {"total": seconds, **parts}, "code_change_rate": rate, "kv_scales": None, **counts}
 
 
 @pytest.mark.parametrize("bf16_seconds", [0.5, 2.0])

@@ -142,6 +142,10 @@ REFUSED = [
     ({f"{ENGINE}.enable_lora": True}, "enable_lora=true", "actor_rollout_ref.model.lora.merge=True"),
     ({f"{ENGINE}.api_key": ["x"]}, 'api_key=["x"]', f"remove {ENGINE}.api_key"),
     ({f"{ENGINE}.api-key": "x"}, "api-key=x", f"remove {ENGINE}.api-key"),
+    ({f"{ENGINE}.kv_cache_dtype": "fp8"}, "kv_cache_dtype=fp8", "flashrl.kv_cache=auto, fp8"),
+    ({f"{ENGINE}.kv-cache-dtype": "fp8"}, "kv-cache-dtype=fp8", "flashrl.kv_cache=auto, fp8"),
+    ({f"{ENGINE}.calculate_kv_scales": True}, "calculate_kv_scales=true", "flashrl.kv_cache=fp8"),
+    ({f"{ENGINE}.kv_cache_dtype_skip_layers": ["0"]}, 'skip_layers=["0"]', "flashrl.kv_cache for all layers"),
     ({f"{ENGINE}.config": "more.yaml"}, "config=more.yaml", f"remove {ENGINE}.config"),
 ]
 
@@ -156,7 +160,7 @@ ACCEPTED = [
     {"actor_rollout_ref.model.lora_rank": 8, "actor_rollout_ref.model.lora.merge": True},
     {f"{ENGINE}.quantization": None},
     {f"{ENGINE}.dtype": "bfloat16", f"{ENGINE}.tensor_parallel_size": 2},
-    {f"{ENGINE}.kv_cache_dtype": "fp8", f"{ENGINE}.max_logprobs": 5, f"{ENGINE}.block_size": 32},
+    {f"{ENGINE}.max_logprobs": 5, f"{ENGINE}.block_size": 32},
     {"flashrl.precision": "bf16", "flashrl.receipt_tensors": -1},
 ]
 

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A KV cache in E4M3 in a real vLLM engine: nothing of q, k and v is clipped, and its scales follow the policy.
+
+On a machine with a GPU the engine is the CUDA one, elsewhere the CPU one, whose attention takes the scales as numbers.
+"""
+
+import contextlib
+
+import pytest
+import torch
+from engines import CUDA, Refit, runner, teacher_forced
+from engines import engine as start_engine
+from tiny_models import LAYERS, VOCAB, make, wire
+
+from flashrl_verl.config import FlashRLConfig
+from flashrl_verl.errors import ConfigError
+from flashrl_verl.rollout import kv_scales
+from flashrl_verl.rollout.server import require_precision
+
+pytestmark = pytest.mark.cpu_e2e
+
+KEYS, VALUES = 2.0**6, 2.0**11
+"""What ``enlarged`` multiplies them by: powers of two, which leave a BF16 computation as it was, bit by bit."""
+
+ROUNDING = 0.0 if CUDA else 1e-3
+"""Most that the output may differ (k3) for the same policy at other scales; attention on a CPU loses some of small queries."""
+
+
+@pytest.fixture(scope="module", params=["qwen2.5", "qwen3", "llama3", "qwen3-moe"])
+def family(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def engine(family, tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    make(family).config.save_pretrained(path)
+    with start_engine(path, {"precision": "int8", "kv_cache": "fp8"}, compiled=CUDA) as llm:
+        yield llm
+
+
+def attention_layers(llm) -> list[torch.nn.Module]:
+    return [module for module in runner(llm).model.modules() if hasattr(module, "_k_scale")]
+
+
+def scales(llm) -> list[list[float]]:
+    return [[float(getattr(layer, f"_{part}_scale")) for part in "qkv"] for layer in attention_layers(llm)]
+
+
+def enlarged(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same policy with larger keys and values: what they are multiplied with later is as much smaller."""
+    keys, queries = ("k_norm", "q_norm") if any("k_norm" in name for name in weights) else ("k_proj", "q_proj")
+    factors = {keys: KEYS, queries: 1 / KEYS, "v_proj": VALUES, "o_proj": 1 / VALUES}
+    return {
+        name: tensor * next((factor for part, factor in factors.items() if part in name), 1.0)
+        for name, tensor in weights.items()
+    }
+
+
+@contextlib.contextmanager
+def largest_seen(llm):
+    """What the attention layers are handed while the block runs: [q, k, v] of each, largest magnitudes."""
+    seen = [[0.0, 0.0, 0.0] for _ in attention_layers(llm)]
+
+    def look(i):
+        def hook(module, arguments):
+            for part, tensor in enumerate(arguments[:3]):
+                seen[i][part] = max(seen[i][part], float(tensor.abs().max()))
+
+        return hook
+
+    hooks = [layer.register_forward_pre_hook(look(i)) for i, layer in enumerate(attention_layers(llm))]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def distance(llm, sequences, expected) -> float:
+    """Mean k3 of the engine's log-probs to others."""
+    found = torch.tensor(teacher_forced(llm, sequences)).flatten()
+    ratio = torch.tensor(expected).flatten() - found
+    return float((ratio.exp() - 1 - ratio).mean())
+
+
+def test_the_live_engine_says_that_its_cache_is_fp8(engine):
+    (layers,) = engine.collective_rpc("flashrl_layers")
+    require_precision(FlashRLConfig(precision="int8", kv_cache="fp8"), layers)
+    assert layers["kv_cache"]["dtypes"] == {"fp8": LAYERS} and not layers["kv_cache"]["unfollowed"]
+    assert runner(engine).kv_caches[0].element_size() == 1
+
+
+@pytest.mark.skipif(CUDA, reason="a compiled model calls no hooks")
+def test_nothing_that_attention_is_handed_exceeds_what_the_scales_take(engine, family):
+    refit = Refit(engine)
+    for step, weights in enumerate((wire(make(family, seed=3)), enlarged(wire(make(family, seed=4))))):
+        refit(weights, step=step)
+        prompts = torch.randint(3, VOCAB, (8, 60), generator=torch.Generator().manual_seed(step)).tolist()
+        with largest_seen(engine) as seen:
+            teacher_forced(engine, prompts)
+        for largest, scale in zip(seen, scales(engine), strict=True):
+            for part, (most, one) in enumerate(zip(largest, scale, strict=True)):
+                assert 0 < most <= 448 * one, "qkv"[part]
+                # Loose by sqrt(d), a rotation and a power of two, but no more than E4M3's normal range leaves room for.
+                assert most >= 448 * one / 2**8, "qkv"[part]
+
+
+def test_after_a_large_update_the_scales_are_others_and_the_output_is_the_same(engine, family):
+    """With scales of 1, as vLLM has them, values of this size would be clipped."""
+    weights = wire(make(family, seed=5))
+    refit = Refit(engine)
+    first = refit(weights, step=0)
+    sequences = torch.randint(3, VOCAB, (16, 40), generator=torch.Generator().manual_seed(1)).tolist()
+    before, reference = scales(engine), teacher_forced(engine, sequences)
+    last = refit(enlarged(weights), step=1)
+    for (q, k, v), (q0, k0, v0) in zip(scales(engine), before, strict=True):
+        assert (q, k, v) == (q0 / KEYS, k0 * KEYS, v0 * VALUES)
+    assert last["kv_scales"]["v"] == first["kv_scales"]["v"] * VALUES
+    assert distance(engine, sequences, reference) <= ROUNDING
+    for layer in attention_layers(engine):
+        layer._v_scale.fill_(1.0)
+        layer._v_scale_float = 1.0
+    engine.reset_prefix_cache()
+    assert distance(engine, sequences, reference) > 1e-2
+    refit(weights, step=2)
+    assert distance(engine, sequences, reference) == 0.0
+
+
+def test_the_distance_to_the_trainer_is_near_that_of_a_bf16_cache(engine, family):
+    trainer = make(family, seed=6)
+    sequences = torch.randint(3, VOCAB, (32, 60), generator=torch.Generator().manual_seed(2)).tolist()
+    ids = torch.tensor(sequences)
+    with torch.no_grad():
+        logits = trainer.to(torch.bfloat16)(input_ids=ids).logits.float().log_softmax(-1)
+    expected = logits[:, :-1].gather(-1, ids[:, 1:, None]).squeeze(-1).tolist()
+    trainer.float()
+    Refit(engine)(wire(trainer), step=0)
+    with_fp8 = distance(engine, sequences, expected)
+    assert 0 < with_fp8 < 5e-3
+
+
+def test_scales_that_no_update_wrote_are_not_numbers(engine, family):
+    refit = Refit(engine)
+    refit(wire(make(family)), step=0)
+    assert refit.account.poison(refit.post_process) == []
+    assert torch.tensor(scales(engine)).isnan().all()
+    refit(wire(make(family)), step=1)
+    assert torch.tensor(scales(engine)).isfinite().all()
+
+
+def test_a_model_whose_bound_nobody_knows_is_refused(engine, monkeypatch):
+    monkeypatch.setattr(kv_scales, "_PRE_NORM", ())
+    (layers,) = engine.collective_rpc("flashrl_layers")
+    with pytest.raises(ConfigError, match=r"kv_cache=fp8.*no bound is known for \w+Attention.*flashrl\.kv_cache to auto"):
+        require_precision(FlashRLConfig(precision="int8", kv_cache="fp8"), layers)
