@@ -159,7 +159,7 @@ def bench_mismatch(
         str, typer.Option(help="A Hugging Face folder in high precision, or toy: the quickstart's model, made under --output.")
     ] = "toy",
     precision: Annotated[
-        str, typer.Option(help="Precisions, separated by commas; bf16 is measured in any case.")
+        str, typer.Option(help="Precisions, or precision:kv_cache, separated by commas; bf16 is measured in any case.")
     ] = "bf16,int8,fp8",
     prompts: Annotated[int, typer.Option(min=2, help="Prompts, one sampled response each.")] = 1024,
     tokens: Annotated[int, typer.Option(min=1, help="Longest response, in tokens.")] = 64,
@@ -179,13 +179,14 @@ def bench_mismatch(
     from transformers.utils import logging
 
     from flashrl_verl.bench import mismatch, mismatch_report
+    from flashrl_verl.bench.arms import arms_of
     from flashrl_verl.process_tree import Stopped
 
     logging.disable_progress_bar()  # it would break the status line
 
     config = mismatch.MismatchConfig(
         model=model,
-        precisions=precisions_of(precision),
+        arms=arms_of(precision, "--precision"),
         prompts=prompts,
         tokens=tokens,
         data=data,

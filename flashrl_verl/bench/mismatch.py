@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``flashrl bench mismatch``: how far the rollout's policy is from the trainer's, by precision, without training.
+"""``flashrl bench mismatch``: how far the rollout's policy is from the trainer's, by precision and KV cache, without training.
 
 One vLLM engine after another, BF16 first, gets the model's weights as a run sends them and samples at temperature 1
 (``mismatch_engine.py``); then the trainer's side (``mismatch_trainer.py``) gives its log-probs of the very same tokens. Two
@@ -22,18 +22,21 @@ from typing import Any
 
 import torch
 
-from flashrl_verl.bench.mismatch_engine import Answer, Job, ask, require_precision
+from flashrl_verl.bench.arms import Arm
+from flashrl_verl.bench.mismatch_engine import Answer, Job, ask, require_formats
 from flashrl_verl.bench.mismatch_metrics import log_prob_metrics
 from flashrl_verl.bench.mismatch_noise import NoiseMeter, TypeNoise, measure
 from flashrl_verl.bench.mismatch_prompts import Prompts, load_prompts
 from flashrl_verl.bench.mismatch_trainer import Trainer
 from flashrl_verl.compat import check_versions, vllm_device
-from flashrl_verl.config import Precision
+from flashrl_verl.config import KVCache, Precision
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.quantization.formats import row_format
 
 TOY = "toy"
 """Value of ``--model`` for the quickstart's model, made and warmed up on the spot."""
+
+_BF16 = Arm(precision=Precision.BF16)
 
 _ACTIVATION_TOKENS = 2048
 """Tokens whose activations go through every layer in float64."""
@@ -47,7 +50,7 @@ class MismatchConfig:
 
     model: str = TOY
     """``toy``, or a folder with a Hugging Face checkpoint in high precision and its tokenizer."""
-    precisions: tuple[Precision, ...] = (Precision.BF16, Precision.INT8, Precision.FP8)
+    arms: tuple[Arm, ...] = tuple(Arm(precision=precision) for precision in (Precision.BF16, Precision.INT8, Precision.FP8))
     """To compare; BF16 is measured in any case, because it samples the common tokens and is what others are judged by."""
     prompts: int = 1024
     """Prompts, one response each; at least 2."""
@@ -66,6 +69,8 @@ class PrecisionResult:
     """Measurements of one precision."""
 
     precision: str
+    kv_cache: str
+    """``flashrl.kv_cache``; in the noise it plays no part."""
     kernels: dict[str, str]
     """Of linear layers and experts."""
     quantized_layers: int
@@ -81,6 +86,11 @@ class PrecisionResult:
     noise: list[TypeNoise]
     seconds: dict[str, float]
     """Of the engine: start, load, sample, score."""
+
+    @property
+    def arm(self) -> Arm:
+        """Its formats."""
+        return Arm(precision=Precision(self.precision), kv_cache=KVCache(self.kv_cache))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +119,7 @@ class Report:
 
 
 def run(config: MismatchConfig, progress: Progress = lambda text: None) -> Report:
-    """Measure every precision.
+    """Measure every arm.
 
     Args:
         config: what to measure.
@@ -126,22 +136,22 @@ def run(config: MismatchConfig, progress: Progress = lambda text: None) -> Repor
     started = time.monotonic()
     device = torch.device(vllm_device())
     activate(OmegaConf.create({"trainer": {"device": device.type}}))
-    precisions = _ordered(config.precisions)
+    arms = _ordered(config.arms)
     config.output.mkdir(parents=True, exist_ok=True)
     model = _model(config, progress)
     prompts = load_prompts(model, config.data, config.prompts, config.seed)
     _check_length(model, prompts, config.tokens)
-    answers = _answers(config, model, prompts, precisions, progress)
+    answers = _answers(config, model, prompts, arms, progress)
     progress("trainer: loading the model")
     trainer = Trainer(model, device)
-    common = answers[Precision.BF16].responses
+    common = answers[_BF16].responses
     progress("trainer: log-probs of the common tokens")
-    theirs = {Precision.BF16: trainer.log_probs(prompts.tokens, common)}
-    for precision in precisions[1:]:
-        progress(f"trainer: log-probs of the {precision.value} engine's tokens")
-        theirs[precision] = trainer.log_probs(prompts.tokens, answers[precision].responses)
+    theirs = {_BF16: trainer.log_probs(prompts.tokens, common)}
+    for arm in arms[1:]:
+        progress(f"trainer: log-probs of the {arm} engine's tokens")
+        theirs[arm] = trainer.log_probs(prompts.tokens, answers[arm].responses)
     progress("signal-to-noise ratios of every layer")
-    meter = NoiseMeter({precision.value: row_format(precision) for precision in precisions})
+    meter = NoiseMeter({arm.precision.value: row_format(arm.precision) for arm in arms})
     sequences = _some([[*p, *r] for p, r in zip(prompts.tokens, common, strict=True)], _ACTIVATION_TOKENS)
     measure(trainer, meter, sequences, _left_alone(answers))
     return Report(
@@ -155,47 +165,44 @@ def run(config: MismatchConfig, progress: Progress = lambda text: None) -> Repor
         date=datetime.date.today().isoformat(),
         seed=config.seed,
         seconds=round(time.monotonic() - started, 1),
-        results=[_result(p, answers[p], theirs[p], theirs[Precision.BF16], meter) for p in precisions],
+        results=[_result(arm, answers[arm], theirs[arm], theirs[_BF16], meter) for arm in arms],
     )
 
 
-def _result(
-    precision: Precision,
-    answer: Answer,
-    own: list[list[float]],
-    common: list[list[float]],
-    meter: NoiseMeter,
-) -> PrecisionResult:
+def _result(arm: Arm, answer: Answer, own: list[list[float]], common: list[list[float]], meter: NoiseMeter) -> PrecisionResult:
     """Compare an engine with the trainer's log-probs of its ``own`` responses and of the ``common`` ones."""
     return PrecisionResult(
-        precision=precision.value,
+        precision=arm.precision.value,
+        kv_cache=arm.kv_cache.value,
         kernels=answer.kernels,
         quantized_layers=answer.layers["quantized_layers"],
         unquantized_layers=len(answer.layers["unquantized_layers"]),
         updated_tensors=answer.updated,
         own=log_prob_metrics(own, answer.log_probs),
         common=log_prob_metrics(common, answer.common_log_probs),
-        noise=meter.by_type(precision.value),
+        noise=meter.by_type(arm.precision.value),
         seconds=answer.seconds,
     )
 
 
-def _ordered(precisions: Sequence[Precision]) -> list[Precision]:
+def _ordered(arms: Sequence[Arm]) -> list[Arm]:
     """BF16 first, each once.
 
     Raises:
         ConfigError: no kernel for one of them on this device.
     """
+    from flashrl_verl.quantization.config import require_kv_kernel
     from flashrl_verl.quantization.gemm import device_kernels
 
-    chosen = list(dict.fromkeys([Precision.BF16, *precisions]))
-    for precision in chosen:
-        fmt = row_format(precision)
+    chosen = list(dict.fromkeys([_BF16, *arms]))
+    for arm in chosen:
+        fmt = row_format(arm.precision)
         try:
             if fmt is not None:
                 device_kernels(fmt)
+            require_kv_kernel(arm.kv_cache)
         except ConfigError as error:
-            raise ConfigError(f"--precision {precision.value}: {error}") from error
+            raise ConfigError(f"--precision: {arm}: {error}") from error
     return chosen
 
 
@@ -237,30 +244,29 @@ def _check_length(model: Path, prompts: Prompts, tokens: int) -> None:
         )
 
 
-def _answers(
-    config: MismatchConfig, model: Path, prompts: Prompts, precisions: list[Precision], progress: Progress
-) -> dict[Precision, Answer]:
-    answers: dict[Precision, Answer] = {}
-    for precision in precisions:
-        progress(f"{precision.value} engine: start, weight updates, {len(prompts.tokens)} responses")
+def _answers(config: MismatchConfig, model: Path, prompts: Prompts, arms: list[Arm], progress: Progress) -> dict[Arm, Answer]:
+    answers: dict[Arm, Answer] = {}
+    for arm in arms:
+        progress(f"{arm} engine: start, weight updates, {len(prompts.tokens)} responses")
         job = Job(
             model=str(model),
-            precision=precision.value,
+            precision=arm.precision.value,
+            kv_cache=arm.kv_cache.value,
             prompts=prompts.tokens,
             tokens=config.tokens,
             stop_token_ids=prompts.stop_token_ids,
             vocab_size=prompts.vocab_size,
             seed=config.seed,
-            common=answers[Precision.BF16].responses if answers else None,
+            common=answers[_BF16].responses if answers else None,
         )
-        answers[precision] = ask(job, config.output)
-        require_precision(precision, answers[precision].layers)
+        answers[arm] = ask(job, config.output)
+        require_formats(arm, answers[arm].layers, "--precision")
     return answers
 
 
-def _left_alone(answers: dict[Precision, Answer]) -> set[str]:
+def _left_alone(answers: dict[Arm, Answer]) -> set[str]:
     """Names of the layers that no 8-bit engine quantized."""
-    kept = [set(answer.layers["unquantized_layers"]) for p, answer in answers.items() if p is not Precision.BF16]
+    kept = [set(answer.layers["unquantized_layers"]) for arm, answer in answers.items() if arm.precision is not Precision.BF16]
     return set.intersection(*kept) if kept else set()
 
 

@@ -17,10 +17,12 @@ from typing import Any
 import torch
 
 from flashrl_verl.bench import engine_process
+from flashrl_verl.bench.arms import Arm
 from flashrl_verl.bench.engine_child import Bucket, run_child, start, update
-from flashrl_verl.config import FlashRLConfig, Precision
+from flashrl_verl.config import FlashRLConfig, KVCache, Precision
 from flashrl_verl.errors import FlashRLError
 from flashrl_verl.quantization.formats import row_format
+from flashrl_verl.rollout.kv_check import require_kv_cache
 
 _BUCKET_TENSORS = 16
 """Tensors handed over at once; verl counts bytes instead. At most 16 x 1.6 GB (a 32B model's embedding) on the GPU."""
@@ -36,6 +38,8 @@ class Job:
     model: str
     """Folder of the checkpoint."""
     precision: str
+    kv_cache: str
+    """``flashrl.kv_cache``."""
     prompts: list[list[int]]
     tokens: int
     """Longest response."""
@@ -76,31 +80,34 @@ def ask(job: Job, folder: Path) -> Answer:
     Raises:
         FlashRLError: it failed; the message has its error and the log's path.
     """
-    title = f"the {job.precision} engine"
-    answer = engine_process.ask(
-        "flashrl_verl.bench.mismatch_engine", f"engine-{job.precision}", asdict(job), folder, title=title
-    )
+    arm = Arm(precision=Precision(job.precision), kv_cache=KVCache(job.kv_cache))
+    name = "engine-" + (job.precision if arm.kv_cache is KVCache.AUTO else f"{job.precision}-{job.kv_cache}")
+    answer = engine_process.ask("flashrl_verl.bench.mismatch_engine", name, asdict(job), folder, title=f"the {arm} engine")
     return Answer(**answer)
 
 
-def require_precision(precision: Precision, layers: dict[str, Any], option: str = "--precision") -> None:
-    """The live engine's model, not its arguments, decides whether a row may carry the precision's name.
+def require_formats(arm: Arm, layers: dict[str, Any], option: str) -> None:
+    """The live engine's model, not its arguments, decides whether a row may carry the arm's name.
 
     Args:
-        precision: the name.
+        arm: the name.
         layers: of its ``Answer``.
         option: by which the command was given the name.
 
     Raises:
         FlashRLError: the engine holds something else.
     """
-    fmt = row_format(precision)
+    fmt = row_format(arm.precision)
     expected = set() if fmt is None else {str(fmt.dtype).removeprefix("torch.")}
-    if layers["precision"] != precision.value or set(layers["quantized"]) != expected:
+    if layers["precision"] != arm.precision.value or set(layers["quantized"]) != expected:
         raise FlashRLError(
-            f"{option} {precision.value}: the engine's quantization is {layers['precision']!r} and its quantized weights "
-            f"are {layers['quantized'] or 'none'}"
+            f"{option} {arm}: the engine's quantization is {layers['precision']!r} and its quantized weights are "
+            f"{layers['quantized'] or 'none'}"
         )
+    try:
+        require_kv_cache(arm.kv_cache, layers["kv_cache"])
+    except FlashRLError as error:
+        raise FlashRLError(f"{option} {arm}: {error}") from error
 
 
 def work(job: Job) -> Answer:
@@ -136,7 +143,7 @@ def work(job: Job) -> Answer:
 def _start(job: Job) -> Any:
     return start(
         job.model,
-        FlashRLConfig(precision=Precision(job.precision)),
+        FlashRLConfig(precision=Precision(job.precision), kv_cache=KVCache(job.kv_cache)),
         in_process=True,  # the weight update reaches the model without crossing another border
         load_format="dummy",
         enforce_eager=True,

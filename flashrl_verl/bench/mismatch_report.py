@@ -50,7 +50,7 @@ def notes(report: Report) -> list[str]:
         "SQNR: median over matrices (lowest), dB. weight: codes x scales against BF16. output: emulated W8A8 product against "
         f"the exact one, inputs of {report.activation_tokens} tokens.",
     ]
-    emulated = [r.precision for r in report.results if EMULATED in r.kernels.values()]
+    emulated = [str(r.arm) for r in _by_weights(report) if EMULATED in r.kernels.values()]
     if emulated:
         lines.append(f"{', '.join(emulated)}: no kernel on this device, emulated in float32; the numbers of the format alone.")
     return lines
@@ -64,7 +64,7 @@ def _mismatch_table(report: Report) -> Table:
         for i, (name, words) in enumerate(SETS.items()):
             metrics = getattr(result, name)
             table.add_row(
-                *((result.precision, result.kernels["linear"]) if not i else ("", "")),
+                *((str(result.arm), result.kernels["linear"]) if not i else ("", "")),
                 words,
                 f"{metrics['tokens']}",
                 f"{metrics[K3_KL]:.2e} ± {metrics[K3_ERROR]:.0e}",
@@ -79,19 +79,25 @@ def _noise_table(report: Report) -> Table:
     table = Table(title="Signal-to-quantization-noise ratio by type of layer, dB")
     table.add_column("layer")
     table.add_column("matrices", justify="right")
-    quantized = [r for r in report.results if math.isfinite(_worst(r))]
+    results = _by_weights(report)
+    quantized = [r for r in results if math.isfinite(_worst(r))]
     for result in quantized:
         table.add_column(f"{result.precision} weight", justify="right")
-    for result in report.results:
+    for result in results:
         table.add_column(f"{result.precision} output", justify="right")
     for i, kind in enumerate(report.results[0].noise):
         table.add_row(
             kind.kind,
             f"{kind.matrices}",
             *(_decibels(result.noise[i].weight) for result in quantized),
-            *(_decibels(result.noise[i].output) for result in report.results),
+            *(_decibels(result.noise[i].output) for result in results),
         )
     return table
+
+
+def _by_weights(report: Report) -> list[PrecisionResult]:
+    """One result of each precision: the KV cache plays no part in a layer's noise."""
+    return list({result.precision: result for result in reversed(report.results)}.values())[::-1]
 
 
 def _worst(result: PrecisionResult) -> float:
@@ -158,9 +164,10 @@ def _draw_kl(axes: Axes, report: Report) -> None:
 def _draw_noise(axes: Axes, report: Report) -> None:
     axes.set_title("Signal to quantization noise by layer, dB", **TITLE)
     kinds = [kind.kind for kind in report.results[0].noise]
-    width = 0.8 / len(report.results)
-    for i, result in enumerate(report.results):
-        offset = (i - (len(report.results) - 1) / 2) * width
+    results = _by_weights(report)
+    width = 0.8 / len(results)
+    for i, result in enumerate(results):
+        offset = (i - (len(results) - 1) / 2) * width
         for part, marker, filled in (("output", "o", True), ("weight", "D", False)):
             spreads = [(x, getattr(kind, part)) for x, kind in enumerate(result.noise)]
             points = [(x + offset, s) for x, s in spreads if s is not None and math.isfinite(s.median)]
@@ -196,4 +203,4 @@ def _colour(result: PrecisionResult) -> str:
 
 def _label(result: PrecisionResult) -> str:
     kernel = result.kernels["linear"]
-    return result.precision if kernel == "unquantized" else f"{result.precision}\n{kernel}"
+    return "\n".join([str(result.arm).replace(" + ", "\n+ "), *([] if kernel == "unquantized" else [kernel])])

@@ -19,26 +19,15 @@ from transformers import PretrainedConfig
 
 from flashrl_verl import __version__
 from flashrl_verl.bench import engine_process
+from flashrl_verl.bench.arms import Arm
 from flashrl_verl.bench.rollout_engine import Answer, Job, Timing
 from flashrl_verl.bench.shapes import load_config, save_config
 from flashrl_verl.compat import check_versions
-from flashrl_verl.config import KVCache, Precision
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.plan.schedule import Work
 from flashrl_verl.whole_file import write_whole
 
 RESULTS = "rollout.jsonl"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Arm:
-    """Number formats of one engine."""
-
-    precision: Precision
-    kv_cache: KVCache
-
-    def __str__(self) -> str:
-        return self.precision.value + ("" if self.kv_cache is KVCache.AUTO else f" + {self.kv_cache.value} KV")
 
 
 @dataclass(frozen=True, kw_only=True)

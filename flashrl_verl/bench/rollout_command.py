@@ -13,7 +13,7 @@ from flashrl_verl.console import new_console
 from flashrl_verl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from flashrl_verl.bench.rollout import Arm, RolloutConfig
+    from flashrl_verl.bench.rollout import RolloutConfig
     from flashrl_verl.plan.schedule import Work
 
 DEFAULT_WORK = "128x256+512"
@@ -22,7 +22,7 @@ DEFAULT_WORK = "128x256+512"
 def rollout(
     model: Annotated[str, typer.Option(help="A name (qwen2.5-32b, ...), a config.json, or its folder.")] = "tiny",
     arm: Annotated[
-        str, typer.Option(help="Arms separated by commas: a precision, or precision:kv_cache_dtype, such as int8:fp8.")
+        str, typer.Option(help="Arms separated by commas: a precision, or precision:kv_cache, such as int8:fp8.")
     ] = "bf16,int8",
     work: Annotated[
         str, typer.Option(help="Works separated by commas: sequences x prompt + response tokens, such as 28x8192+192.")
@@ -43,13 +43,14 @@ def rollout(
 
     The same command goes on after a stop; more arms and more rounds may be added to what is there.
     """
+    from flashrl_verl.bench.arms import arm_of
     from flashrl_verl.bench.rollout import RolloutConfig
     from flashrl_verl.run_directory import check_output
 
     check_output(output)
     config = RolloutConfig(
         model=model,
-        arms=tuple(map(_arm, _words(arm))),
+        arms=tuple(arm_of(word, "--arm") for word in _words(arm)),
         works=tuple(map(_work, _words(work))),
         rounds=rounds,
         repeats=repeats,
@@ -92,21 +93,6 @@ def _measure(config: RolloutConfig) -> None:
 
 def _words(text: str) -> list[str]:
     return [word for word in map(str.strip, text.split(",")) if word]
-
-
-def _arm(word: str) -> Arm:
-    from flashrl_verl.bench.rollout import Arm
-    from flashrl_verl.config import KVCache, Precision
-
-    precision, _, kv_cache = word.partition(":")
-    found = {}
-    for kind, given in ((Precision, precision), (KVCache, kv_cache or KVCache.AUTO.value)):
-        try:
-            found[kind] = kind(given)
-        except ValueError:
-            names = ", ".join(member.value for member in kind)
-            raise ConfigError(f"--arm {word!r}: {given!r} is not one of {names}") from None
-    return Arm(precision=found[Precision], kv_cache=found[KVCache])
 
 
 def _work(word: str) -> Work:

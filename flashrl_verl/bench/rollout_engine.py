@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flashrl_verl.bench.arms import Arm
 from flashrl_verl.bench.engine_child import run_child, start
-from flashrl_verl.bench.mismatch_engine import require_precision
+from flashrl_verl.bench.mismatch_engine import require_formats
 from flashrl_verl.config import FlashRLConfig, KVCache, Precision
 from flashrl_verl.errors import FlashRLError
 
@@ -109,7 +110,7 @@ def require_arm(job: Job, layers: dict[str, Any], memory: dict[str, Any], device
     Raises:
         FlashRLError: other weights, another KV cache, or another device than that of the results beside which they would stand.
     """
-    require_precision(Precision(job.precision), layers, "--arm")
+    require_formats(Arm(precision=Precision(job.precision), kv_cache=KVCache(job.kv_cache)), layers, "--arm")
     expected = {"auto": _BF16_KV, "int8_per_token_head": ("int8",)}.get(job.kv_cache, _FP8_KV)
     if memory["kv_dtype"] not in expected:
         raise FlashRLError(

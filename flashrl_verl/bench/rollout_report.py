@@ -8,7 +8,8 @@ from pathlib import Path
 
 from rich.table import Table
 
-from flashrl_verl.bench.rollout import Arm, Report, RolloutConfig, decode_seconds, tokens_per_second
+from flashrl_verl.bench.arms import Arm
+from flashrl_verl.bench.rollout import Report, RolloutConfig, decode_seconds, tokens_per_second
 from flashrl_verl.bench.shapes import load_config
 from flashrl_verl.config import KVCache, Precision
 from flashrl_verl.plan import gpus
@@ -101,7 +102,7 @@ def speed_table(config: RolloutConfig, report: Report) -> Table:
         "n",
     ):
         table.add_column(name, justify="left" if name in ("work", "arm") else "right")
-    base = Arm(precision=Precision.BF16, kv_cache=KVCache.AUTO)
+    base = Arm(precision=Precision.BF16)
     for work in config.works:
         for arm in config.arms:
             row = _row(report, prediction, arm, base, work)

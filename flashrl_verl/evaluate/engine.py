@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from flashrl_verl.bench import engine_process
+from flashrl_verl.bench.arms import Arm
 from flashrl_verl.bench.engine_child import run_child, start
-from flashrl_verl.bench.mismatch_engine import kernel_names, require_precision
+from flashrl_verl.bench.mismatch_engine import kernel_names, require_formats
 from flashrl_verl.compat import vllm_device
 from flashrl_verl.config import FlashRLConfig, Precision
 from flashrl_verl.errors import FlashRLError
@@ -108,7 +109,7 @@ def require_engine(precision: Precision, workers: list[dict[str, Any]]) -> None:
     for layers in workers:
         if precision is Precision.BF16:  # vLLM's own: it has no config of ours to name a precision
             layers = layers | {"precision": "bf16" if layers["precision"] == "None" else layers["precision"]}
-        require_precision(precision, layers)
+        require_formats(Arm(precision=precision), layers, "--precision")
         if layers["ignore_unused"]:
             raise FlashRLError(f"--ignore {' '.join(layers['ignore_unused'])} matches no layer of the model")
 

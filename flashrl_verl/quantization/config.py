@@ -71,7 +71,7 @@ class FlashRLQuantizationConfig(QuantizationConfig):
         kv_cache: KVCache = KVCache.AUTO,
     ):
         super().__init__()
-        require_kv_cache(kv_cache)
+        require_kv_kernel(kv_cache)
         self.fp32_lm_head = fp32_lm_head
         self.precision = precision
         self.format = row_format(precision)
@@ -160,7 +160,7 @@ class FlashRLQuantizationConfig(QuantizationConfig):
         return self.selection.keeps(prefix, parts, layers)
 
 
-def require_kv_cache(kv_cache: KVCache) -> None:
+def require_kv_kernel(kv_cache: KVCache) -> None:
     """Refuse a KV cache that no attention of vLLM's has on this process's device.
 
     Raises:

@@ -14,7 +14,7 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, 
 
 from flashrl_verl import self_check
 from flashrl_verl.compat import vllm_device
-from flashrl_verl.config import FlashRLConfig, KVCache, Precision, ServerAddress
+from flashrl_verl.config import FlashRLConfig, Precision, ServerAddress
 from flashrl_verl.errors import ConfigError, FlashRLError
 from flashrl_verl.lm_head import FP32
 from flashrl_verl.platforms.cores import bind_ranks
@@ -22,6 +22,7 @@ from flashrl_verl.plugin_vllm import register
 from flashrl_verl.quantization.formats import row_format
 from flashrl_verl.replicas import settings_of
 from flashrl_verl.rollout.access import base_url, loopback_address, require_key, server_key, verify_refusal
+from flashrl_verl.rollout.kv_check import require_kv_cache
 from flashrl_verl.rollout.transfer import socket_scope
 from flashrl_verl.self_check import EngineState
 
@@ -215,29 +216,6 @@ def require_precision(settings: FlashRLConfig, layers: dict) -> None:
             f"flashrl.precision={wanted.value}, but the engine's quantized weights are {layers['quantized'] or 'none'} "
             f"(kept by flashrl.ignore, keep_first_layers and keep_last_layers: {len(layers['kept_layers'])} layers); keep "
             f"fewer, or set flashrl.precision=bf16"
-        )
-
-
-def require_kv_cache(wanted: KVCache, found: dict) -> None:
-    """Refuse a live engine whose KV cache is in another format, or whose scales would not follow the policy.
-
-    Args:
-        wanted: what was asked for.
-        found: ``kv_cache_state`` of one worker.
-
-    Raises:
-        FlashRLError: another format (ConfigError: the model or its attention backend does not suit the one asked for).
-    """
-    if set(found["dtypes"]) - wanted.engine_names:
-        raise FlashRLError(
-            f"flashrl.kv_cache={wanted.value}, but the engine's attention layers have a KV cache in {found['dtypes']} (with "
-            f"backends {found['backends']}); check `flashrl version`, or set flashrl.kv_cache=auto"
-        )
-    if found["unfollowed"]:
-        name, why = next(iter(found["unfollowed"].items()))
-        raise ConfigError(
-            f"flashrl.kv_cache={wanted.value}: the scales of {len(found['unfollowed'])} layers could not follow the policy, "
-            f"{name} for one: {why}. Set flashrl.kv_cache to auto, fp8_per_token_head or int8_per_token_head"
         )
 
 

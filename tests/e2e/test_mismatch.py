@@ -12,12 +12,17 @@ from engines import CUDA
 from recipe_runs import make_assets
 
 from flashrl_verl.bench import mismatch, mismatch_report
+from flashrl_verl.bench.arms import Arm
 from flashrl_verl.bench.mismatch_metrics import CORRELATION, K3_KL
-from flashrl_verl.config import Precision
+from flashrl_verl.config import KVCache, Precision
 
 pytestmark = [pytest.mark.cpu_e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
-PRECISIONS = (Precision.INT8, *((Precision.FP8,) if CUDA else ()))
+ARMS = (
+    Arm(precision=Precision.INT8),
+    Arm(precision=Precision.INT8, kv_cache=KVCache.FP8),
+    *((Arm(precision=Precision.FP8),) if CUDA else ()),
+)
 PROMPTS, TOKENS = 64, 16
 NEAR = {"int8": (1e-2, 0.99), "fp8": (0.2, 0.9)}
 """Largest k3 KL and least correlation. The random model's large weights make the most of every rounding: E4M3's 3 bits of
@@ -33,18 +38,16 @@ def output(tmp_path_factory) -> Path:
 def report(output) -> mismatch.Report:
     # Weights large enough that probabilities differ from each other: where all are 1/262, every precision is the same.
     model = make_assets(output / "assets", initializer_range=0.15) / "model"
-    config = mismatch.MismatchConfig(
-        model=str(model), precisions=PRECISIONS, prompts=PROMPTS, tokens=TOKENS, output=output / "out"
-    )
+    config = mismatch.MismatchConfig(model=str(model), arms=ARMS, prompts=PROMPTS, tokens=TOKENS, output=output / "out")
     return mismatch.run(config)
 
 
 def results(report: mismatch.Report) -> dict[str, mismatch.PrecisionResult]:
-    return {result.precision: result for result in report.results}
+    return {str(result.arm): result for result in report.results}
 
 
 def test_bf16_is_measured_first_although_nobody_asked_for_it(report):
-    assert [result.precision for result in report.results] == ["bf16", *(p.value for p in PRECISIONS)]
+    assert [result.arm for result in report.results] == [Arm(precision=Precision.BF16), *ARMS]
 
 
 @pytest.mark.parametrize("precision", ["int8", pytest.param("fp8", marks=pytest.mark.gpu)])
@@ -62,6 +65,11 @@ def test_sampled_and_teacher_forced_log_probs_agree_about_the_mismatch(report, p
     assert result.common[K3_KL] / 4 < result.own[K3_KL] < 4 * result.common[K3_KL]
 
 
+def test_an_fp8_cache_adds_a_mismatch_of_its_own(report):
+    bf16_kv, fp8_kv = results(report)["int8"].common, results(report)["int8 + fp8 KV"].common
+    assert bf16_kv[K3_KL] < fp8_kv[K3_KL] < 0.2
+
+
 @pytest.mark.parametrize("precision", ["int8", pytest.param("fp8", marks=pytest.mark.gpu)])
 def test_the_engines_hold_what_their_name_says_and_every_type_of_layer_is_measured(report, precision):
     bf16, eight = results(report)["bf16"], results(report)[precision]
@@ -77,5 +85,5 @@ def test_the_report_is_written_and_the_jobs_are_not_left_behind(report, output):
     written = mismatch_report.write(report, output / "out")
     assert [path.name for path in written] == ["mismatch.json", "mismatch.png"]
     assert len(json.loads(written[0].read_text())["results"]) == len(report.results)
-    logs = {f"engine-{result.precision}.log" for result in report.results}
+    logs = {"engine-bf16.log", "engine-int8.log", "engine-int8-fp8.log", *(["engine-fp8.log"] if CUDA else [])}
     assert {path.name for path in (output / "out").iterdir()} == {*logs, "mismatch.json", "mismatch.png"}

@@ -256,3 +256,14 @@ def test_the_recipe_runs_from_inside_verls_source_tree(assets, tmp_path):
     run = finish(start(words, tmp_path, cwd=tree), tmp_path)
     assert_healthy(run, steps=2)
     assert run.metrics()[2]["actor/lr"] == pytest.approx(1e-4)
+
+
+@pytest.mark.slow
+def test_an_fp8_kv_cache_is_trained_with_and_its_scales_are_logged(recipe):
+    run = recipe("flashrl.kv_cache=fp8")
+    assert_healthy(run, steps=2)
+    for step in (1, 2):
+        metrics = run.metrics()[step]
+        assert metrics["flashrl/kv_cache_bits"] == 8
+        for part in "qkv":
+            assert math.log2(metrics[f"flashrl/kv_cache_{part}_scale"]).is_integer()

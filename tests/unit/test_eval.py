@@ -154,7 +154,8 @@ def test_only_what_an_evaluation_left_is_replaced(tmp_path):
 
 
 def _layers(precision: str, quantized: dict[str, int]) -> dict:
-    return {"precision": precision, "quantized": quantized, "ignore_unused": []}
+    cache = {"dtypes": {"auto": 2}, "backends": ["CPU_ATTN"], "unfollowed": {}}
+    return {"precision": precision, "quantized": quantized, "ignore_unused": [], "kv_cache": cache}
 
 
 def test_an_engine_that_holds_something_else_than_its_name_says_is_refused():

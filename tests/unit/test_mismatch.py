@@ -217,7 +217,8 @@ def test_prompts_of_a_data_file_are_repeated_when_there_are_too_few(assets):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--precision", "bf16,int4"], "--precision bf16,int4: 'int4' is not one of int8, fp8, bf16"),
+        (["--precision", "bf16,int4"], "--precision 'int4': 'int4' is not one of int8, fp8, bf16"),
+        (["--precision", "int8:fp4"], "--precision 'int8:fp4': 'fp4' is not one of auto, fp8, fp8_per_token_head"),
         (["--precision", ","], "--precision ',' names no precision"),
         (["--model", "no/such"], "--model no/such is neither 'toy' nor a folder with a config.json"),
         (["--model", "MODEL", "--tokens", "600"], "--tokens 600: with the longest prompt's"),
@@ -265,6 +266,7 @@ def test_the_report_is_plain_json_with_null_for_an_exact_weight_and_draws_its_tw
     results = [
         PrecisionResult(
             precision=precision,
+            kv_cache=kv_cache,
             kernels={"linear": kernel, "experts": kernel},
             quantized_layers=2,
             unquantized_layers=0,
@@ -274,13 +276,14 @@ def test_the_report_is_plain_json_with_null_for_an_exact_weight_and_draws_its_tw
             noise=meter.by_type(precision),
             seconds={},
         )
-        for precision, kernel in kernels.items()
+        for precision, kernel, kv_cache in [*((p, k, "auto") for p, k in kernels.items()), ("int8", "onednn", "fp8")]
     ]
     words = dict(model="m", prompts="p", device="d", trainer="t", engine="e", date="2026-01-01")
     report = Report(**words, activation_tokens=8, versions={}, seed=0, seconds=1.0, results=results)
     data, picture = mismatch_report.write(report, tmp_path)
-    bf16, int8, _ = json.loads(data.read_text())["results"]
+    bf16, int8, _, int8_fp8 = json.loads(data.read_text())["results"]
     assert bf16["noise"][0]["weight"]["median"] is None and int8["noise"][0]["weight"]["median"] > 30
     assert picture.stat().st_size > 10_000
-    assert [table.row_count for table in mismatch_report.tables(report)] == [6, 2]
+    assert [table.row_count for table in mismatch_report.tables(report)] == [8, 2]
+    assert int8_fp8["kv_cache"] == "fp8" and int8_fp8["noise"] == int8["noise"]
     assert "fp8: no kernel on this device, emulated" in " ".join(mismatch_report.notes(report))
