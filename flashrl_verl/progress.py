@@ -97,12 +97,14 @@ class Display:
             self._console.print(f"{step}{words}{left and f', {left}'}", markup=False, highlight=False, soft_wrap=True)
 
     def _time_left(self) -> str:
-        """From the mean time of the steps seen so far; empty before the first of them ends and after the last."""
+        """From the mean time of the steps seen so far; empty before the first of them ends, and when it is over."""
         seen, ahead = self._step - self._first_step, self._total - self._step
         if self.first_line is None or seen < 1 or ahead < 1:
             return ""
         # The unfinished step is in the time but not in the count: it is taken off what is ahead.
         seconds = max(0.0, (self._news - self.first_line) / seen * ahead - (time.monotonic() - self._news))
+        if seconds < 1:  # the last step takes longer than the others did
+            return ""
         return f"about {seconds / 60:.0f} min left" if seconds >= 90 else f"about {seconds:.0f} s left"
 
 

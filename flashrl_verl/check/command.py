@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from flashrl_verl.console import new_console
+from flashrl_verl.errors import FlashRLError
+from flashrl_verl.whole_file import write_whole
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -69,10 +72,7 @@ def check(
         words = ()
     if not words:
         raise typer.BadParameter(f"{precision!r} is no list of int8, fp8 and bf16", param_hint="--precision")
-    from rich.console import Console
-
-    # Where the output goes to a file, rich assumes 80 columns.
-    console = Console() if sys.stdout.isatty() else Console(width=120)
+    console = new_console()
     with console.status("looking; child processes import verl and vLLM, which takes half a minute"):
         findings = look(settings, joined)
     show(console, findings)
@@ -123,12 +123,20 @@ def show(console: Console, findings: Sequence[Finding]) -> None:
 
 
 def write(path: Path, findings: Sequence[Finding]) -> None:
-    """Write the findings as JSON: ``flashrl_verl`` (version), ``exit_code``, ``counts``, ``findings``."""
+    """Write the findings as JSON: ``flashrl_verl`` (version), ``exit_code``, ``counts``, ``findings``.
+
+    Raises:
+        FlashRLError: it cannot be written; an older file of that name is unchanged.
+    """
     from flashrl_verl import __version__
     from flashrl_verl.check.findings import counts, exit_code
 
     report = {"flashrl_verl": __version__, "exit_code": exit_code(findings), "counts": counts(findings)}
-    path.write_text(json.dumps({**report, "findings": [finding.to_dict() for finding in findings]}, indent=1) + "\n")
+    text = json.dumps({**report, "findings": [finding.to_dict() for finding in findings]}, indent=1) + "\n"
+    try:
+        write_whole(path, text.encode())
+    except OSError as error:
+        raise FlashRLError(f"--json {path} cannot be written: {error.strerror}. Name a file on another disk") from error
 
 
 def _print_missing(error: ModuleNotFoundError) -> None:

@@ -114,8 +114,9 @@ class KVScales:
         for layer, (q, k, v) in zip(self._layers, scales, strict=True):
             attention = layer.attention
             attention._q_scale_float, attention._k_scale_float, attention._v_scale_float = q, k, v
-            attention._k_scale_cpu.fill_(k)
-            attention._v_scale_cpu.fill_(v)
+            for name, scale in (("_k_scale_cpu", k), ("_v_scale_cpu", v)):
+                if hasattr(attention, name):  # vLLM 0.24 has none
+                    getattr(attention, name).fill_(scale)
         if not all(math.isfinite(value) for row in scales for value in row):
             raise ValueError("the weights give no finite bound of queries, keys and values: there is NaN or Inf among them")
         return {part: max(row[i] for row in scales) for i, part in enumerate("qkv")}

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`flashrl check` as a whole: a check that goes wrong is a failure with a remedy, children end in time, calls are checked."""
 
+import errno
 import json
 import os
 import subprocess
@@ -19,6 +20,7 @@ from flashrl_verl.check.findings import Finding, Verdict, counts, exit_code, fai
 from flashrl_verl.check.settings import CheckSettings
 from flashrl_verl.cli import app
 from flashrl_verl.config import Precision
+from flashrl_verl.errors import FlashRLError
 
 
 @pytest.mark.parametrize("verdict", ["warn", "fail"])
@@ -179,3 +181,17 @@ def test_a_report_says_the_verdict_in_words_and_the_remedy_below_it(tmp_path):
     command.write(tmp_path / "check.json", findings)
     written = json.loads((tmp_path / "check.json").read_text())
     assert written["exit_code"] == 1 and [Finding(**f) for f in written["findings"]] == findings
+
+
+def test_a_report_that_finds_no_space_is_one_error_and_leaves_the_older_one(tmp_path, monkeypatch):
+    path = tmp_path / "check.json"
+    command.write(path, [ok("disk", "fine")])
+    before = path.read_bytes()
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(FlashRLError, match=r"--json .*check\.json cannot be written: No space left on device\. Name a file"):
+        command.write(path, [])
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
