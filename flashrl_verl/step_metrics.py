@@ -7,7 +7,7 @@ Plain functions without Ray or verl; ``trainer.py`` says when they are called.
 from collections.abc import Mapping, Sequence
 
 from flashrl_verl.config import KVCache, Precision
-from flashrl_verl.errors import ConfigError
+from flashrl_verl.errors import ConfigError, FlashRLError
 from flashrl_verl.lm_head import FP32
 
 PHASES = (
@@ -78,12 +78,29 @@ def refit_metrics(reports: list[dict]) -> dict[str, float]:
     rates = [report["code_change_rate"] for report in reports if report["code_change_rate"] is not None]
     if rates:
         metrics["flashrl/code_change_rate"] = sum(rates) / len(rates)
-    scales = [report["kv_scales"] for report in reports if report["kv_scales"] is not None]
-    if scales:
-        metrics["flashrl/kv_cache_q_scale"] = max(scale["q"] for scale in scales)
-        metrics["flashrl/kv_cache_k_scale"] = max(scale["k"] for scale in scales)
-        metrics["flashrl/kv_cache_v_scale"] = max(scale["v"] for scale in scales)
     return metrics
+
+
+def kv_scale_metrics(replicas: Sequence[Sequence[Mapping[str, float] | None]]) -> dict[str, float]:
+    """The largest scales of an FP8 KV cache over all workers, as their attention uses them.
+
+    Args:
+        replicas: of each replica's workers (``FlashRLWorkerExtension.flashrl_kv_scales``); None in a replica with a BF16 cache.
+
+    Raises:
+        FlashRLError: no worker has any.
+    """
+    scales = [worker for workers in replicas for worker in workers if worker is not None]
+    if not scales:
+        raise FlashRLError(
+            "flashrl.kv_cache=fp8, but no engine derived scales from the weights it was sent: check `flashrl version`, or set "
+            "flashrl.kv_cache=auto"
+        )
+    return {
+        "flashrl/kv_cache_q_scale": max(scale["q"] for scale in scales),
+        "flashrl/kv_cache_k_scale": max(scale["k"] for scale in scales),
+        "flashrl/kv_cache_v_scale": max(scale["v"] for scale in scales),
+    }
 
 
 def summarize_layers(replicas: Sequence[Sequence[dict]], wanted: Sequence[Precision]) -> dict[str, float]:

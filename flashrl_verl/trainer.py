@@ -21,6 +21,7 @@ from flashrl_verl import run_settings
 from flashrl_verl.checkpoint import require_same_ranks
 from flashrl_verl.cluster import check_cluster
 from flashrl_verl.compat import Status, check_versions
+from flashrl_verl.config import KVCache
 from flashrl_verl.errors import DynamicSamplingError, FlashRLError, GuardError
 from flashrl_verl.guard import Guard
 from flashrl_verl.guard_watches import Moment
@@ -31,7 +32,14 @@ from flashrl_verl.node_watch import NodeWatch, needed_nodes, ray_nodes
 from flashrl_verl.replicas import describe, precisions
 from flashrl_verl.rollout.receipt import verify_ranks
 from flashrl_verl.self_check import LEVEL_1_BYTES, require_same, sleeps_between_steps
-from flashrl_verl.step_metrics import describe_rollout, per_replica, phase_metrics, refit_metrics, summarize_layers
+from flashrl_verl.step_metrics import (
+    describe_rollout,
+    kv_scale_metrics,
+    per_replica,
+    phase_metrics,
+    refit_metrics,
+    summarize_layers,
+)
 from flashrl_verl.validation import validate_config
 
 # Under "verl", whose handler verl keeps apart from the root logger: imported libraries silence that one.
@@ -242,7 +250,10 @@ class FlashRLTrainer(PPOTrainerSync):
         held = self._ask_servers("flashrl_receipts")
         verify_ranks(ranks, held, self.global_steps)
         reports = [report for rank in ranks for report in rank["reports"]]
-        return {**refit_metrics(reports), "flashrl/receipts_verified": len(ranks)}
+        metrics = {**refit_metrics(reports), "flashrl/receipts_verified": len(ranks)}
+        if self.flashrl.kv_cache is KVCache.FP8:
+            metrics |= kv_scale_metrics(self._ask_servers("flashrl_kv_scales"))
+        return metrics
 
     def _self_check(self, weight_bytes: int) -> None:
         """See ``self_check.py``: sleep, poison, the same weights again, and nothing may have changed."""

@@ -13,7 +13,7 @@ workers/config/distillation.py (the teacher's); tests for sglang and trtllm do n
 
 from omegaconf import DictConfig, OmegaConf
 
-from flashrl_verl.config import FlashRLConfig
+from flashrl_verl.config import FlashRLConfig, KVCache
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.rules import ACTOR, CORRECTION, ROLLOUT, Rule, apply, get, one_of, positive_integer, refuse, words
 from flashrl_verl.validation_head import check_head
@@ -49,7 +49,7 @@ def validate_config(cfg: DictConfig) -> FlashRLConfig:
     check_engine_arguments(cfg)
     if settings.fp32_lm_head:
         check_head(cfg)
-    _check_hardware(cfg)
+    _check_hardware(cfg, settings)
     check_servers(cfg, settings)
     _check_micro_batches(cfg)
     return settings
@@ -229,7 +229,7 @@ def _check_micro_batches(cfg: DictConfig) -> None:
             )
 
 
-def _check_hardware(cfg: DictConfig) -> None:
+def _check_hardware(cfg: DictConfig, settings: FlashRLConfig) -> None:
     device, platform = get(cfg, "trainer.device"), get(cfg, PLATFORM)
     if device not in ("cuda", "cpu"):
         refuse(
@@ -257,6 +257,13 @@ def _check_hardware(cfg: DictConfig) -> None:
     apply(cfg, _SIZE)
     if device == "cpu":
         apply(cfg, _ON_CPU)
+        if settings.kv_cache not in (KVCache.AUTO, KVCache.FP8):
+            refuse(
+                "flashrl.kv_cache",
+                settings.kv_cache.value,
+                "vLLM's attention on a CPU has no scale for each token and head",
+                "flashrl.kv_cache=auto or fp8",
+            )
 
 
 _SIZE = (

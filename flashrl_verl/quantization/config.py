@@ -174,6 +174,10 @@ def require_kv_kernel(kv_cache: KVCache) -> None:
                 f"flashrl.kv_cache={kv_cache.value}: vLLM's attention on a CPU has no scale for each token and head. "
                 "Set flashrl.kv_cache to auto or fp8"
             )
+        if torch.backends.cpu.get_cpu_capability() != "AVX512":
+            raise ConfigError(
+                "flashrl.kv_cache=fp8: vLLM's attention on a CPU reads E4M3 with AVX-512 only. Set flashrl.kv_cache=auto"
+            )
         return
     capability = cuda_capability()
     if kv_cache is not KVCache.INT8_PER_TOKEN_HEAD and capability < FP8_CAPABILITY:
@@ -188,8 +192,18 @@ def engine_arguments(settings: FlashRLConfig) -> dict[str, Any]:
     return {
         "quantization": NAME,
         "hf_overrides": {"quantization_config": quantization_config_dict(settings)},
-        "kv_cache_dtype": settings.kv_cache.value,
+        **kv_cache_arguments(settings.kv_cache),
     }
+
+
+def kv_cache_arguments(kv_cache: KVCache) -> dict[str, str]:
+    """Arguments of a vLLM engine for a KV cache on this process's device."""
+    arguments = {"kv_cache_dtype": kv_cache.value}
+    capability = None if current_platform.is_cpu() else current_platform.get_device_capability()
+    if kv_cache is KVCache.FP8 and capability is not None and capability.major != 9:
+        # FlashAttention reads E4M3 on Hopper only, and vLLM's next choice is FlashInfer, in which scales stand still.
+        arguments["attention_backend"] = "TRITON_ATTN"
+    return arguments
 
 
 def quantization_config_dict(settings: FlashRLConfig) -> dict[str, Any]:

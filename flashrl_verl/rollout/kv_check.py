@@ -17,10 +17,11 @@ def require_kv_cache(wanted: KVCache, found: dict[str, Any]) -> None:
     Raises:
         FlashRLError: another format (ConfigError: the model or its attention backend does not suit the one asked for).
     """
-    if set(found["dtypes"]) - wanted.engine_names:
+    if set(found["dtypes"]) - wanted.engine_names or (wanted is not KVCache.AUTO and not found["dtypes"]):
+        held = found["dtypes"] or "none"
         raise FlashRLError(
-            f"flashrl.kv_cache={wanted.value}, but the engine's attention layers have a KV cache in {found['dtypes']} (with "
-            f"backends {found['backends']}); check `flashrl version`, or set flashrl.kv_cache=auto"
+            f"flashrl.kv_cache={wanted.value}, but the engine's attention layers have a KV cache in {held} "
+            f"(with backends {found['backends']}); check `flashrl version`, or set flashrl.kv_cache=auto"
         )
     if found["unfollowed"]:
         name, why = next(iter(found["unfollowed"].items()))

@@ -38,7 +38,7 @@ class WeightRefit:
         self._device = next(model.parameters()).device
         self._flag = torch.zeros(1, dtype=torch.int32, device=self._device)
         """Set by the kernels when a tensor they quantize or copy holds NaN or Inf; read once an update."""
-        self._kv_scales = KVScales(model)
+        self.kv_scales = KVScales(model)
         self._first: FirstLoad | None = None
         self._meter: CodeChangeMeter | None = None
         self._previous: Manifest | None = None
@@ -79,7 +79,7 @@ class WeightRefit:
         deaf = deaf_layers(self.model, parameters, process_weights)
         poison(parameters)
         process_weights()
-        self._kv_scales.poison()
+        self.kv_scales.poison()
         return deaf
 
     def load(self, weights: NamedTensors) -> None:
@@ -107,7 +107,7 @@ class WeightRefit:
 
         Returns:
             Plain data: receipt, seconds (``load``: the loading itself; ``finish``: post-processing and verification), tensors
-            updated, quantized and left alone, share of sampled codes that changed (None at first), ``KVScales.settle``.
+            updated, quantized and left alone, and the share of sampled codes that changed (None at first).
 
         Raises:
             RefitError: one error that lists everything unaccounted for; the engine's weights are then unusable.
@@ -115,7 +115,7 @@ class WeightRefit:
         self._check_names()
         if not self._problems:
             process_weights()
-            self._kv_scales.follow_weights()
+            self.kv_scales.follow_weights()
             self._check_places()
         if self._meter is None:
             self._meter = CodeChangeMeter(list(self._quantized.values()))
@@ -131,13 +131,13 @@ class WeightRefit:
         if not self._problems:
             self._report("parameters that are not copies of the tensors that arrived", self._storage.stale_copies())
             self._report("the stored codes are not those of the tensors that arrived", self._storage.wrong_codes())
+            self._report("layers whose weights give no finite scale of the KV cache", self.kv_scales.settle())
         if self._problems:
             raise RefitError(
                 f"weight update of step {self.manifest.step}: {'; '.join(self._problems)}. Nothing was sampled from it; resume "
                 "from the last checkpoint. Should the same appear with flashrl.precision=bf16, the model or vLLM's version "
                 "(`flashrl version`) is not supported; a layer that only 8 bits do not suit goes into flashrl.ignore"
             )
-        kv_scales = self._kv_scales.settle()
         self._accept()
         return {
             "receipt": self.last_receipt,
@@ -146,7 +146,6 @@ class WeightRefit:
             "quantized": len(self._recorder.written),
             "left_alone": list(self._left_alone),
             "code_change_rate": None if changed is None else float(changed),
-            "kv_scales": kv_scales,
         }
 
     def _accept(self) -> None:

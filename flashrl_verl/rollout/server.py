@@ -14,7 +14,7 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, 
 
 from flashrl_verl import self_check
 from flashrl_verl.compat import vllm_device
-from flashrl_verl.config import FlashRLConfig, Precision, ServerAddress
+from flashrl_verl.config import FlashRLConfig, KVCache, Precision, ServerAddress
 from flashrl_verl.errors import ConfigError, FlashRLError
 from flashrl_verl.lm_head import FP32
 from flashrl_verl.platforms.cores import bind_ranks
@@ -56,8 +56,11 @@ class FlashRLHttpServer(vLLMHttpServer):
         return METHOD, {"quantization_config": quantization_config_dict(self.flashrl)}
 
     def _preprocess_engine_kwargs(self, engine_kwargs: dict) -> None:
+        from flashrl_verl.quantization.config import kv_cache_arguments
+
         super()._preprocess_engine_kwargs(engine_kwargs)
-        engine_kwargs["kv_cache_dtype"] = self.flashrl.kv_cache.value
+        for name, value in kv_cache_arguments(self.flashrl.kv_cache).items():
+            engine_kwargs.setdefault(name, value)
 
     def _get_worker_extension_cls(self) -> str:
         return "flashrl_verl.rollout.worker.FlashRLWorkerExtension"
@@ -129,6 +132,25 @@ class FlashRLHttpServer(vLLMHttpServer):
         """vLLM's sleep mode at ``level``, and back at once."""
         await self.engine.sleep(level=level)
         await self.engine.wake_up()
+        await self._restore_kv_scales()
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        """verl's, after which the scales of an FP8 KV cache are again those of the last update."""
+        await super().wake_up(tags)
+        await self._restore_kv_scales()
+
+    async def resume_kv_cache(self) -> None:
+        """As ``wake_up``."""
+        await super().resume_kv_cache()
+        await self._restore_kv_scales()
+
+    async def _restore_kv_scales(self) -> None:
+        if self.flashrl.kv_cache is KVCache.FP8 and self.node_rank == 0:
+            await self.collective_rpc("flashrl_restore_kv_scales")
+
+    async def flashrl_kv_scales(self) -> list[dict[str, float] | None]:
+        """Each worker's scales as attention uses them; an error if they are not those of the last update."""
+        return await self.collective_rpc("flashrl_kv_scales")
 
     async def flashrl_padded_vocab_mass(self) -> float:
         """The largest over the workers."""

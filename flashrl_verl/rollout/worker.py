@@ -76,7 +76,7 @@ class FlashRLWorkerExtension(vLLMColocateWorkerExtension):
             "quantized_bytes": quantized_bytes,
             "quantized_bytes_as_bf16": bf16_bytes,
             "weight_bytes": sum(p.numel() * p.element_size() for p in model.parameters()),
-            "kv_cache": kv_cache_state(model),
+            "kv_cache": kv_cache_state(model, self.model_runner.compilation_config.static_forward_context),
         }
 
     def _flashrl_head_dtype(self) -> str:
@@ -89,6 +89,15 @@ class FlashRLWorkerExtension(vLLMColocateWorkerExtension):
     def flashrl_receipt(self) -> dict:
         """The receipt of the last whole update; empty when there was none or the last one failed."""
         return dict(self._flashrl_refit.last_receipt) if self._flashrl_refit is not None else {}
+
+    def flashrl_restore_kv_scales(self) -> None:
+        """After vLLM's ``wake_up`` of the KV cache (``KVScales.restore``)."""
+        if self._flashrl_refit is not None:
+            self._flashrl_refit.kv_scales.restore()
+
+    def flashrl_kv_scales(self) -> dict[str, float] | None:
+        """The scales that attention uses now (``KVScales.live``)."""
+        return self._flashrl_refit.kv_scales.live() if self._flashrl_refit is not None else None
 
     def flashrl_digest(self) -> dict[str, tuple[int, int]]:
         """Checksum and address of every parameter and buffer."""

@@ -5,6 +5,7 @@ On a machine with a GPU the engine is the CUDA one, elsewhere the CPU one, whose
 """
 
 import contextlib
+import math
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from engines import engine as start_engine
 from tiny_models import LAYERS, VOCAB, make, wire
 
 from flashrl_verl.config import FlashRLConfig
-from flashrl_verl.errors import ConfigError
+from flashrl_verl.errors import ConfigError, FlashRLError
 from flashrl_verl.rollout import kv_scales
 from flashrl_verl.rollout.server import require_precision
 
@@ -110,19 +111,21 @@ def test_after_a_large_update_the_scales_are_others_and_the_output_is_the_same(e
     """With scales of 1, as vLLM has them, values of this size would be clipped."""
     weights = wire(make(family, seed=5))
     refit = Refit(engine)
-    first = refit(weights, step=0)
+    refit(weights, step=0)
     sequences = torch.randint(3, VOCAB, (16, 40), generator=torch.Generator().manual_seed(1)).tolist()
     before, reference = scales(engine), teacher_forced(engine, sequences)
-    last = refit(enlarged(weights), step=1)
+    refit(enlarged(weights), step=1)
     for (q, k, v), (q0, k0, v0) in zip(scales(engine), before, strict=True):
         assert (q, k, v) == (q0 / KEYS, k0 * KEYS, v0 * VALUES)
-    assert last["kv_scales"]["v"] == first["kv_scales"]["v"] * VALUES
+    assert refit.account.kv_scales.live()["v"] == max(v for _, _, v in scales(engine))
     assert distance(engine, sequences, reference) <= ROUNDING
     for layer in attention_layers(engine):
         layer._v_scale.fill_(1.0)
         layer._v_scale_float = 1.0
     engine.reset_prefix_cache()
     assert distance(engine, sequences, reference) > 1e-2
+    with pytest.raises(FlashRLError, match=r"the scales of model\.layers\.0\.self_attn\.attn are .*something has reset them"):
+        refit.account.kv_scales.live()
     refit(weights, step=2)
     assert distance(engine, sequences, reference) == 0.0
 
@@ -145,12 +148,64 @@ def test_scales_that_no_update_wrote_are_not_numbers(engine, family):
     refit(wire(make(family)), step=0)
     assert refit.account.poison(refit.post_process) == []
     assert torch.tensor(scales(engine)).isnan().all()
+    assert all(math.isnan(getattr(layer, f"_{part}_scale_float")) for layer in attention_layers(engine) for part in "qkv")
     refit(wire(make(family)), step=1)
     assert torch.tensor(scales(engine)).isfinite().all()
 
 
-def test_a_model_whose_bound_nobody_knows_is_refused(engine, monkeypatch):
-    monkeypatch.setattr(kv_scales, "_PRE_NORM", ())
+@pytest.mark.parametrize(
+    "name, why",
+    [
+        ("_PRE_NORM", r"no bound is known for \w+Attention"),
+        ("_PLAIN_ROPE", r"no bound is known for its rotary embedding, a \w*RotaryEmbedding"),
+        ("READ_ON_USE", r"the attention backend \w+ keeps the scales that it first sees.*attention_backend=TRITON_ATTN"),
+    ],
+)
+def test_a_model_whose_scales_could_not_follow_is_refused(engine, monkeypatch, name, why):
+    monkeypatch.setattr(kv_scales, name, ())
     (layers,) = engine.collective_rpc("flashrl_layers")
-    with pytest.raises(ConfigError, match=r"kv_cache=fp8.*no bound is known for \w+Attention.*flashrl\.kv_cache to auto"):
+    with pytest.raises(ConfigError, match=rf"kv_cache=fp8.*{why}.*flashrl\.kv_cache to auto"):
         require_precision(FlashRLConfig(precision="int8", kv_cache="fp8"), layers)
+
+
+def test_an_attention_layer_that_is_no_module_of_the_model_is_refused(engine, monkeypatch):
+    context = runner(engine).compilation_config.static_forward_context
+    name = next(name for name in context if name.endswith("attn"))
+    monkeypatch.setitem(context, "model.hidden.attn", context[name])
+    (layers,) = engine.collective_rpc("flashrl_layers")
+    with pytest.raises(ConfigError, match=r"model\.hidden\.attn for one: it is no module of the model"):
+        require_precision(FlashRLConfig(precision="int8", kv_cache="fp8"), layers)
+
+
+def test_what_vllm_does_when_it_wakes_is_undone(engine, family):
+    """It sets the scales of keys and values to 1; on a CPU, where nothing sleeps, its function is called as it would be."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    refit = Refit(engine)
+    refit(enlarged(wire(make(family))), step=0)
+    before = scales(engine)
+    GPUModelRunner.init_fp8_kv_scales(runner(engine))
+    assert all(row[1:] == [1.0, 1.0] for row in scales(engine)) and scales(engine) != before
+    refit.account.kv_scales.restore()
+    assert scales(engine) == before
+    refit.account.kv_scales.live()
+
+
+@pytest.mark.gpu
+def test_after_sleep_an_update_and_waking_the_output_is_that_of_the_same_policy(family, tmp_path):
+    weights = wire(make(family, seed=5))
+    make(family).config.save_pretrained(tmp_path)
+    sequences = torch.randint(3, VOCAB, (16, 40), generator=torch.Generator().manual_seed(1)).tolist()
+    settings = {"precision": "int8", "kv_cache": "fp8"}
+    with start_engine(tmp_path, settings, compiled=True, enable_sleep_mode=True) as llm:
+        refit = Refit(llm)
+        refit(weights, step=0)
+        reference = teacher_forced(llm, sequences)
+        for step in (1, 2):
+            llm.sleep(level=2)
+            llm.wake_up(tags=["weights"])
+            refit(enlarged(weights), step=step)
+            llm.wake_up(tags=["kv_cache"])
+            refit.account.kv_scales.restore()  # as the server does, after the same calls
+            refit.account.kv_scales.live()
+            assert distance(llm, sequences, reference) <= ROUNDING

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from flashrl_verl.config import Precision
 from flashrl_verl.quantization.formats import row_format
 from flashrl_verl.quantization.numerics import dequantize_rows, quantize_rows
 from flashrl_verl.quantization.parameter import QuantizedWeight
@@ -17,8 +18,6 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 def linear(weight: torch.Tensor, precision: str) -> torch.nn.Module:
     """A layer that holds a weight as the engine does."""
-    from flashrl_verl.config import Precision
-
     layer, fmt = torch.nn.Module(), row_format(Precision(precision))
     if fmt is None:
         layer.weight = torch.nn.Parameter(weight, requires_grad=False)
@@ -59,6 +58,21 @@ def test_a_row_that_is_not_finite_shows(precision, device):
     assert row_norms(layer, torch.ones(40, device=device)).isfinite().tolist() == [True, False, True]
 
 
+@pytest.mark.parametrize("d, outlier", [(5120, 1.0), (8192, 1.0), (512, 762.0)])
+def test_an_input_rounded_to_8_bits_is_at_most_twice_the_exact_one(d, outlier):
+    """Rounding can lengthen it past sqrt(d), for which the bound of a quantized projection is doubled."""
+    for seed, precision in enumerate(("int8", "fp8")):
+        g, fmt = torch.Generator().manual_seed(seed), row_format(Precision(precision))
+        normalized = torch.randn(64, d, generator=g)
+        normalized *= math.sqrt(d) / normalized.norm(dim=1, keepdim=True)
+        gains = torch.ones(d)
+        gains[0] = outlier
+        x = normalized * gains
+        rounded = dequantize_rows(*quantize_rows(x, fmt))
+        assert (rounded.abs() <= 2 * x.abs()).all()
+        assert (rounded.norm(dim=1) > x.norm(dim=1)).any(), "not merely by luck within the exact bound"
+
+
 def test_no_input_of_the_norm_that_precedes_it_exceeds_the_bound_and_one_reaches_it():
     """The input that is parallel to a row is the worst one."""
     g = torch.Generator().manual_seed(7)
@@ -74,11 +88,12 @@ def test_no_input_of_the_norm_that_precedes_it_exceeds_the_bound_and_one_reaches
     torch.testing.assert_close(worst, bound, rtol=1e-5, atol=0)
 
 
-def test_a_scale_is_the_least_power_of_two_that_makes_a_bound_fit():
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_scale_is_the_least_power_of_two_that_makes_a_bound_fit(device):
     g = torch.Generator().manual_seed(3)
     bounds = torch.randn(5000, generator=g).mul(12).exp()
     bounds = torch.cat([bounds, 448 * torch.tensor([2.0**i for i in range(-20, 20)])])
-    scales = power_of_two_scales(bounds).double()
+    scales = power_of_two_scales(bounds.to(device)).cpu().double()
     assert (scales.log2() == scales.log2().round()).all()
     ratio = bounds.double() / scales
     assert (ratio <= 448).all() and (ratio > 224).all()

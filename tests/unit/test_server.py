@@ -111,6 +111,7 @@ def test_a_kv_cache_that_is_the_one_asked_for_is_accepted(wanted, dtypes):
         ("fp8", {"dtypes": {"fp8": 1, "auto": 1}}, ["flashrl.kv_cache=fp8", "'auto': 1"]),
         ("auto", {"dtypes": {"fp8": 2}}, ["flashrl.kv_cache=auto", "{'fp8': 2}"]),
         ("fp8_per_token_head", {"dtypes": {"fp8": 2}}, ["flashrl.kv_cache=fp8_per_token_head"]),
+        ("fp8", {"dtypes": {}}, ["flashrl.kv_cache=fp8", "none"]),
         (
             "fp8",
             {"dtypes": {"fp8": 2}, "unfollowed": {"model.layers.0.self_attn.attn": "no bound is known for X"}},

@@ -6,9 +6,9 @@ import math
 import pytest
 
 from flashrl_verl.config import Precision
-from flashrl_verl.errors import ConfigError
+from flashrl_verl.errors import ConfigError, FlashRLError
 from flashrl_verl.report import palette
-from flashrl_verl.step_metrics import PHASES, phase_metrics, refit_metrics, summarize_layers
+from flashrl_verl.step_metrics import PHASES, kv_scale_metrics, phase_metrics, refit_metrics, summarize_layers
 
 SECONDS = {"gen": 5.0, "old_log_prob": 1.0, "adv": 0.25, "update_actor": 2.0, "update_weights": 0.75, "step": 10.0}
 WORKER = {
@@ -39,23 +39,28 @@ def test_in_bypass_mode_no_model_computes_old_log_probs():
 
 
 def test_a_refits_metrics_are_the_slowest_workers():
-    def report(total: float, rate: float | None, scales: dict | None = None) -> dict:
+    def report(total: float, rate: float | None) -> dict:
         seconds = {"total": total, "gather": 1.0, "cast": 0.5, "transfer": 0.25, "load": 0.125, "finish": 0.0625}
         receipt = {"bytes": 4 * 10**9, "tensors": 7, "step": 3, "checksums": {"a": 2**32 - 1, "b": 3}}
         return {
-            **{"seconds": seconds, "receipt": receipt, "code_change_rate": rate, "kv_scales": scales},
+            **{"seconds": seconds, "receipt": receipt, "code_change_rate": rate},
             **{"updated": 7, "quantized": 4, "left_alone": ["x"]},
         }
 
-    scales = {"q": 0.5, "k": 0.25, "v": 4.0}, {"q": 1.0, "k": 0.125, "v": 2.0}
-    metrics = refit_metrics([report(2.0, 0.1, scales[0]), report(8.0, None), report(4.0, 0.3, scales[1])])
+    metrics = refit_metrics([report(2.0, 0.1), report(8.0, None), report(4.0, 0.3)])
     assert metrics["flashrl/refit_seconds"] == 8.0 and metrics["flashrl/refit_gigabytes_per_second"] == 0.5
     assert metrics["flashrl/refit_quantize_gigabytes_per_second"] == 32.0
     assert metrics["flashrl/receipt_sum"] == 2, "modulo 2^32"
     assert metrics["flashrl/code_change_rate"] == pytest.approx(0.2), "of those that have one"
+    assert "flashrl/code_change_rate" not in refit_metrics([report(1.0, None)])
+
+
+def test_the_largest_scales_of_all_workers_are_logged_and_none_at_all_is_an_error():
+    one, two = {"q": 0.5, "k": 0.25, "v": 4.0}, {"q": 1.0, "k": 0.125, "v": 2.0}
+    metrics = kv_scale_metrics([[one, two], [None, None]])
     assert [metrics[f"flashrl/kv_cache_{part}_scale"] for part in "qkv"] == [1.0, 0.25, 4.0]
-    without = refit_metrics([report(1.0, None)])
-    assert "flashrl/code_change_rate" not in without and not any("kv_cache" in key for key in without)
+    with pytest.raises(FlashRLError, match="flashrl.kv_cache=fp8, but no engine derived scales"):
+        kv_scale_metrics([[None], [None]])
 
 
 def test_the_report_draws_the_phases_that_the_metrics_name():
@@ -124,7 +129,7 @@ def report(quantized: int, rate: float | None, seconds: float) -> dict:
     receipt = {"step": 1, "tensors": 27, "bytes": 10, "checksums": {"a": 5}}
     parts = dict.fromkeys(("gather", "cast", "transfer", "load", "finish"), 0.1)
     counts = {"updated": 27, "quantized": quantized, "left_alone": []}
-    return {"receipt": receipt, "seconds": {"total": seconds, **parts}, "code_change_rate": rate, "kv_scales": None, **counts}
+    return {"receipt": receipt, "seconds": {"total": seconds, **parts}, "code_change_rate": rate, **counts}
 
 
 @pytest.mark.parametrize("bf16_seconds", [0.5, 2.0])
