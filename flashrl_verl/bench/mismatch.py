@@ -30,7 +30,7 @@ from flashrl_verl.bench.mismatch_trainer import Trainer
 from flashrl_verl.compat import check_versions, vllm_device
 from flashrl_verl.config import Precision
 from flashrl_verl.errors import ConfigError
-from flashrl_verl.quantization.formats import row_format
+from flashrl_verl.quantization.formats import weight_format
 
 TOY = "toy"
 """Value of ``--model`` for the quickstart's model, made and warmed up on the spot."""
@@ -141,7 +141,7 @@ def run(config: MismatchConfig, progress: Progress = lambda text: None) -> Repor
         progress(f"trainer: log-probs of the {precision.value} engine's tokens")
         theirs[precision] = trainer.log_probs(prompts.tokens, answers[precision].responses)
     progress("signal-to-noise ratios of every layer")
-    meter = NoiseMeter({precision.value: row_format(precision) for precision in precisions})
+    meter = NoiseMeter({precision.value: weight_format(precision) for precision in precisions})
     sequences = _some([[*p, *r] for p, r in zip(prompts.tokens, common, strict=True)], _ACTIVATION_TOKENS)
     measure(trainer, meter, sequences, _left_alone(answers))
     return Report(
@@ -190,7 +190,7 @@ def _ordered(precisions: Sequence[Precision]) -> list[Precision]:
 
     chosen = list(dict.fromkeys([Precision.BF16, *precisions]))
     for precision in chosen:
-        fmt = row_format(precision)
+        fmt = weight_format(precision)
         try:
             if fmt is not None:
                 device_kernels(fmt)

@@ -20,7 +20,7 @@ from flashrl_verl.bench import engine_process
 from flashrl_verl.bench.engine_child import Bucket, run_child, start, update
 from flashrl_verl.config import FlashRLConfig, Precision
 from flashrl_verl.errors import FlashRLError
-from flashrl_verl.quantization.formats import row_format
+from flashrl_verl.quantization.formats import weight_format
 
 _BUCKET_TENSORS = 16
 """Tensors handed over at once; verl counts bytes instead. At most 16 x 1.6 GB (a 32B model's embedding) on the GPU."""
@@ -94,7 +94,7 @@ def require_precision(precision: Precision, layers: dict[str, Any], option: str 
     Raises:
         FlashRLError: the engine holds something else.
     """
-    fmt = row_format(precision)
+    fmt = weight_format(precision)
     expected = set() if fmt is None else {str(fmt.dtype).removeprefix("torch.")}
     if layers["precision"] != precision.value or set(layers["quantized"]) != expected:
         raise FlashRLError(
@@ -203,7 +203,7 @@ def kernel_names(precision: str) -> dict[str, str]:
     """Of linear layers and of experts, as this machine multiplies them in a precision."""
     from flashrl_verl.quantization.gemm import device_kernels
 
-    fmt = row_format(Precision(precision))
+    fmt = weight_format(Precision(precision))
     if fmt is None:
         return {"linear": "unquantized", "experts": "unquantized"}
     choice = device_kernels(fmt)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from flashrl_verl.bench.mismatch_trainer import Trainer
-from flashrl_verl.quantization.numerics import RowFormat, quantize_rows, sqnr_db
+from flashrl_verl.quantization.numerics import WeightFormat, quantize_rows, sqnr_db
 
 _DECODER = re.compile(r"(^|\.)layers\.\d+\.")
 ORDER = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj", "experts")
@@ -57,7 +57,7 @@ class NoiseMeter:
         formats: what is measured, by name; None is BF16.
     """
 
-    formats: Mapping[str, RowFormat | None]
+    formats: Mapping[str, WeightFormat | None]
     _found: dict[str, dict[str, _Matrix]] = field(default_factory=dict)
 
     def add(self, name: str, weight: torch.Tensor, inputs: torch.Tensor | None) -> None:
@@ -97,7 +97,7 @@ class NoiseMeter:
         ]
 
 
-def weight_sqnr(weight: torch.Tensor, fmt: RowFormat | None) -> float:
+def weight_sqnr(weight: torch.Tensor, fmt: WeightFormat | None) -> float:
     """SQNR in dB of a weight [N, K] bfloat16 as the format stores it, in float64; infinite for None (BF16)."""
     if fmt is None:
         return math.inf
@@ -105,7 +105,7 @@ def weight_sqnr(weight: torch.Tensor, fmt: RowFormat | None) -> float:
     return sqnr_db(weight, codes.double() * scales.double())
 
 
-def output_sqnr(weight: torch.Tensor, inputs: torch.Tensor, fmt: RowFormat | None, exact: torch.Tensor) -> float:
+def output_sqnr(weight: torch.Tensor, inputs: torch.Tensor, fmt: WeightFormat | None, exact: torch.Tensor) -> float:
     """SQNR in dB of a layer's output.
 
     Args:

@@ -13,10 +13,10 @@ from flashrl_verl.compat import INSTALL_COMMAND, Gpu
 from flashrl_verl.config import Precision
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.quantization import numerics
-from flashrl_verl.quantization.formats import row_format
+from flashrl_verl.quantization.formats import weight_format
 from flashrl_verl.quantization.gemm import choose_kernel
 from flashrl_verl.quantization.kernels import quantize_rows_into
-from flashrl_verl.quantization.numerics import RowFormat, as_bytes
+from flashrl_verl.quantization.numerics import WeightFormat, as_bytes
 
 _FREE = 0.9
 """Share of a GPU's memory that should be free before a run, as nothing of it has started: engines take
@@ -94,7 +94,7 @@ def check_kernel(precision: Precision, device: str, capabilities: Sequence[int])
         device: ``cpu`` or ``cuda``.
         capabilities: of all GPUs, as 10 x major + minor.
     """
-    name, fmt = kernel(precision), row_format(precision)
+    name, fmt = kernel(precision), weight_format(precision)
     if fmt is None:
         yield ok(name, "torch's own linear: nothing is quantized")
         return
@@ -116,7 +116,7 @@ def check_row_kernel(precisions: Sequence[Precision], gpus: Sequence[Gpu]) -> It
         precisions: those that are asked for; BF16 has none.
         gpus: all that this process sees.
     """
-    formats = [fmt for fmt in map(row_format, precisions) if fmt is not None]
+    formats = [fmt for fmt in map(weight_format, precisions) if fmt is not None]
     if not gpus or not formats:
         yield skipped(ROW_KERNEL, "there is no GPU" if formats else "no 8-bit precision was asked for")
         return
@@ -130,7 +130,7 @@ def check_row_kernel(precisions: Sequence[Precision], gpus: Sequence[Gpu]) -> It
         )
 
 
-def _same_codes(fmt: RowFormat, index: int) -> bool:
+def _same_codes(fmt: WeightFormat, index: int) -> bool:
     device = torch.device("cuda", index)
     for length in _LENGTHS:
         weight = torch.randn(_ROWS, length, generator=torch.Generator().manual_seed(length)).bfloat16()

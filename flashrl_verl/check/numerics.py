@@ -13,7 +13,7 @@ import torch
 from flashrl_verl.check.findings import Finding, fail, ok
 from flashrl_verl.check.subjects import numerics
 from flashrl_verl.config import FlashRLConfig, Precision
-from flashrl_verl.quantization.formats import row_format
+from flashrl_verl.quantization.formats import weight_format
 from flashrl_verl.quantization.numerics import sqnr_db
 
 LIMIT_DB = {Precision.INT8: 35.0, Precision.FP8: 24.0, Precision.BF16: 45.0}
@@ -56,7 +56,7 @@ def check_layer(precision: Precision, device: str, gpus: int) -> Iterator[Findin
 
 
 def _remedy(precision: Precision) -> str:
-    other = "flashrl.precision=bf16, to see whether quantization is at fault" if row_format(precision) else "another machine"
+    other = "flashrl.precision=bf16, to see whether quantization is at fault" if weight_format(precision) else "another machine"
     return f"do not train with it: tested versions (`flashrl version`), another GPU, {other}; then report it"
 
 
@@ -64,7 +64,7 @@ def _look(precision: Precision, device: torch.device, rows: int, columns: int) -
     """The lower ratio of two loads in dB, and what is wrong, None if nothing is."""
     generator = torch.Generator().manual_seed(rows)
     layer = _layer(precision, device, rows, columns)
-    if (fmt := row_format(precision)) and layer.weight.dtype != fmt.dtype:
+    if (fmt := weight_format(precision)) and layer.weight.dtype != fmt.dtype:
         return 0.0, f"holds {layer.weight.dtype}, not {fmt.dtype}: it is not quantized"
     before, address, least = None, layer.weight.data_ptr(), float("inf")
     for _ in range(2):

@@ -128,9 +128,9 @@ def _encoded(weights: Iterator[tuple[str, torch.Tensor]], layers: Any, precision
     if layers is None:
         return in_bf16(weights)
     from flashrl_verl.export.scheme import encode
-    from flashrl_verl.quantization.formats import row_format
+    from flashrl_verl.quantization.formats import weight_format
 
-    return encode(in_bf16(weights), layers, row_format(precision))
+    return encode(in_bf16(weights), layers, weight_format(precision))
 
 
 def _counted(weights: Iterator[tuple[str, torch.Tensor]], total: int, progress: Progress) -> Iterator:
@@ -162,9 +162,9 @@ def _copy_rest(checkpoint: Checkpoint, folder: Path, layers: Any, precision: Pre
         config["torch_dtype"] = "bfloat16"
     if layers is not None:
         from flashrl_verl.export.scheme import quantization_config
-        from flashrl_verl.quantization.formats import row_format
+        from flashrl_verl.quantization.formats import weight_format
 
-        config["quantization_config"] = quantization_config(layers, row_format(precision))
+        config["quantization_config"] = quantization_config(layers, weight_format(precision))
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 

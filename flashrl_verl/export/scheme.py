@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from flashrl_verl.export.layers import Layers
-from flashrl_verl.quantization.numerics import RowFormat, quantize_rows
+from flashrl_verl.quantization.numerics import WeightFormat, quantize_rows
 
 
-def quantization_config(layers: Layers, fmt: RowFormat) -> dict[str, Any]:
+def quantization_config(layers: Layers, fmt: WeightFormat) -> dict[str, Any]:
     """Return config.json's ``quantization_config``."""
     number = {"num_bits": 8, "type": "int" if fmt.rounds_to_integers else "float", "symmetric": True}
     kind = "int-quantized" if fmt.rounds_to_integers else "float-quantized"
@@ -36,7 +36,9 @@ def quantization_config(layers: Layers, fmt: RowFormat) -> dict[str, Any]:
     }
 
 
-def encode(weights: Iterable[tuple[str, torch.Tensor]], layers: Layers, fmt: RowFormat) -> Iterator[tuple[str, torch.Tensor]]:
+def encode(
+    weights: Iterable[tuple[str, torch.Tensor]], layers: Layers, fmt: WeightFormat
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield BF16 tensors as they are and those of ``layers.quantized`` as codes and scales.
 
     Args:

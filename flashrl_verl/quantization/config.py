@@ -27,10 +27,10 @@ from vllm.platforms import current_platform
 
 from flashrl_verl.config import FlashRLConfig, Precision
 from flashrl_verl.errors import ConfigError
-from flashrl_verl.quantization.formats import row_format
+from flashrl_verl.quantization.formats import weight_format
 from flashrl_verl.quantization.head import Fp32HeadMethod
-from flashrl_verl.quantization.linear import RowQuantizedLinearMethod, UnpackedLinearMethod
-from flashrl_verl.quantization.moe import RowQuantizedMoEMethod, UnpackedMoEMethod
+from flashrl_verl.quantization.linear import QuantizedLinearMethod, UnpackedLinearMethod
+from flashrl_verl.quantization.moe import QuantizedMoEMethod, UnpackedMoEMethod
 from flashrl_verl.quantization.selection import LayerSelection, expert_parts, fused_parts
 
 NAME = "flashrl"
@@ -63,7 +63,7 @@ class FlashRLQuantizationConfig(QuantizationConfig):
         super().__init__()
         self.fp32_lm_head = fp32_lm_head
         self.precision = precision
-        self.format = row_format(precision)
+        self.format = weight_format(precision)
         self.selection = LayerSelection(ignore=ignore, keep_first=keep_first_layers, keep_last=keep_last_layers)
 
     def __repr__(self) -> str:
@@ -103,11 +103,11 @@ class FlashRLQuantizationConfig(QuantizationConfig):
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         if isinstance(layer, LinearBase):
             if self.quantizes(layer, prefix):
-                return RowQuantizedLinearMethod(self.format)
+                return QuantizedLinearMethod(self.format)
             return UnpackedLinearMethod() if current_platform.is_cpu() else UnquantizedLinearMethod()
         if isinstance(layer, RoutedExperts):
             if self.quantizes(layer, prefix):
-                return RowQuantizedMoEMethod(self.format, layer.moe_config, prefix)
+                return QuantizedMoEMethod(self.format, layer.moe_config, prefix)
             return UnpackedMoEMethod(layer.moe_config) if current_platform.is_cpu() else None
         if isinstance(layer, VocabParallelEmbedding):
             self._kept(prefix, [])

@@ -14,7 +14,7 @@ from flashrl_verl.compat import cuda_capability, vllm_device
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.quantization import numerics
 from flashrl_verl.quantization.formats import Kernel, KernelChoice, kernel_choices
-from flashrl_verl.quantization.numerics import RowFormat
+from flashrl_verl.quantization.numerics import WeightFormat
 
 _PRIMITIVE_CACHE_SIZE = 32
 """oneDNN primitives a handle keeps, one per batch size seen; vLLM's own CPU kernel uses the same number."""
@@ -23,7 +23,7 @@ _MIN_TOKEN_SCALE = 1.0 / (448.0 * 512.0)
 """Smallest activation scale of vLLM's per-token FP8 quantization (csrc/quantization/w8a8/fp8/common.cu), for its emulation."""
 
 
-def choose_kernel(fmt: RowFormat, device: str, capability: int) -> KernelChoice:
+def choose_kernel(fmt: WeightFormat, device: str, capability: int) -> KernelChoice:
     """Choose the kernels of a format: the one place that decides.
 
     Args:
@@ -46,7 +46,7 @@ def choose_kernel(fmt: RowFormat, device: str, capability: int) -> KernelChoice:
     )
 
 
-def device_kernels(fmt: RowFormat) -> KernelChoice:
+def device_kernels(fmt: WeightFormat) -> KernelChoice:
     """``choose_kernel`` for the device this process's vLLM runs on."""
     device = vllm_device()
     return choose_kernel(fmt, device, cuda_capability() if device == "cuda" else 0)
@@ -71,7 +71,7 @@ class ScaledMmGemm:
             is no multiple of 16.
     """
 
-    def __init__(self, fmt: RowFormat, kernel: Kernel):
+    def __init__(self, fmt: WeightFormat, kernel: Kernel):
         self._quantize = _int8_tokens if fmt.rounds_to_integers else _fp8_tokens
         self._multiply = ops.cutlass_scaled_mm if kernel is Kernel.CUTLASS else _triton_scaled_mm()
 
@@ -105,7 +105,7 @@ class OneDnnGemm:
 class EmulatedGemm:
     """Any device: the format's numbers in float32. Slow; where no kernel exists and the numbers alone are wanted."""
 
-    def __init__(self, fmt: RowFormat):
+    def __init__(self, fmt: WeightFormat):
         self._fmt = fmt
 
     def weights_changed(self, layer: torch.nn.Module) -> None:
@@ -131,7 +131,7 @@ def onednn_multiply(handle, x: torch.Tensor, rows: int, bias: torch.Tensor | Non
     return out
 
 
-def emulated_multiply(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, fmt: RowFormat) -> torch.Tensor:
+def emulated_multiply(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, fmt: WeightFormat) -> torch.Tensor:
     """Multiply x [..., K] by codes [N, K] x scales [N, 1] as the format would: [..., N] in x's dtype."""
     token_scales = numerics.row_scales(x, fmt)
     if not fmt.rounds_to_integers:
@@ -140,7 +140,7 @@ def emulated_multiply(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
     return (tokens @ numerics.dequantize_rows(codes, scales).t()).to(x.dtype)
 
 
-def linear_gemm(fmt: RowFormat) -> Gemm:
+def linear_gemm(fmt: WeightFormat) -> Gemm:
     """Return the linear kernel for the device this process runs on.
 
     Raises:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from flashrl_verl.quantization import numerics
-from flashrl_verl.quantization.numerics import RowFormat
+from flashrl_verl.quantization.numerics import WeightFormat
 
 _MAX_IN_REGISTERS = 8192
 """Longest row that a program holds in registers; longer rows are read twice, the second time from the L2 cache."""
@@ -43,7 +43,7 @@ class RowJob:
     """[N, K_local]."""
     scales: torch.Tensor
     """[N, 1] float32."""
-    fmt: RowFormat
+    fmt: WeightFormat
     column_offset: int = 0
 
     def geometry(self) -> tuple:
@@ -58,7 +58,7 @@ def quantize_rows_into(
     weight: torch.Tensor,
     codes: torch.Tensor,
     scales: torch.Tensor,
-    fmt: RowFormat,
+    fmt: WeightFormat,
     column_offset: int = 0,
     flag: torch.Tensor | None = None,
 ) -> None:
@@ -142,7 +142,9 @@ def _elements(first: torch.Tensor, tensor: torch.Tensor) -> int:
     return distance
 
 
-def _require_fit(weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, fmt: RowFormat, column_offset: int) -> None:
+def _require_fit(
+    weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, fmt: WeightFormat, column_offset: int
+) -> None:
     n, k = weight.shape
     if (
         codes.shape[0] != n
@@ -165,7 +167,7 @@ def _launch(
     weight: torch.Tensor,
     codes: torch.Tensor,
     scales: torch.Tensor,
-    fmt: RowFormat,
+    fmt: WeightFormat,
     column_offset: int,
     flag: torch.Tensor | None,
     rows: int,

@@ -9,15 +9,15 @@ from vllm.model_executor.layers.linear import (
 )
 
 from flashrl_verl.quantization.gemm import linear_gemm
-from flashrl_verl.quantization.numerics import RowFormat
+from flashrl_verl.quantization.numerics import WeightFormat
 from flashrl_verl.quantization.parameter import QuantizedWeight
 
 
 @register_weight_loader_v2_supported_method
-class RowQuantizedLinearMethod(LinearMethodBase):
+class QuantizedLinearMethod(LinearMethodBase):
     """Per-output-channel symmetric 8-bit weights, dynamic per-token 8-bit activations."""
 
-    def __init__(self, fmt: RowFormat):
+    def __init__(self, fmt: WeightFormat):
         self.format = fmt
         self.gemm = linear_gemm(fmt)
 

@@ -14,7 +14,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.quantization.formats import Kernel
 from flashrl_verl.quantization.gemm import device_kernels, emulated_multiply, onednn_handle, onednn_multiply
-from flashrl_verl.quantization.numerics import RowFormat
+from flashrl_verl.quantization.numerics import WeightFormat
 from flashrl_verl.quantization.parameter import QuantizedExperts
 
 ExpertMultiply = Callable[[int, torch.Tensor], torch.Tensor]
@@ -64,7 +64,7 @@ def expert_loop(
     return out.to(x.dtype)
 
 
-def expert_quant_config(fmt: RowFormat, w13_scales: torch.Tensor, w2_scales: torch.Tensor) -> FusedMoEQuantConfig:
+def expert_quant_config(fmt: WeightFormat, w13_scales: torch.Tensor, w2_scales: torch.Tensor) -> FusedMoEQuantConfig:
     """vLLM's description of W8A8 experts, channel / token; scales [E, N, 1] float32."""
     return FusedMoEQuantConfig.make(
         fmt.dtype,
@@ -75,14 +75,14 @@ def expert_quant_config(fmt: RowFormat, w13_scales: torch.Tensor, w2_scales: tor
     )
 
 
-class RowQuantizedMoEMethod(FusedMoEMethodBase):
+class QuantizedMoEMethod(FusedMoEMethodBase):
     """Experts with per-output-channel symmetric 8-bit weights and dynamic per-token 8-bit activations.
 
     Raises:
         ConfigError: from the constructor: the layer has something that no kernel here computes.
     """
 
-    def __init__(self, fmt: RowFormat, moe: FusedMoEConfig, prefix: str):
+    def __init__(self, fmt: WeightFormat, moe: FusedMoEConfig, prefix: str):
         super().__init__(moe)
         self.format = fmt
         self.kernel = device_kernels(fmt).experts

@@ -20,7 +20,7 @@ import torch
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowFormat:
+class WeightFormat:
     """An 8-bit number format of the codes. The formats are in ``formats/``."""
 
     name: str
@@ -40,7 +40,7 @@ class RowFormat:
         return not self.dtype.is_floating_point
 
 
-def row_scales(weight: torch.Tensor, fmt: RowFormat) -> torch.Tensor:
+def row_scales(weight: torch.Tensor, fmt: WeightFormat) -> torch.Tensor:
     """Return the scale of every row.
 
     Args:
@@ -59,7 +59,7 @@ def row_scales(weight: torch.Tensor, fmt: RowFormat) -> torch.Tensor:
 
 
 def quantize_rows(
-    weight: torch.Tensor, fmt: RowFormat, scales: torch.Tensor | None = None
+    weight: torch.Tensor, fmt: WeightFormat, scales: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize a weight row by row.
 

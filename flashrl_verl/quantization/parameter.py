@@ -15,7 +15,7 @@ import torch
 from vllm.model_executor.parameter import ModelWeightParameter
 
 from flashrl_verl.quantization.kernels import quantize_rows_into
-from flashrl_verl.quantization.numerics import RowFormat, as_bytes
+from flashrl_verl.quantization.numerics import WeightFormat, as_bytes
 
 
 class LoadObserver(Protocol):
@@ -52,12 +52,12 @@ class QuantizedStorage:
 
     data: torch.Tensor
     scales: torch.nn.Parameter
-    format: RowFormat
+    format: WeightFormat
     loaded_elements: int
     """Codes written since ``reset_account``; equals ``numel()`` when every shard arrived exactly once."""
     _views: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]
 
-    def _set_up(self, scales: torch.nn.Parameter, format: RowFormat) -> None:
+    def _set_up(self, scales: torch.nn.Parameter, format: WeightFormat) -> None:
         self.scales, self.format, self.loaded_elements, self._views = scales, format, 0, {}
 
     @property
@@ -106,7 +106,7 @@ class QuantizedStorage:
 class QuantizedWeight(QuantizedStorage, ModelWeightParameter):
     """Codes of one vLLM linear layer: ``data`` is [N, K], its ``scales`` [N, 1] float32 (``layer.weight_scale``)."""
 
-    def __init__(self, *, scales: torch.nn.Parameter, format: RowFormat, **kwargs):
+    def __init__(self, *, scales: torch.nn.Parameter, format: WeightFormat, **kwargs):
         super().__init__(**kwargs)
         self._set_up(scales, format)
 
@@ -154,7 +154,7 @@ class QuantizedExperts(QuantizedStorage, torch.nn.Parameter):
     def __new__(cls, *, data: torch.Tensor, **kwargs):
         return super().__new__(cls, data, requires_grad=False)
 
-    def __init__(self, *, data: torch.Tensor, scales: torch.nn.Parameter, format: RowFormat, tp_rank: int, tp_size: int):
+    def __init__(self, *, data: torch.Tensor, scales: torch.nn.Parameter, format: WeightFormat, tp_rank: int, tp_size: int):
         self._set_up(scales, format)
         self.tp_rank, self.tp_size = tp_rank, tp_size
 

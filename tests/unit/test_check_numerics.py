@@ -8,7 +8,7 @@ from flashrl_verl.check.findings import Verdict
 from flashrl_verl.config import Precision
 from flashrl_verl.plugin_vllm import register
 from flashrl_verl.quantization import gemm, parameter
-from flashrl_verl.quantization.linear import RowQuantizedLinearMethod
+from flashrl_verl.quantization.linear import QuantizedLinearMethod
 
 EIGHT_BITS = [Precision.INT8, Precision.FP8]
 
@@ -73,14 +73,14 @@ def test_a_layer_that_is_not_quantized_is_not_called_int8(monkeypatch):
 
 
 def test_storage_that_moves_while_it_is_loaded_is_refused(monkeypatch):
-    process = RowQuantizedLinearMethod.process_weights_after_loading
+    process = QuantizedLinearMethod.process_weights_after_loading
 
     def moving(self, layer):
         layer.weight.data = layer.weight.data.clone()
         layer.weight._views.clear()
         process(self, layer)
 
-    monkeypatch.setattr(RowQuantizedLinearMethod, "process_weights_after_loading", moving)
+    monkeypatch.setattr(QuantizedLinearMethod, "process_weights_after_loading", moving)
     finding = look(Precision.INT8)
     assert finding.verdict is Verdict.FAIL and "moved" in finding.text
 

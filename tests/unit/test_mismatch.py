@@ -23,11 +23,11 @@ from flashrl_verl.bench.mismatch_trainer import Trainer
 from flashrl_verl.cli import app
 from flashrl_verl.config import Precision
 from flashrl_verl.errors import ConfigError
-from flashrl_verl.quantization.formats import row_format
+from flashrl_verl.quantization.formats import weight_format
 from flashrl_verl.toy.task import TaskConfig, split_problems
 from flashrl_verl.toy.warmup import Encoder
 
-FORMATS = {precision.value: row_format(precision) for precision in Precision}
+FORMATS = {precision.value: weight_format(precision) for precision in Precision}
 
 
 @pytest.fixture(scope="module")
