@@ -42,7 +42,7 @@ QUANTIZED_LAYERS = (ColumnParallelLinear, MergedColumnParallelLinear, QKVParalle
 
 @register_quantization_config(NAME)
 class FlashRLQuantizationConfig(QuantizationConfig):
-    """Row-wise 8-bit codes (or none) for ``QUANTIZED_LAYERS`` and fused experts; everything else keeps the model's dtype.
+    """8-bit codes (or none) for ``QUANTIZED_LAYERS`` and fused experts; everything else keeps the model's dtype.
 
     Args:
         precision: format of the codes.
@@ -103,7 +103,7 @@ class FlashRLQuantizationConfig(QuantizationConfig):
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         if isinstance(layer, LinearBase):
             if self.quantizes(layer, prefix):
-                return QuantizedLinearMethod(self.format)
+                return QuantizedLinearMethod(self.format, prefix)
             return UnpackedLinearMethod() if current_platform.is_cpu() else UnquantizedLinearMethod()
         if isinstance(layer, RoutedExperts):
             if self.quantizes(layer, prefix):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which W8A8 kernel a device gets, and the linear ones. All quantize activations per token, dynamically, then multiply.
+"""Which W8A8 kernel a device gets, and the linear ones. All quantize activations, dynamically, then multiply.
 
 vLLM's own kernel classes (``vllm/model_executor/kernels/linear/scaled_mm``) transpose, repack or drop the weight parameter
 after loading, which an in-place refit cannot have; the custom ops underneath are called here instead.
@@ -22,6 +22,9 @@ _PRIMITIVE_CACHE_SIZE = 32
 _MIN_TOKEN_SCALE = 1.0 / (448.0 * 512.0)
 """Smallest activation scale of vLLM's per-token FP8 quantization (csrc/quantization/w8a8/fp8/common.cu), for its emulation."""
 
+_MIN_GROUP_SCALE = 1e-10 / 448.0
+"""The same of its quantization by groups of a token's values (``per_token_group_quant_fp8``, eps)."""
+
 
 def choose_kernel(fmt: WeightFormat, device: str, capability: int) -> KernelChoice:
     """Choose the kernels of a format: the one place that decides.
@@ -39,7 +42,7 @@ def choose_kernel(fmt: WeightFormat, device: str, capability: int) -> KernelChoi
         if device == "cpu" or choice.since <= capability < choice.before:
             return choice
     since = min(choice.since for choice in choices)
-    other = "int8" if fmt.name == "fp8" and capability >= 75 else "bf16"
+    other = "int8" if fmt.name != "int8" and capability >= 75 else "bf16"
     raise ConfigError(
         f"flashrl.precision={fmt.name} has no kernel for a GPU of compute capability {capability / 10:.1f}; it needs at least "
         f"{since / 10:.1f}. Set flashrl.precision={other}"
@@ -83,6 +86,48 @@ class ScaledMmGemm:
         codes, scales = self._quantize(flat)
         out = self._multiply(codes, layer.weight.t(), scales, layer.weight_scale, x.dtype, bias)
         return out.reshape(*x.shape[:-1], -1)
+
+
+class BlockScaledGemm:
+    """CUDA, formats with blocks: reads ``layer.weight`` and ``layer.weight_scale`` where they lie.
+
+    Args:
+        fmt: a format with blocks.
+        kernel: CUTLASS, or vLLM's Triton kernel.
+
+    Raises:
+        ConfigError: this vLLM was built without CUTLASS's kernel for the GPU.
+    """
+
+    def __init__(self, fmt: WeightFormat, kernel: Kernel):
+        from vllm.model_executor.layers.quantization.utils.fp8_utils import per_token_group_quant_fp8
+
+        self._block, self._cutlass, self._quantize = fmt.block, kernel is Kernel.CUTLASS, per_token_group_quant_fp8
+        if not self._cutlass:
+            # Importing it registers the custom op, which torch.compile does not look into.
+            import vllm.model_executor.kernels.linear.scaled_mm.triton  # noqa: F401
+        elif not ops.cutlass_scaled_mm_supports_block_fp8(cuda_capability()):
+            raise ConfigError(
+                f"flashrl.precision={fmt.name}: this vLLM was built without CUTLASS's kernel for scales by block on a GPU of "
+                f"compute capability {cuda_capability() / 10:.1f}. Set flashrl.precision=fp8"
+            )
+
+    def weights_changed(self, layer: torch.nn.Module) -> None:
+        pass
+
+    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        flat = x.reshape(-1, x.shape[-1]).contiguous()
+        # CUTLASS reads the tokens' scales [tokens, K / B] column by column, and the weight's [K / B, N / B] as a transposed
+        # view, as vLLM's own class passes them (CutlassFp8BlockScaledMMKernel).
+        codes, scales = self._quantize(flat, self._block, column_major_scales=self._cutlass, use_ue8m0=False)
+        if self._cutlass:
+            out = ops.cutlass_scaled_mm(codes, layer.weight.t(), scales, layer.weight_scale.t(), x.dtype)
+        else:
+            out = torch.ops.vllm.w8a8_triton_block_scaled_mm_func(
+                codes, layer.weight, scales, layer.weight_scale, [self._block, self._block], x.dtype
+            )
+        # Neither kernel adds a bias.
+        return (out if bias is None else out + bias).reshape(*x.shape[:-1], -1)
 
 
 class OneDnnGemm:
@@ -132,12 +177,13 @@ def onednn_multiply(handle, x: torch.Tensor, rows: int, bias: torch.Tensor | Non
 
 
 def emulated_multiply(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, fmt: WeightFormat) -> torch.Tensor:
-    """Multiply x [..., K] by codes [N, K] x scales [N, 1] as the format would: [..., N] in x's dtype."""
-    token_scales = numerics.row_scales(x, fmt)
+    """Multiply x [..., K] by codes [N, K] x scales, ``fmt.scale_shape``, as the format would: [..., N] in x's dtype."""
+    groups = x.unsqueeze(-2) if fmt.block is None else x.unflatten(-1, (-1, fmt.block))  # what shares a scale is a row
+    scale = numerics.row_scales(groups, fmt)
     if not fmt.rounds_to_integers:
-        token_scales = token_scales.clamp_(min=_MIN_TOKEN_SCALE)
-    tokens = numerics.dequantize_rows(*numerics.quantize_rows(x, fmt, token_scales))
-    return (tokens @ numerics.dequantize_rows(codes, scales).t()).to(x.dtype)
+        scale = scale.clamp_(min=_MIN_TOKEN_SCALE if fmt.block is None else _MIN_GROUP_SCALE)
+    tokens = numerics.dequantize(*numerics.quantize_rows(groups, fmt, scale)).reshape(x.shape)
+    return (tokens @ numerics.dequantize(codes, scales).t()).to(x.dtype)
 
 
 def linear_gemm(fmt: WeightFormat) -> Gemm:
@@ -151,7 +197,7 @@ def linear_gemm(fmt: WeightFormat) -> Gemm:
         return OneDnnGemm()
     if kernel is Kernel.EMULATED:
         return EmulatedGemm(fmt)
-    return ScaledMmGemm(fmt, kernel)
+    return ScaledMmGemm(fmt, kernel) if fmt.block is None else BlockScaledGemm(fmt, kernel)
 
 
 def _int8_tokens(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """One call that quantizes shards into the storage a GEMM kernel reads: a Triton kernel on CUDA, torch ops elsewhere.
 
-Both write exactly the codes and scales of ``numerics.py``. The Triton kernel reads each row once (twice when a row is
-longer than one block), so a refit costs about one read of the BF16 weights and one write of the codes. ``RowTable`` takes the
-shards of a whole bucket in one launch: one at a time, small shards leave the GPU idle between them, and the host is slower
-than it.
+Both write exactly the codes and scales of ``numerics.py``. The Triton kernels read each row or block once (twice when a row is
+longer than registers hold), so a refit costs about one read of the BF16 weights and one write of the codes. ``RowTable`` takes
+the shards of a whole bucket in one launch: one at a time, small shards leave the GPU idle between them, and the host is slower
+than it. Formats with blocks have no table yet: one launch a shard.
 """
 
 import math
@@ -29,6 +29,10 @@ _LONG_ROWS = ((16384, 8192, 4), (1 << 31, 4096, 16))
 
 _SOURCES = (torch.bfloat16, torch.float16, torch.float32)
 
+_BLOCK_WARPS = 8
+"""Warps of a program that holds one block of 128 x 128 values in registers, 64 a thread: compiled for 9.0 it takes 150 to 166
+registers and spills none, with half the warps it spills. Its speed is not measured."""
+
 _ALIGNED_ELEMENTS = 16
 """Distances that are multiples of this let the kernel load and store vectors."""
 
@@ -52,6 +56,59 @@ class RowJob:
         starts = self.weight.data_ptr() % (step * self.weight.element_size()), self.codes.data_ptr() % step
         aligned = not any((*starts, k % step, k_local % step))
         return self.fmt, self.weight.dtype, k, k_local, self.column_offset, aligned
+
+
+def quantize_into(
+    weight: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    fmt: WeightFormat,
+    column_offset: int = 0,
+    flag: torch.Tensor | None = None,
+) -> None:
+    """``quantize_rows_into`` or ``quantize_blocks_into``, as the format groups its scales."""
+    quantize = quantize_rows_into if fmt.block is None else quantize_blocks_into
+    quantize(weight, codes, scales, fmt, column_offset, flag)
+
+
+def quantize_blocks_into(
+    weight: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    fmt: WeightFormat,
+    column_offset: int = 0,
+    flag: torch.Tensor | None = None,
+) -> None:
+    """Quantize blocks of ``weight`` in place into ``codes`` and ``scales``.
+
+    Args:
+        weight: [N, K] bfloat16, float16 or float32, any strides.
+        codes: [N, K_local] destination of ``fmt.dtype``, in whole blocks; columns ``column_offset : column_offset + K_local``
+            of ``weight`` land here (a row-parallel shard), and no others are looked at.
+        scales: [N / B, K_local / B] float32 destination.
+        fmt: a format with blocks.
+        column_offset: first column of ``weight`` that belongs to ``codes``, a multiple of B.
+        flag: as in ``quantize_rows_into``, of these columns.
+
+    Raises:
+        ValueError: the shapes or dtypes do not fit together, or ``weight`` is not floating point.
+    """
+    _require_fit(weight, codes, scales, fmt, column_offset)
+    local = weight.narrow(1, column_offset, codes.shape[1])
+    if weight.is_cuda:
+        from flashrl_verl.quantization.triton_blocks import quantize_blocks_kernel  # Triton is only where a GPU is
+
+        if scales.numel():
+            quantize_blocks_kernel[tuple(scales.shape)](
+                local, codes, scales, scales if flag is None else flag, *local.stride(), *codes.stride(), *scales.stride(),
+                fmt.code_max, flag is not None, fmt.block, num_warps=_BLOCK_WARPS,
+            )  # fmt: skip
+        return
+    found_codes, found_scales = numerics.quantize(local, fmt)
+    codes.copy_(found_codes)
+    scales.copy_(found_scales)
+    if flag is not None:
+        flag.logical_or_(~found_scales.isfinite().all())
 
 
 def quantize_rows_into(
@@ -146,9 +203,13 @@ def _require_fit(
     weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, fmt: WeightFormat, column_offset: int
 ) -> None:
     n, k = weight.shape
+    block = fmt.block or 1
     if (
         codes.shape[0] != n
-        or scales.shape != (n, 1)
+        or n % block
+        or codes.shape[1] % block
+        or column_offset % block
+        or scales.shape != fmt.scale_shape(*codes.shape)
         or not 0 <= column_offset <= k - codes.shape[1]
         or codes.dtype != fmt.dtype
         or scales.dtype != torch.float32

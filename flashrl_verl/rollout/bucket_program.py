@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flashrl_verl.quantization.kernels import RowJob, RowTable, quantize_rows_into
+from flashrl_verl.quantization.kernels import RowJob, RowTable, quantize_into
 from flashrl_verl.quantization.parameter import QuantizedStorage
 from flashrl_verl.rollout.plan import Copy, LoadPlan, NamedTensors, Shard
 from flashrl_verl.rollout.receipt import Passed, all_finite
@@ -80,7 +80,7 @@ class BucketProgram:
             table.launch(copy.source(weights[i][1]), flag)
         for i, shard in self._shards:
             source = shard.source(weights[i][1]).to(flag.device, non_blocking=True)
-            quantize_rows_into(source, *shard.stored(), shard.weight.format, shard.first_column, flag)
+            quantize_into(source, *shard.stored(), shard.weight.format, shard.first_column, flag)
         for i, copy in self._copies:
             source = copy.source(weights[i][1])
             copy.destination().copy_(source, non_blocking=True)
@@ -95,7 +95,8 @@ class BucketProgram:
         groups: dict[tuple, list[tuple[int, Shard, RowJob]]] = {}
         for i, shard in shards:
             tensor = weights[i][1]
-            if not tensor.is_cuda or tensor.device != shard.weight.data.device:
+            blocks = shard.weight.format.block is not None  # no table takes them
+            if blocks or not tensor.is_cuda or tensor.device != shard.weight.data.device:
                 self._shards.append((i, shard))
                 continue
             job = RowJob(shard.source(tensor), *shard.stored(), shard.weight.format, shard.first_column)

@@ -49,7 +49,7 @@ def tokens_as_codes(x: torch.Tensor, fmt: numerics.WeightFormat) -> torch.Tensor
 
 def exact(case, fmt: numerics.WeightFormat) -> torch.Tensor:
     w13, w2, x, logits = case
-    d13, d2 = (numerics.dequantize_rows(*numerics.quantize_rows(w, fmt)).double() for w in (w13, w2))
+    d13, d2 = (numerics.dequantize(*numerics.quantize_rows(w, fmt)).double() for w in (w13, w2))
     probabilities = logits.double().softmax(-1)
     out = torch.zeros(TOKENS, HIDDEN, dtype=torch.float64)
     for token in range(TOKENS):

@@ -87,11 +87,11 @@ def test_storage_that_moves_while_it_is_loaded_is_refused(monkeypatch):
 
 def test_one_wrong_row_of_hundreds_is_found(monkeypatch):
     """A row whose codes belong to another scale: what a race in a fused loader would leave."""
-    quantize = parameter.quantize_rows_into
+    quantize = parameter.quantize_into
 
     def one_wrong(weight, codes, scales, *rest):
         quantize(weight, codes, scales, *rest)
         scales[7] *= 3
 
-    monkeypatch.setattr(parameter, "quantize_rows_into", one_wrong)
+    monkeypatch.setattr(parameter, "quantize_into", one_wrong)
     assert look(Precision.INT8).verdict is Verdict.FAIL
