@@ -22,7 +22,8 @@ DEFAULT_WORK = "128x256+512"
 def rollout(
     model: Annotated[str, typer.Option(help="A name (qwen2.5-32b, ...), a config.json, or its folder.")] = "tiny",
     arm: Annotated[
-        str, typer.Option(help="Arms separated by commas: a precision, or precision:kv_cache_dtype, such as int8:fp8.")
+        str,
+        typer.Option(help="Arms separated by commas: a precision, or precision:kv_cache_dtype, such as fp8_block or int8:fp8."),
     ] = "bf16,int8",
     work: Annotated[
         str, typer.Option(help="Works separated by commas: sequences x prompt + response tokens, such as 28x8192+192.")

@@ -15,12 +15,12 @@ from flashrl_verl.plan import gpus
 from flashrl_verl.plan.memory import Choice, Engine, memory_of
 from flashrl_verl.plan.schedule import Work, simulate
 from flashrl_verl.plan.shape import shape_of
-from flashrl_verl.plan.step import Clock
+from flashrl_verl.plan.step import COMPUTE, Clock
 from flashrl_verl.report.figure import new_figure
-from flashrl_verl.report.palette import BLUE, GREEN, VERMILION
+from flashrl_verl.report.palette import BLUE, GREEN, ORANGE, VERMILION
 from flashrl_verl.whole_file import write_whole
 
-COLOURS = {Precision.BF16: GREEN, Precision.INT8: BLUE, Precision.FP8: VERMILION}
+COLOURS = {Precision.BF16: GREEN, Precision.INT8: BLUE, Precision.FP8: VERMILION, Precision.FP8_BLOCK: ORANGE}
 
 
 class Prediction:
@@ -48,8 +48,9 @@ class Prediction:
         return None if self._gpu is None else memory_of(self._shape, _choice(arm), self._gpu, self._engine).tokens
 
     def seconds(self, arm: Arm, work: Work, tokens: int) -> tuple[float, float] | None:
-        """Of a whole rollout and of its decoding, with a KV cache of so many tokens."""
-        if self._gpu is None:
+        """Of a whole rollout and of its decoding, with a KV cache of so many tokens; None too of a precision whose speed
+        ``flashrl plan`` does not know."""
+        if self._gpu is None or arm.precision not in COMPUTE:
             return None
         clock = Clock(shape=self._shape, choice=_choice(arm), gpu=self._gpu, tensor_parallel=self._engine.tensor_parallel)
         line = simulate(clock, work, tokens, self._engine.max_num_seqs)

@@ -68,7 +68,7 @@ def export(request: Request, progress: Progress = lambda doing, done, total: Non
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(f"{output} is there already and is not overwritten. Remove it, or choose another --output")
     shapes = checkpoint.shapes()
-    layers = _layers(checkpoint, request, set(shapes))
+    layers = _layers(checkpoint, request, shapes)
     _require_room(output, shapes, layers)
     # Before anything is read: a checkpoint that is written to meanwhile would make a folder of two steps.
     before = checkpoint.fingerprint()
@@ -115,13 +115,17 @@ def in_bf16(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, 
         yield name, tensor
 
 
-def _layers(checkpoint: Checkpoint, request: Request, names: set[str]) -> Any:
+def _layers(checkpoint: Checkpoint, request: Request, shapes: dict[str, torch.Size]) -> Any:
     if request.format is Precision.BF16:
         return None
     from flashrl_verl.export.layers import survey
+    from flashrl_verl.export.scheme import require_whole_blocks
+    from flashrl_verl.quantization.formats import weight_format
 
     layers = request.layers or {"ignore": [], "keep_first_layers": 0, "keep_last_layers": 0}
-    return survey(checkpoint.folder, request.format, layers, names)
+    found = survey(checkpoint.folder, request.format, layers, set(shapes))
+    require_whole_blocks(shapes, found, weight_format(request.format))
+    return found
 
 
 def _encoded(weights: Iterator[tuple[str, torch.Tensor]], layers: Any, precision: Precision) -> Iterator:
@@ -171,8 +175,10 @@ def _copy_rest(checkpoint: Checkpoint, folder: Path, layers: Any, precision: Pre
 def _record(checkpoint: Checkpoint, request: Request, layers: Any, fingerprint: list) -> dict[str, Any]:
     eight = {}
     if layers is not None:
+        blocks = request.format is Precision.FP8_BLOCK
         eight = {
-            "scheme": "compressed-tensors W8A8: weights by channel, absmax scales in float32; activations by token, dynamic",
+            "scheme": f"compressed-tensors W8A8: weights by {'block' if blocks else 'channel'}, absmax scales in float32; "
+            f"activations by {'group' if blocks else 'token'}, dynamic",
             "quantized_layers": len(layers.quantized),
             "quantized_experts": layers.experts,
             "layers": request.layers,

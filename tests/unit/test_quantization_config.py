@@ -27,7 +27,7 @@ def method(kind: type, precision: Precision, prefix: str = "model.layers.0.x", *
 
 
 QUANTIZED = ["ColumnParallelLinear", "MergedColumnParallelLinear", "QKVParallelLinear", "RowParallelLinear"]
-QUANTIZING = [Precision.INT8, Precision.FP8]
+QUANTIZING = [Precision.INT8, Precision.FP8, Precision.FP8_BLOCK]
 
 
 @pytest.mark.parametrize("precision", QUANTIZING)
