@@ -95,7 +95,7 @@ def require_precision(precision: Precision, layers: dict[str, Any], option: str 
         FlashRLError: the engine holds something else.
     """
     fmt = weight_format(precision)
-    expected = set() if fmt is None else {str(fmt.dtype).removeprefix("torch.")}
+    expected = set() if fmt is None else {fmt.storage}
     if layers["precision"] != precision.value or set(layers["quantized"]) != expected:
         raise FlashRLError(
             f"{option} {precision.value}: the engine's quantization is {layers['precision']!r} and its quantized weights "

@@ -49,6 +49,11 @@ class WeightFormat:
     def rows_per_scale(self) -> int:
         return self.block or 1
 
+    @property
+    def storage(self) -> str:
+        """What storage of the format is, in words: ``QuantizedStorage.kind`` says the same of storage that is there."""
+        return storage_kind(self.dtype, self.block or 1)
+
     def scale_shape(self, *shape: int) -> tuple[int, ...]:
         """Shape of the scales of codes [..., N, K]: [..., N, 1], or with blocks [..., N / B, K / B], which must be whole."""
         *outer, rows, columns = shape
@@ -56,6 +61,12 @@ class WeightFormat:
             return *outer, rows, 1
         assert rows % self.block == columns % self.block == 0, f"{shape} in blocks of {self.block}"
         return *outer, rows // self.block, columns // self.block
+
+
+def storage_kind(dtype: torch.dtype, rows: int) -> str:
+    """Name of codes of a dtype with a scale for each row, or for squares of so many rows."""
+    name = str(dtype).removeprefix("torch.")
+    return name if rows == 1 else f"{name} by {rows}x{rows}"
 
 
 def row_scales(weight: torch.Tensor, fmt: WeightFormat) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 from vllm.model_executor.parameter import ModelWeightParameter
 
 from flashrl_verl.quantization.kernels import quantize_into
-from flashrl_verl.quantization.numerics import WeightFormat, as_bytes
+from flashrl_verl.quantization.numerics import WeightFormat, as_bytes, storage_kind
 
 
 class LoadObserver(Protocol):
@@ -68,6 +68,11 @@ class QuantizedStorage:
     @property
     def scale_rows(self) -> torch.Tensor:
         return self.scales.data.view(-1, self.scales.shape[-1])
+
+    @property
+    def kind(self) -> str:
+        """Dtype of the codes, and the rows that share a scale if several do: read off the tensors, not off the format."""
+        return storage_kind(self.data.dtype, self.data.shape[-2] // self.scales.shape[-2])
 
     def reset_account(self) -> None:
         self.loaded_elements = 0

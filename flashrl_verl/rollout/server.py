@@ -204,8 +204,7 @@ def require_precision(settings: FlashRLConfig, layers: dict) -> None:
             f"the quantizer does not know: {list(unknown.items())[:8]}; name them in flashrl.ignore, or set "
             "flashrl.precision=bf16"
         )
-    dtype = str(weight_format(wanted).dtype).removeprefix("torch.")
-    if set(layers["quantized"]) != {dtype}:
+    if set(layers["quantized"]) != {weight_format(wanted).storage}:
         raise FlashRLError(
             f"flashrl.precision={wanted.value}, but the engine's quantized weights are {layers['quantized'] or 'none'} "
             f"(kept by flashrl.ignore, keep_first_layers and keep_last_layers: {len(layers['kept_layers'])} layers); keep "

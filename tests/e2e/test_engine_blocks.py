@@ -54,7 +54,7 @@ def changed(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def test_the_engine_is_what_it_is_called(engine):
     (layers,) = engine.collective_rpc("flashrl_layers")
     require_precision(FlashRLConfig(precision="fp8_block"), layers)
-    assert layers["precision"] == "fp8_block" and layers["quantized"] == {"float8_e4m3fn": 4 * LAYERS}
+    assert layers["precision"] == "fp8_block" and layers["quantized"] == {"float8_e4m3fn by 128x128": 4 * LAYERS}
     assert layers["quantized_bytes"] == layers["quantized_bytes_as_bf16"] // 2 * (1 + 4 / 128**2)
 
 

@@ -23,8 +23,8 @@ def test_codes_scales_and_copies_equal_a_recomputation_and_log_probs_follow_the_
     save(model, tmp_path / "model")
     with engine(tmp_path / "model", {"precision": precision}) as llm:
         (layers,) = llm.collective_rpc("flashrl_layers")
-        dtype = "int8" if precision == "int8" else "float8_e4m3fn"
-        assert set(layers["quantized"]) == {dtype}
+        kinds = {"int8": "int8", "fp8": "float8_e4m3fn", "fp8_block": "float8_e4m3fn by 128x128"}
+        assert set(layers["quantized"]) == {kinds[precision]}
         assert set(layers["unquantized_layers"].values()) <= {"ReplicatedLinear"}
         assert 0.5 < layers["quantized_bytes"] / layers["quantized_bytes_as_bf16"] < 0.54
         refit = Refit(llm)
