@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """``fp8_block``: loaders at tensor-parallel sizes 1, 2 and 4, layers that are refused, and the spot checks of an update."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from vllm.model_executor.layers.linear import QKVParallelLinear
 
+from flashrl_verl.bench.shapes import load_config
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.quantization.formats.fp8_block import FORMAT
 from flashrl_verl.quantization.numerics import as_bytes, quantize
@@ -101,7 +105,7 @@ def test_rows_that_are_not_whole_blocks_are_never_written():
 @pytest.mark.parametrize(
     "parts, columns, rows_said",
     [([256, 64, 64], 512, 64), ([256, 128], 344, 256), ([2368], 3584, 2368), ([192], 2048, 192)],
-    ids=["KV heads of 64 on two ranks", "intermediate 344", "Qwen2.5-7B on eight ranks", "Qwen3-30B-A3B on four"],
+    ids=["KV heads of 64 on two ranks", "intermediate 344", "an intermediate of 18944 on eight ranks", "Qwen3-30B-A3B on four"],
 )
 def test_what_is_not_whole_blocks_is_refused_with_the_layer_both_numbers_and_the_remedy(parts, columns, rows_said):
     with pytest.raises(ConfigError) as caught:
@@ -174,3 +178,33 @@ def test_spot_checks_of_a_rank_look_at_its_columns_only(rank):
     check.expect_codes("down", weight, source, 0, rank * 2 * B)
     check.compare()
     assert check.wrong_codes() == []
+
+
+def takes(config, size: int) -> bool:
+    """Whether a rank of ``size`` has whole blocks of every projection, and vLLM cuts the heads so."""
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+    if heads % size or width % size:
+        return False
+    query, key = heads // size * head, max(1, kv_heads // size) * head
+    layers = [([query, key, key], config.hidden_size), ([config.hidden_size], query)]
+    layers += [([width // size, width // size], config.hidden_size), ([config.hidden_size], width // size)]
+    try:
+        for parts, columns in layers:
+            require_whole_blocks(FORMAT, "x", parts, columns)
+    except ConfigError:
+        return False
+    return True
+
+
+def test_the_page_says_which_models_take_it():
+    page = (Path(__file__).parents[2] / "docs" / "fp8_block.md").read_text()
+    told = {
+        row[0].lower(): [int(size) for size in row[1].split(",")]
+        for row in re.findall(r"^\| (Qwen[\w.-]+) \| ([\d, ]+) \|", page, re.MULTILINE)
+    }
+    assert len(told) == 5
+    for name, sizes in told.items():
+        config = load_config(name)
+        assert sizes == [size for size in (1, 2, 4, 8) if takes(config, size)], name
