@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flashrl_verl.quantization.kernels import RowJob, RowTable, quantize_into
+from flashrl_verl.quantization.kernels import quantize_into
 from flashrl_verl.quantization.parameter import QuantizedStorage
+from flashrl_verl.quantization.row_table import RowJob, RowTable
 from flashrl_verl.rollout.plan import Copy, LoadPlan, NamedTensors, Shard
 from flashrl_verl.rollout.receipt import Passed, all_finite
 
@@ -95,8 +96,7 @@ class BucketProgram:
         groups: dict[tuple, list[tuple[int, Shard, RowJob]]] = {}
         for i, shard in shards:
             tensor = weights[i][1]
-            blocks = shard.weight.format.block is not None  # no table takes them
-            if blocks or not tensor.is_cuda or tensor.device != shard.weight.data.device:
+            if not tensor.is_cuda or tensor.device != shard.weight.data.device:
                 self._shards.append((i, shard))
                 continue
             job = RowJob(shard.source(tensor), *shard.stored(), shard.weight.format, shard.first_column)
