@@ -25,8 +25,8 @@ _LONG_ROWS = ((16384, 8192, 4), (1 << 31, 4096, 16))
 _SOURCES = (torch.bfloat16, torch.float16, torch.float32)
 
 _BLOCK_WARPS = 8
-"""Warps of a program that holds one block of 128 x 128 values in registers, 64 a thread: compiled for 9.0 and aligned it takes 150
-to 166 registers and spills none, with half the warps it spills. Its speed is not measured."""
+"""Warps of a program that holds one block of 128 x 128 values in registers, 64 a thread: compiled for 9.0 and aligned it takes
+150 to 166 registers and spills none, with half the warps it spills. Its speed is not measured."""
 
 
 def quantize_into(
