@@ -86,7 +86,7 @@ def _measure(config: RolloutConfig) -> None:
     written = rollout_report.write(config, report)
     console.print(rollout_report.memory_table(config, report))
     console.print(rollout_report.speed_table(config, report))
-    if note := rollout_report.note(report):
+    if note := rollout_report.note(config, report):
         console.print(note, markup=False, highlight=False, style="dim", soft_wrap=True)
     console.print("written: " + ", ".join(map(str, written)), highlight=False, soft_wrap=True)
 

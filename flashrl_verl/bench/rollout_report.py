@@ -111,12 +111,13 @@ def speed_table(config: RolloutConfig, report: Report) -> Table:
     return table
 
 
-def note(report: Report) -> str | None:
-    """Why nothing is planned; None where something is."""
+def note(config: RolloutConfig, report: Report) -> str | None:
+    """Why nothing is planned, or nothing of some arms; None where everything is."""
     device = report.environment["device"]
-    if gpus.of_device(device) is not None:
-        return None
-    return f"planned: - because flashrl plan has no data sheet of {device}; it knows {', '.join(gpus.GPUS)}"
+    if gpus.of_device(device) is None:
+        return f"planned: - because flashrl plan has no data sheet of {device}; it knows {', '.join(gpus.GPUS)}"
+    unknown = dict.fromkeys(arm.precision.value for arm in config.arms if arm.precision not in COMPUTE)
+    return f"planned: - because flashrl plan knows no speed of {', '.join(unknown)}" if unknown else None
 
 
 def _row(report: Report, prediction: Prediction, arm: Arm, base: Arm, work: Work) -> list[str] | None:
