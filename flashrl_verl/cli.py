@@ -115,7 +115,9 @@ def bench_refit(
     model: Annotated[
         str, typer.Option(help="A name (qwen2.5-14b, qwen2.5-32b, qwen3-30b-a3b, tiny, ...), a config.json, or its folder.")
     ] = "tiny",
-    precision: Annotated[str, typer.Option(help="FlashRL's precisions to measure, separated by commas.")] = "int8,fp8,bf16",
+    precision: Annotated[
+        str, typer.Option(help="FlashRL's precisions to measure, separated by commas; fp8_block too.")
+    ] = "int8,fp8,bf16",
     source: Annotated[str, typer.Option(help="Dtype of the weights that arrive: bf16 or fp32 (FSDP's masters).")] = "bf16",
     repeats: Annotated[int, typer.Option(min=1, help="Measured updates of each kind.")] = 5,
     layers: Annotated[int | None, typer.Option(min=1, help="Decoder layers instead of the model's.")] = None,
@@ -159,7 +161,10 @@ def bench_mismatch(
         str, typer.Option(help="A Hugging Face folder in high precision, or toy: the quickstart's model, made under --output.")
     ] = "toy",
     precision: Annotated[
-        str, typer.Option(help="Precisions, or precision:kv_cache, separated by commas; bf16 is measured in any case.")
+        str,
+        typer.Option(
+            help="Precisions (fp8_block too), or precision:kv_cache, separated by commas; bf16 is measured in any case."
+        ),
     ] = "bf16,int8,fp8",
     prompts: Annotated[int, typer.Option(min=2, help="Prompts, one sampled response each.")] = 1024,
     tokens: Annotated[int, typer.Option(min=1, help="Longest response, in tokens.")] = 64,

@@ -26,6 +26,9 @@ class Precision(str, Enum):
     """Weights INT8 per output channel, activations INT8 per token (W8A8), accumulated in INT32."""
     FP8 = "fp8"
     """Weights FP8 E4M3 per output channel, activations FP8 per token (W8A8). GPUs since Ada and Hopper."""
+    FP8_BLOCK = "fp8_block"
+    """Weights FP8 E4M3 per 128 x 128 block, activations FP8 per token and 128 columns (W8A8), as DeepSeek-V3 and verl's own FP8
+    rollout have them. The same GPUs; every rank's part of a layer has to be whole blocks."""
     BF16 = "bf16"
     """No quantization: the baseline, on the same server and the same weight update."""
 
@@ -73,7 +76,7 @@ class FlashRLConfig:
     """
 
     precision: Precision = Precision.INT8
-    """Number format of the rollout engine's linear layers and experts: int8, fp8 or bf16."""
+    """Number format of the rollout engine's linear layers and experts: int8, fp8, fp8_block or bf16."""
 
     bf16_replica_fraction: float = 0.0
     """Share of the rollout's replicas that run in BF16 beside those of ``precision``; from 0 to below 1. Of R replicas the last
@@ -144,7 +147,7 @@ class FlashRLConfig:
         if self.bf16_replica_fraction and self.precision is Precision.BF16:
             raise ConfigError(
                 f"flashrl.bf16_replica_fraction={self.bf16_replica_fraction:g} has no effect with flashrl.precision=bf16: all "
-                "replicas are in BF16. Set flashrl.precision to int8 or fp8, or flashrl.bf16_replica_fraction to 0.0."
+                "replicas are in BF16. Set flashrl.precision to int8, fp8 or fp8_block, or flashrl.bf16_replica_fraction to 0."
             )
 
     @classmethod
@@ -162,7 +165,7 @@ class FlashRLConfig:
         """
         if not isinstance(mapping, Mapping | DictConfig):
             raise ConfigError(
-                f"flashrl={mapping!r} is not a node of settings. Set flashrl.precision to int8, fp8 or bf16, "
+                f"flashrl={mapping!r} is not a node of settings. Set flashrl.precision to int8, fp8, fp8_block or bf16, "
                 "or add the whole node with experiment=base."
             )
         values = OmegaConf.to_container(mapping, resolve=True) if isinstance(mapping, DictConfig) else dict(mapping)
@@ -188,8 +191,8 @@ def _precision(value: Any) -> Precision:
         return Precision(value)
     except ValueError:
         raise ConfigError(
-            f"flashrl.precision={value!r} is not a precision of the rollout. Set flashrl.precision to int8, to fp8 (Ada, "
-            f"Hopper and later), or to bf16 for a run without quantization."
+            f"flashrl.precision={value!r} is not a precision of the rollout. Set flashrl.precision to int8, to fp8 or "
+            "fp8_block (Ada, Hopper and later), or to bf16 for a run without quantization."
         ) from None
 
 

@@ -196,12 +196,12 @@ _TWINS = {
 # Arguments that FlashRL sets, or that change which policy samples: name -> (reason, what to use instead).
 # max_logprobs is not one: only the sampled token's log-prob is asked for, and every value allows that.
 _OWNED = {
-    "quantization": ("it replaces FlashRL's quantization", "flashrl.precision=int8, fp8 or bf16"),
+    "quantization": ("it replaces FlashRL's quantization", "flashrl.precision=int8, fp8, fp8_block or bf16"),
     "q": (
         "it is vLLM's short name for quantization and replaces FlashRL's",
-        "flashrl.precision=int8, fp8 or bf16",
+        "flashrl.precision=int8, fp8, fp8_block or bf16",
     ),
-    "quantization_config": ("it replaces FlashRL's quantization", "flashrl.precision=int8, fp8 or bf16"),
+    "quantization_config": ("it replaces FlashRL's quantization", "flashrl.precision=int8, fp8, fp8_block or bf16"),
     "hf_overrides": (
         "FlashRL's settings travel in hf_overrides.quantization_config, and vLLM takes only one hf_overrides",
         "flashrl.precision for the precision, config.json of the model for anything else",

@@ -31,7 +31,7 @@ from flashrl_verl.bench.mismatch_trainer import Trainer
 from flashrl_verl.compat import check_versions, vllm_device
 from flashrl_verl.config import KVCache, Precision
 from flashrl_verl.errors import ConfigError
-from flashrl_verl.quantization.formats import row_format
+from flashrl_verl.quantization.formats import weight_format
 
 TOY = "toy"
 """Value of ``--model`` for the quickstart's model, made and warmed up on the spot."""
@@ -151,7 +151,7 @@ def run(config: MismatchConfig, progress: Progress = lambda text: None) -> Repor
         progress(f"trainer: log-probs of the {arm} engine's tokens")
         theirs[arm] = trainer.log_probs(prompts.tokens, answers[arm].responses)
     progress("signal-to-noise ratios of every layer")
-    meter = NoiseMeter({arm.precision.value: row_format(arm.precision) for arm in arms})
+    meter = NoiseMeter({arm.precision.value: weight_format(arm.precision) for arm in arms})
     sequences = _some([[*p, *r] for p, r in zip(prompts.tokens, common, strict=True)], _ACTIVATION_TOKENS)
     measure(trainer, meter, sequences, _left_alone(answers))
     return Report(
@@ -196,7 +196,7 @@ def _ordered(arms: Sequence[Arm]) -> list[Arm]:
 
     chosen = list(dict.fromkeys([_BF16, *arms]))
     for arm in chosen:
-        fmt = row_format(arm.precision)
+        fmt = weight_format(arm.precision)
         try:
             if fmt is not None:
                 device_kernels(fmt)

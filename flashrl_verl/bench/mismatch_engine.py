@@ -21,7 +21,7 @@ from flashrl_verl.bench.arms import Arm
 from flashrl_verl.bench.engine_child import Bucket, run_child, start, update
 from flashrl_verl.config import FlashRLConfig, KVCache, Precision
 from flashrl_verl.errors import FlashRLError
-from flashrl_verl.quantization.formats import row_format
+from flashrl_verl.quantization.formats import weight_format
 from flashrl_verl.rollout.kv_check import require_kv_cache
 
 _BUCKET_TENSORS = 16
@@ -97,8 +97,8 @@ def require_formats(arm: Arm, layers: dict[str, Any], option: str) -> None:
     Raises:
         FlashRLError: the engine holds something else.
     """
-    fmt = row_format(arm.precision)
-    expected = set() if fmt is None else {str(fmt.dtype).removeprefix("torch.")}
+    fmt = weight_format(arm.precision)
+    expected = set() if fmt is None else {fmt.storage}
     if layers["precision"] != arm.precision.value or set(layers["quantized"]) != expected:
         raise FlashRLError(
             f"{option} {arm}: the engine's quantization is {layers['precision']!r} and its quantized weights are "
@@ -210,7 +210,7 @@ def kernel_names(precision: str) -> dict[str, str]:
     """Of linear layers and of experts, as this machine multiplies them in a precision."""
     from flashrl_verl.quantization.gemm import device_kernels
 
-    fmt = row_format(Precision(precision))
+    fmt = weight_format(Precision(precision))
     if fmt is None:
         return {"linear": "unquantized", "experts": "unquantized"}
     choice = device_kernels(fmt)

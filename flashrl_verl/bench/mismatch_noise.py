@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from flashrl_verl.bench.mismatch_trainer import Trainer
-from flashrl_verl.quantization.numerics import RowFormat, quantize_rows, sqnr_db
+from flashrl_verl.quantization.numerics import WeightFormat, quantize, spread, sqnr_db
 
 _DECODER = re.compile(r"(^|\.)layers\.\d+\.")
 ORDER = ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj", "experts")
@@ -57,7 +57,7 @@ class NoiseMeter:
         formats: what is measured, by name; None is BF16.
     """
 
-    formats: Mapping[str, RowFormat | None]
+    formats: Mapping[str, WeightFormat | None]
     _found: dict[str, dict[str, _Matrix]] = field(default_factory=dict)
 
     def add(self, name: str, weight: torch.Tensor, inputs: torch.Tensor | None) -> None:
@@ -97,15 +97,15 @@ class NoiseMeter:
         ]
 
 
-def weight_sqnr(weight: torch.Tensor, fmt: RowFormat | None) -> float:
+def weight_sqnr(weight: torch.Tensor, fmt: WeightFormat | None) -> float:
     """SQNR in dB of a weight [N, K] bfloat16 as the format stores it, in float64; infinite for None (BF16)."""
     if fmt is None:
         return math.inf
-    codes, scales = quantize_rows(weight, fmt)
-    return sqnr_db(weight, codes.double() * scales.double())
+    codes, scales = quantize(weight, fmt)
+    return sqnr_db(weight, codes.double() * spread(scales, codes.shape).double())
 
 
-def output_sqnr(weight: torch.Tensor, inputs: torch.Tensor, fmt: RowFormat | None, exact: torch.Tensor) -> float:
+def output_sqnr(weight: torch.Tensor, inputs: torch.Tensor, fmt: WeightFormat | None, exact: torch.Tensor) -> float:
     """SQNR in dB of a layer's output.
 
     Args:
@@ -118,7 +118,7 @@ def output_sqnr(weight: torch.Tensor, inputs: torch.Tensor, fmt: RowFormat | Non
 
     if fmt is None:
         return sqnr_db(exact, torch.nn.functional.linear(inputs, weight))
-    return sqnr_db(exact, emulated_multiply(inputs, *quantize_rows(weight, fmt), fmt))
+    return sqnr_db(exact, emulated_multiply(inputs, *quantize(weight, fmt), fmt))
 
 
 def kind_of(name: str) -> str:

@@ -22,7 +22,7 @@ DEFAULT_WORK = "128x256+512"
 def rollout(
     model: Annotated[str, typer.Option(help="A name (qwen2.5-32b, ...), a config.json, or its folder.")] = "tiny",
     arm: Annotated[
-        str, typer.Option(help="Arms separated by commas: a precision, or precision:kv_cache, such as int8:fp8.")
+        str, typer.Option(help="Arms separated by commas: a precision, or precision:kv_cache: fp8_block, int8:fp8, ...")
     ] = "bf16,int8",
     work: Annotated[
         str, typer.Option(help="Works separated by commas: sequences x prompt + response tokens, such as 28x8192+192.")
@@ -86,7 +86,7 @@ def _measure(config: RolloutConfig) -> None:
     written = rollout_report.write(config, report)
     console.print(rollout_report.memory_table(config, report))
     console.print(rollout_report.speed_table(config, report))
-    if note := rollout_report.note(report):
+    if note := rollout_report.note(config, report):
         console.print(note, markup=False, highlight=False, style="dim", soft_wrap=True)
     console.print("written: " + ", ".join(map(str, written)), highlight=False, soft_wrap=True)
 

@@ -16,12 +16,12 @@ from flashrl_verl.plan import gpus
 from flashrl_verl.plan.memory import Choice, Engine, memory_of
 from flashrl_verl.plan.schedule import Work, simulate
 from flashrl_verl.plan.shape import shape_of
-from flashrl_verl.plan.step import Clock
+from flashrl_verl.plan.step import COMPUTE, Clock
 from flashrl_verl.report.figure import new_figure
-from flashrl_verl.report.palette import BLUE, GREEN, VERMILION
+from flashrl_verl.report.palette import BLUE, GREEN, ORANGE, VERMILION
 from flashrl_verl.whole_file import write_whole
 
-COLOURS = {Precision.BF16: GREEN, Precision.INT8: BLUE, Precision.FP8: VERMILION}
+COLOURS = {Precision.BF16: GREEN, Precision.INT8: BLUE, Precision.FP8: VERMILION, Precision.FP8_BLOCK: ORANGE}
 
 
 class Prediction:
@@ -49,8 +49,9 @@ class Prediction:
         return None if self._gpu is None else memory_of(self._shape, _choice(arm), self._gpu, self._engine).tokens
 
     def seconds(self, arm: Arm, work: Work, tokens: int) -> tuple[float, float] | None:
-        """Of a whole rollout and of its decoding, with a KV cache of so many tokens."""
-        if self._gpu is None:
+        """Of a whole rollout and of its decoding, with a KV cache of so many tokens; None too of a precision whose speed
+        ``flashrl plan`` does not know."""
+        if self._gpu is None or arm.precision not in COMPUTE:
             return None
         clock = Clock(shape=self._shape, choice=_choice(arm), gpu=self._gpu, tensor_parallel=self._engine.tensor_parallel)
         line = simulate(clock, work, tokens, self._engine.max_num_seqs)
@@ -111,12 +112,13 @@ def speed_table(config: RolloutConfig, report: Report) -> Table:
     return table
 
 
-def note(report: Report) -> str | None:
-    """Why nothing is planned; None where something is."""
+def note(config: RolloutConfig, report: Report) -> str | None:
+    """Why nothing is planned, or nothing of some arms; None where everything is."""
     device = report.environment["device"]
-    if gpus.of_device(device) is not None:
-        return None
-    return f"planned: - because flashrl plan has no data sheet of {device}; it knows {', '.join(gpus.GPUS)}"
+    if gpus.of_device(device) is None:
+        return f"planned: - because flashrl plan has no data sheet of {device}; it knows {', '.join(gpus.GPUS)}"
+    unknown = dict.fromkeys(arm.precision.value for arm in config.arms if arm.precision not in COMPUTE)
+    return f"planned: - because flashrl plan knows no speed of {', '.join(unknown)}" if unknown else None
 
 
 def _row(report: Report, prediction: Prediction, arm: Arm, base: Arm, work: Work) -> list[str] | None:

@@ -30,7 +30,10 @@ _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "not checked": "
 
 def check(
     precision: Annotated[
-        str, typer.Option(help="Precisions whose kernels and numerics are looked at, separated by commas: int8, fp8, bf16.")
+        str,
+        typer.Option(
+            help="Precisions whose kernels and numerics are looked at, separated by commas: int8, fp8, fp8_block, bf16."
+        ),
     ] = "int8,bf16",
     cluster: Annotated[
         bool, typer.Option("--cluster", help="Every node of the Ray cluster of this machine, or of RAY_ADDRESS.")
@@ -71,7 +74,7 @@ def check(
     except ValueError:
         words = ()
     if not words:
-        raise typer.BadParameter(f"{precision!r} is no list of int8, fp8 and bf16", param_hint="--precision")
+        raise typer.BadParameter(f"{precision!r} is no list of int8, fp8, fp8_block and bf16", param_hint="--precision")
     console = new_console()
     with console.status("looking; child processes import verl and vLLM, which takes half a minute"):
         findings = look(settings, joined)

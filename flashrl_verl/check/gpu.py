@@ -13,17 +13,18 @@ from flashrl_verl.compat import INSTALL_COMMAND, Gpu
 from flashrl_verl.config import Precision
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.quantization import numerics
-from flashrl_verl.quantization.formats import row_format
+from flashrl_verl.quantization.formats import weight_format
 from flashrl_verl.quantization.gemm import choose_kernel
-from flashrl_verl.quantization.kernels import quantize_rows_into
-from flashrl_verl.quantization.numerics import RowFormat, as_bytes
+from flashrl_verl.quantization.kernels import quantize_into
+from flashrl_verl.quantization.numerics import WeightFormat, as_bytes
 
 _FREE = 0.9
 """Share of a GPU's memory that should be free before a run, as nothing of it has started: engines take
 ``gpu_memory_utilization`` of all of it, and the trainer the rest."""
 
 _ROWS, _LENGTHS = 16, (5120, 13824)
-"""Rows and their lengths: one that stays in registers, one that is read twice (``quantization/kernels.py``)."""
+"""Rows and their lengths: one that stays in registers, one that is read twice (``quantization/kernels.py``); of a format with
+blocks, as many rows as one has."""
 
 
 def check_driver(devices: int, driver: tuple[int, int] | None, built: tuple[int, int] | None) -> Iterator[Finding]:
@@ -94,7 +95,7 @@ def check_kernel(precision: Precision, device: str, capabilities: Sequence[int])
         device: ``cpu`` or ``cuda``.
         capabilities: of all GPUs, as 10 x major + minor.
     """
-    name, fmt = kernel(precision), row_format(precision)
+    name, fmt = kernel(precision), weight_format(precision)
     if fmt is None:
         yield ok(name, "torch's own linear: nothing is quantized")
         return
@@ -110,13 +111,13 @@ def check_kernel(precision: Precision, device: str, capabilities: Sequence[int])
 
 
 def check_row_kernel(precisions: Sequence[Precision], gpus: Sequence[Gpu]) -> Iterator[Finding]:
-    """The Triton kernel that quantizes on load compiles on every GPU and writes the codes of ``quantization/numerics.py``.
+    """The Triton kernels that quantize on load compile on every GPU and write the codes of ``quantization/numerics.py``.
 
     Args:
         precisions: those that are asked for; BF16 has none.
         gpus: all that this process sees.
     """
-    formats = [fmt for fmt in map(row_format, precisions) if fmt is not None]
+    formats = [fmt for fmt in map(weight_format, precisions) if fmt is not None]
     if not gpus or not formats:
         yield skipped(ROW_KERNEL, "there is no GPU" if formats else "no 8-bit precision was asked for")
         return
@@ -130,15 +131,15 @@ def check_row_kernel(precisions: Sequence[Precision], gpus: Sequence[Gpu]) -> It
         )
 
 
-def _same_codes(fmt: RowFormat, index: int) -> bool:
+def _same_codes(fmt: WeightFormat, index: int) -> bool:
     device = torch.device("cuda", index)
     for length in _LENGTHS:
-        weight = torch.randn(_ROWS, length, generator=torch.Generator().manual_seed(length)).bfloat16()
-        codes = torch.zeros(_ROWS, length, dtype=fmt.dtype, device=device)
-        scales = torch.zeros(_ROWS, 1, device=device)
+        weight = torch.randn(fmt.block or _ROWS, length, generator=torch.Generator().manual_seed(length)).bfloat16()
+        codes = torch.zeros(weight.shape, dtype=fmt.dtype, device=device)
+        scales = torch.zeros(fmt.scale_shape(*weight.shape), device=device)
         with torch.cuda.device(device):
-            quantize_rows_into(weight.to(device), codes, scales, fmt)
-        expected, expected_scales = numerics.quantize_rows(weight, fmt)
+            quantize_into(weight.to(device), codes, scales, fmt)
+        expected, expected_scales = numerics.quantize(weight, fmt)
         if not torch.equal(as_bytes(codes.cpu()), as_bytes(expected)) or not torch.equal(scales.cpu(), expected_scales):
             return False
     return True

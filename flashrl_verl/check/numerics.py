@@ -13,10 +13,10 @@ import torch
 from flashrl_verl.check.findings import Finding, fail, ok
 from flashrl_verl.check.subjects import numerics
 from flashrl_verl.config import FlashRLConfig, Precision
-from flashrl_verl.quantization.formats import row_format
+from flashrl_verl.quantization.formats import weight_format
 from flashrl_verl.quantization.numerics import sqnr_db
 
-LIMIT_DB = {Precision.INT8: 35.0, Precision.FP8: 24.0, Precision.BF16: 45.0}
+LIMIT_DB = {Precision.INT8: 35.0, Precision.FP8: 24.0, Precision.FP8_BLOCK: 24.0, Precision.BF16: 45.0}
 """Least signal-to-noise ratio of the layer's output, dB. Of Gaussian rows of some 200 values the largest is about 2.9
 deviations: an INT8 step is 2.9/127 of one, its rounding noise step^2/12, 43.6 dB; weights and activations together 40.6. E4M3
 rounds to 3 bits behind the leading one, about 31.5 dB, together 28.5. BF16 rounds the output, 55 dB. Seen on a CPU: 39.9 to
@@ -25,6 +25,9 @@ it says has; a scale that is wrong by a factor of 2 gives 0 to 6 dB, another wei
 
 _SHAPES = ((384, 256), (200, 136))
 """[N, K] of the layers: one with multiples of 16, which CUTLASS needs, and one without, for the kernel behind it."""
+
+_BLOCK_SHAPES = ((384, 256), (128, 640))
+"""The same for a format with blocks: whole ones, several both ways and a single row of them."""
 
 _TOKENS = 32
 
@@ -41,11 +44,12 @@ def check_layer(precision: Precision, device: str, gpus: int) -> Iterator[Findin
 
     devices = [torch.device(device, index) for index in range(gpus)] if device == "cuda" else [torch.device("cpu")]
     least = float("inf")
+    blocks = (fmt := weight_format(precision)) is not None and fmt.block is not None
     with tempfile.TemporaryDirectory() as folder:
         path = shapes.save_config(shapes.load_config("tiny"), Path(folder))
         with engine_model.vllm_config(path), engine_model.process_group():
             for place in devices:
-                for rows, columns in _SHAPES:
+                for rows, columns in _BLOCK_SHAPES if blocks else _SHAPES:
                     ratio, wrong = _look(precision, place, rows, columns)
                     if wrong:
                         yield fail(numerics(precision), f"a layer of {rows} x {columns} on {place} {wrong}", _remedy(precision))
@@ -56,7 +60,7 @@ def check_layer(precision: Precision, device: str, gpus: int) -> Iterator[Findin
 
 
 def _remedy(precision: Precision) -> str:
-    other = "flashrl.precision=bf16, to see whether quantization is at fault" if row_format(precision) else "another machine"
+    other = "flashrl.precision=bf16, to see whether quantization is at fault" if weight_format(precision) else "another machine"
     return f"do not train with it: tested versions (`flashrl version`), another GPU, {other}; then report it"
 
 
@@ -64,7 +68,7 @@ def _look(precision: Precision, device: torch.device, rows: int, columns: int) -
     """The lower ratio of two loads in dB, and what is wrong, None if nothing is."""
     generator = torch.Generator().manual_seed(rows)
     layer = _layer(precision, device, rows, columns)
-    if (fmt := row_format(precision)) and layer.weight.dtype != fmt.dtype:
+    if (fmt := weight_format(precision)) and layer.weight.dtype != fmt.dtype:
         return 0.0, f"holds {layer.weight.dtype}, not {fmt.dtype}: it is not quantized"
     before, address, least = None, layer.weight.data_ptr(), float("inf")
     for _ in range(2):

@@ -26,7 +26,7 @@ def evaluate(
     ],
     data: Annotated[list[Path], typer.Option(help="Problems: a parquet file in verl's format; may be repeated.")],
     precision: Annotated[
-        str, typer.Option(help="bf16, int8, fp8, or several separated by commas; compared with the first.")
+        str, typer.Option(help="bf16, int8, fp8, fp8_block, or several separated by commas; compared with the first.")
     ] = "bf16",
     n: Annotated[int, typer.Option("--n", min=1, help="Responses to each problem.")] = 8,
     temperature: Annotated[float, typer.Option(help="Of the sampling; 0 is greedy.")] = 1.0,
@@ -51,7 +51,7 @@ def evaluate(
 ) -> None:
     """Evaluate a checkpoint apart from training: mean@n and pass@k by precision, with 95 % intervals.
 
-    BF16 is vLLM without quantization; int8 and fp8 are the rollout's engines. Engines run one after another. A precision that
+    BF16 is vLLM without quantization; the 8-bit ones are the rollout's engines. Engines run one after another. A precision that
     is finished is not generated again.
     """
     from flashrl_verl.cli import precisions_of

@@ -3,7 +3,7 @@
 
     python -m flashrl_verl.evaluate.engine JOB.json ANSWER.json
 
-INT8 and FP8 are the rollout's engine: FlashRL's quantization of the BF16 weights while they are loaded. BF16 is vLLM without
+The others are the rollout's engine: FlashRL's quantization of the BF16 weights while they are loaded. BF16 is vLLM without
 any quantization. What the engine holds is asked of its live model before anything is generated.
 """
 

@@ -55,7 +55,7 @@ class EvalConfig:
     threshold: float = 1.0
     """Least value of a correct response."""
     layers: dict[str, Any] = dataclasses.field(default_factory=lambda: run_settings.layers_of(None, (), None, None))
-    """Layers that INT8 and FP8 keep in BF16."""
+    """Layers that 8-bit precisions keep in BF16."""
     output: Path = Path("outputs/eval")
     force: bool = False
     """Generate again what another evaluation left in ``output``."""

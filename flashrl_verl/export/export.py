@@ -68,7 +68,7 @@ def export(request: Request, progress: Progress = lambda doing, done, total: Non
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(f"{output} is there already and is not overwritten. Remove it, or choose another --output")
     shapes = checkpoint.shapes()
-    layers = _layers(checkpoint, request, set(shapes))
+    layers = _layers(checkpoint, request, shapes)
     _require_room(output, shapes, layers)
     # Before anything is read: a checkpoint that is written to meanwhile would make a folder of two steps.
     before = checkpoint.fingerprint()
@@ -115,22 +115,26 @@ def in_bf16(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, 
         yield name, tensor
 
 
-def _layers(checkpoint: Checkpoint, request: Request, names: set[str]) -> Any:
+def _layers(checkpoint: Checkpoint, request: Request, shapes: dict[str, torch.Size]) -> Any:
     if request.format is Precision.BF16:
         return None
     from flashrl_verl.export.layers import survey
+    from flashrl_verl.export.scheme import require_whole_blocks
+    from flashrl_verl.quantization.formats import weight_format
 
     layers = request.layers or {"ignore": [], "keep_first_layers": 0, "keep_last_layers": 0}
-    return survey(checkpoint.folder, request.format, layers, names)
+    found = survey(checkpoint.folder, request.format, layers, set(shapes))
+    require_whole_blocks(shapes, found, weight_format(request.format))
+    return found
 
 
 def _encoded(weights: Iterator[tuple[str, torch.Tensor]], layers: Any, precision: Precision) -> Iterator:
     if layers is None:
         return in_bf16(weights)
     from flashrl_verl.export.scheme import encode
-    from flashrl_verl.quantization.formats import row_format
+    from flashrl_verl.quantization.formats import weight_format
 
-    return encode(in_bf16(weights), layers, row_format(precision))
+    return encode(in_bf16(weights), layers, weight_format(precision))
 
 
 def _counted(weights: Iterator[tuple[str, torch.Tensor]], total: int, progress: Progress) -> Iterator:
@@ -162,17 +166,19 @@ def _copy_rest(checkpoint: Checkpoint, folder: Path, layers: Any, precision: Pre
         config["torch_dtype"] = "bfloat16"
     if layers is not None:
         from flashrl_verl.export.scheme import quantization_config
-        from flashrl_verl.quantization.formats import row_format
+        from flashrl_verl.quantization.formats import weight_format
 
-        config["quantization_config"] = quantization_config(layers, row_format(precision))
+        config["quantization_config"] = quantization_config(layers, weight_format(precision))
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def _record(checkpoint: Checkpoint, request: Request, layers: Any, fingerprint: list) -> dict[str, Any]:
     eight = {}
     if layers is not None:
+        blocks = request.format is Precision.FP8_BLOCK
         eight = {
-            "scheme": "compressed-tensors W8A8: weights by channel, absmax scales in float32; activations by token, dynamic",
+            "scheme": f"compressed-tensors W8A8: weights by {'block' if blocks else 'channel'}, absmax scales in float32; "
+            f"activations by {'group' if blocks else 'token'}, dynamic",
             "quantized_layers": len(layers.quantized),
             "quantized_experts": layers.experts,
             "layers": request.layers,

@@ -38,7 +38,7 @@ def survey(folder: Path, precision: Precision, layers: dict[str, Any], names: Co
 
     Args:
         folder: with the model's config.json.
-        precision: int8 or fp8. Whether this machine has a kernel for it does not matter.
+        precision: not bf16. Whether this machine has a kernel for it does not matter.
         layers: ``ignore``, ``keep_first_layers`` and ``keep_last_layers``.
         names: the checkpoint's tensors.
 

@@ -1,25 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The 8-bit formats on disk: compressed-tensors, W8A8, the rollout's codes and FP32 scales by output channel.
+"""The 8-bit formats on disk: compressed-tensors, W8A8, the rollout's codes and FP32 scales by output channel or block.
 
 vLLM and transformers read it without this package. vLLM keeps ``weight_scale`` in FP32, so what it multiplies is bit by bit
-what the rollout multiplied; it quantizes activations by token when it runs, as the rollout does.
+what the rollout multiplied; it quantizes activations by token, or group of a token's values, when it runs, as the rollout does.
+Of ``fp8_block`` that holds unless vLLM takes DeepGEMM, which on Blackwell rounds the scales to powers of two.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from flashrl_verl.errors import ConfigError
 from flashrl_verl.export.layers import Layers
-from flashrl_verl.quantization.numerics import RowFormat, quantize_rows
+from flashrl_verl.quantization.numerics import WeightFormat, quantize
 
 
-def quantization_config(layers: Layers, fmt: RowFormat) -> dict[str, Any]:
+def quantization_config(layers: Layers, fmt: WeightFormat) -> dict[str, Any]:
     """Return config.json's ``quantization_config``."""
     number = {"num_bits": 8, "type": "int" if fmt.rounds_to_integers else "float", "symmetric": True}
     kind = "int-quantized" if fmt.rounds_to_integers else "float-quantized"
+    weights: dict[str, Any] = {"strategy": "channel"}
+    activations: dict[str, Any] = {"strategy": "token"}
+    if fmt.block is not None:
+        weights = {"strategy": "block", "block_structure": [fmt.block, fmt.block]}
+        activations = {"strategy": "group", "group_size": fmt.block}
     return {
         "quant_method": "compressed-tensors",
         "format": kind,
@@ -29,14 +36,31 @@ def quantization_config(layers: Layers, fmt: RowFormat) -> dict[str, Any]:
             "group_0": {
                 "targets": ["Linear"],
                 "format": kind,
-                "weights": {**number, "strategy": "channel", "dynamic": False},
-                "input_activations": {**number, "strategy": "token", "dynamic": True},
+                "weights": {**number, **weights, "dynamic": False},
+                "input_activations": {**number, **activations, "dynamic": True},
             }
         },
     }
 
 
-def encode(weights: Iterable[tuple[str, torch.Tensor]], layers: Layers, fmt: RowFormat) -> Iterator[tuple[str, torch.Tensor]]:
+def require_whole_blocks(shapes: Mapping[str, Sequence[int]], layers: Layers, fmt: WeightFormat) -> None:
+    """Refuse what the rollout has no codes for. Args: shapes: of the checkpoint's tensors, by name; the rest as ``encode``'s.
+
+    Raises:
+        ConfigError: a quantized weight is not made of the format's blocks.
+    """
+    for name in (f"{layer}.weight" for layer in layers.quantized):
+        rows, columns = shapes[name]
+        if fmt.block is not None and (rows % fmt.block or columns % fmt.block):
+            raise ConfigError(
+                f"--format {fmt.name}: {name} is {rows} x {columns}, not whole blocks of {fmt.block} x {fmt.block}. Take "
+                "--format fp8, which takes any shape, or name the layer in --ignore"
+            )
+
+
+def encode(
+    weights: Iterable[tuple[str, torch.Tensor]], layers: Layers, fmt: WeightFormat
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield BF16 tensors as they are and those of ``layers.quantized`` as codes and scales.
 
     Args:
@@ -45,13 +69,14 @@ def encode(weights: Iterable[tuple[str, torch.Tensor]], layers: Layers, fmt: Row
         fmt: of the codes.
 
     Yields:
-        ``<layer>.weight`` [N, K] of ``fmt.dtype`` and ``<layer>.weight_scale`` [N, 1] float32 for a quantized one.
+        ``<layer>.weight`` [N, K] of ``fmt.dtype`` and ``<layer>.weight_scale`` float32 for a quantized one, [N, 1] or with
+        blocks of B [N / B, K / B].
     """
     chosen = {f"{layer}.weight" for layer in layers.quantized}
     for name, tensor in weights:
         if name not in chosen:
             yield name, tensor
             continue
-        codes, scales = quantize_rows(tensor, fmt)
+        codes, scales = quantize(tensor, fmt)
         yield name, codes
         yield f"{name}_scale", scales

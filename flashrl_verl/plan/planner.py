@@ -22,6 +22,7 @@ CHOICES = (
     Choice(precision=Precision.INT8, fp8_kv=True),
     Choice(precision=Precision.FP8, fp8_kv=True),
 )
+"""Those of a measured or assumed speed: ``step.COMPUTE``."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,8 @@ STREAM = 0.88
 """Share of the data sheet's memory bandwidth that a kernel reaches which only reads: 4.2 of 4.8 TB/s."""
 
 COMPUTE = {Precision.BF16: 0.73, Precision.INT8: 0.51, Precision.FP8: 0.51}
-"""Share of the data sheet's operations that the products of a decode step reach; FP8's is taken to be INT8's."""
+"""Share of the data sheet's operations that the products of a decode step reach; FP8's is taken to be INT8's. fp8_block has
+none: its kernel does other work between the products, and nobody has measured it here."""
 
 PREFILL = 0.6
 """The same share in a prefill, whose products are large, attention and the rest of a layer included."""

@@ -6,6 +6,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from flashrl_verl.config import Precision
 from flashrl_verl.plan.gpus import GIB
 from flashrl_verl.plan.planner import Outcome, Plan
 
@@ -38,6 +39,11 @@ def render(plan: Plan) -> Group:
     )
     lines.append(f"A weight update sends {plan.sent_bytes / GIB:.1f} GiB of BF16 to each GPU, which writes (GiB): {written}.")
     lines.extend(plan.advice)
+    if plan.gpu.compute(Precision.FP8_BLOCK) is not None:
+        weights = plan.written_bytes[Precision.FP8_BLOCK.value] / GIB
+        lines.append(
+            f"fp8_block: {weights:.1f} GiB of weights; its speed is not measured, so it is in no row and in no advice."
+        )
     if any(o.choice.fp8_kv and not o.refused for o in plan.outcomes) and plan.gpu.capability != (9, 0):
         lines.append("FP8 KV: the rate is that of Hopper's attention kernel; this GPU has another, which was not measured.")
     if plan.not_planned:

@@ -28,10 +28,10 @@ from vllm.platforms import current_platform
 from flashrl_verl.compat import cuda_capability
 from flashrl_verl.config import FlashRLConfig, KVCache, Precision
 from flashrl_verl.errors import ConfigError
-from flashrl_verl.quantization.formats import row_format
+from flashrl_verl.quantization.formats import weight_format
 from flashrl_verl.quantization.head import Fp32HeadMethod
-from flashrl_verl.quantization.linear import RowQuantizedLinearMethod, UnpackedLinearMethod
-from flashrl_verl.quantization.moe import RowQuantizedMoEMethod, UnpackedMoEMethod
+from flashrl_verl.quantization.linear import QuantizedLinearMethod, UnpackedLinearMethod
+from flashrl_verl.quantization.moe import QuantizedMoEMethod, UnpackedMoEMethod
 from flashrl_verl.quantization.selection import LayerSelection, expert_parts, fused_parts
 
 NAME = "flashrl"
@@ -47,7 +47,7 @@ QUANTIZED_LAYERS = (ColumnParallelLinear, MergedColumnParallelLinear, QKVParalle
 
 @register_quantization_config(NAME)
 class FlashRLQuantizationConfig(QuantizationConfig):
-    """Row-wise 8-bit codes (or none) for ``QUANTIZED_LAYERS`` and fused experts; everything else keeps the model's dtype.
+    """8-bit codes (or none) for ``QUANTIZED_LAYERS`` and fused experts; everything else keeps the model's dtype.
 
     Args:
         precision: format of the codes.
@@ -74,7 +74,7 @@ class FlashRLQuantizationConfig(QuantizationConfig):
         require_kv_kernel(kv_cache)
         self.fp32_lm_head = fp32_lm_head
         self.precision = precision
-        self.format = row_format(precision)
+        self.format = weight_format(precision)
         self.selection = LayerSelection(ignore=ignore, keep_first=keep_first_layers, keep_last=keep_last_layers)
 
     def __repr__(self) -> str:
@@ -115,11 +115,11 @@ class FlashRLQuantizationConfig(QuantizationConfig):
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         if isinstance(layer, LinearBase):
             if self.quantizes(layer, prefix):
-                return RowQuantizedLinearMethod(self.format)
+                return QuantizedLinearMethod(self.format, prefix)
             return UnpackedLinearMethod() if current_platform.is_cpu() else UnquantizedLinearMethod()
         if isinstance(layer, RoutedExperts):
             if self.quantizes(layer, prefix):
-                return RowQuantizedMoEMethod(self.format, layer.moe_config, prefix)
+                return QuantizedMoEMethod(self.format, layer.moe_config, prefix)
             return UnpackedMoEMethod(layer.moe_config) if current_platform.is_cpu() else None
         if isinstance(layer, VocabParallelEmbedding):
             self._kept(prefix, [])

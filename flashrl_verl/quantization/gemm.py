@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which W8A8 kernel a device gets, and the linear ones. All quantize activations per token, dynamically, then multiply.
+"""Which W8A8 kernel a device gets, and the linear ones. All quantize activations, dynamically, then multiply.
 
 vLLM's own kernel classes (``vllm/model_executor/kernels/linear/scaled_mm``) transpose, repack or drop the weight parameter
 after loading, which an in-place refit cannot have; the custom ops underneath are called here instead.
@@ -14,7 +14,7 @@ from flashrl_verl.compat import cuda_capability, vllm_device
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.quantization import numerics
 from flashrl_verl.quantization.formats import Kernel, KernelChoice, kernel_choices
-from flashrl_verl.quantization.numerics import RowFormat
+from flashrl_verl.quantization.numerics import WeightFormat
 
 _PRIMITIVE_CACHE_SIZE = 32
 """oneDNN primitives a handle keeps, one per batch size seen; vLLM's own CPU kernel uses the same number."""
@@ -22,8 +22,11 @@ _PRIMITIVE_CACHE_SIZE = 32
 _MIN_TOKEN_SCALE = 1.0 / (448.0 * 512.0)
 """Smallest activation scale of vLLM's per-token FP8 quantization (csrc/quantization/w8a8/fp8/common.cu), for its emulation."""
 
+_MIN_GROUP_SCALE = 1e-10 / 448.0
+"""The same of its quantization by groups of a token's values (``per_token_group_quant_fp8``, eps)."""
 
-def choose_kernel(fmt: RowFormat, device: str, capability: int) -> KernelChoice:
+
+def choose_kernel(fmt: WeightFormat, device: str, capability: int) -> KernelChoice:
     """Choose the kernels of a format: the one place that decides.
 
     Args:
@@ -39,14 +42,14 @@ def choose_kernel(fmt: RowFormat, device: str, capability: int) -> KernelChoice:
         if device == "cpu" or choice.since <= capability < choice.before:
             return choice
     since = min(choice.since for choice in choices)
-    other = "int8" if fmt.name == "fp8" and capability >= 75 else "bf16"
+    other = "int8" if fmt.name != "int8" and capability >= 75 else "bf16"
     raise ConfigError(
         f"flashrl.precision={fmt.name} has no kernel for a GPU of compute capability {capability / 10:.1f}; it needs at least "
         f"{since / 10:.1f}. Set flashrl.precision={other}"
     )
 
 
-def device_kernels(fmt: RowFormat) -> KernelChoice:
+def device_kernels(fmt: WeightFormat) -> KernelChoice:
     """``choose_kernel`` for the device this process's vLLM runs on."""
     device = vllm_device()
     return choose_kernel(fmt, device, cuda_capability() if device == "cuda" else 0)
@@ -71,7 +74,7 @@ class ScaledMmGemm:
             is no multiple of 16.
     """
 
-    def __init__(self, fmt: RowFormat, kernel: Kernel):
+    def __init__(self, fmt: WeightFormat, kernel: Kernel):
         self._quantize = _int8_tokens if fmt.rounds_to_integers else _fp8_tokens
         self._multiply = ops.cutlass_scaled_mm if kernel is Kernel.CUTLASS else _triton_scaled_mm()
 
@@ -83,6 +86,48 @@ class ScaledMmGemm:
         codes, scales = self._quantize(flat)
         out = self._multiply(codes, layer.weight.t(), scales, layer.weight_scale, x.dtype, bias)
         return out.reshape(*x.shape[:-1], -1)
+
+
+class BlockScaledGemm:
+    """CUDA, formats with blocks: reads ``layer.weight`` and ``layer.weight_scale`` where they lie.
+
+    Args:
+        fmt: a format with blocks.
+        kernel: CUTLASS, or vLLM's Triton kernel.
+
+    Raises:
+        ConfigError: this vLLM was built without CUTLASS's kernel for the GPU.
+    """
+
+    def __init__(self, fmt: WeightFormat, kernel: Kernel):
+        from vllm.model_executor.layers.quantization.utils.fp8_utils import per_token_group_quant_fp8
+
+        self._block, self._cutlass, self._quantize = fmt.block, kernel is Kernel.CUTLASS, per_token_group_quant_fp8
+        if not self._cutlass:
+            # Importing it registers the custom op, which torch.compile does not look into.
+            import vllm.model_executor.kernels.linear.scaled_mm.triton  # noqa: F401
+        elif not ops.cutlass_scaled_mm_supports_block_fp8(cuda_capability()):
+            raise ConfigError(
+                f"flashrl.precision={fmt.name}: this vLLM was built without CUTLASS's kernel for scales by block on a GPU of "
+                f"compute capability {cuda_capability() / 10:.1f}. Set flashrl.precision=fp8"
+            )
+
+    def weights_changed(self, layer: torch.nn.Module) -> None:
+        pass
+
+    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        flat = x.reshape(-1, x.shape[-1]).contiguous()
+        # CUTLASS reads the tokens' scales [tokens, K / B] column by column, and the weight's [K / B, N / B] as a transposed
+        # view, as vLLM's own class passes them (CutlassFp8BlockScaledMMKernel).
+        codes, scales = self._quantize(flat, self._block, column_major_scales=self._cutlass, use_ue8m0=False)
+        if self._cutlass:
+            out = ops.cutlass_scaled_mm(codes, layer.weight.t(), scales, layer.weight_scale.t(), x.dtype)
+        else:
+            out = torch.ops.vllm.w8a8_triton_block_scaled_mm_func(
+                codes, layer.weight, scales, layer.weight_scale, [self._block, self._block], x.dtype
+            )
+        # Neither kernel adds a bias.
+        return (out if bias is None else out + bias).reshape(*x.shape[:-1], -1)
 
 
 class OneDnnGemm:
@@ -105,7 +150,7 @@ class OneDnnGemm:
 class EmulatedGemm:
     """Any device: the format's numbers in float32. Slow; where no kernel exists and the numbers alone are wanted."""
 
-    def __init__(self, fmt: RowFormat):
+    def __init__(self, fmt: WeightFormat):
         self._fmt = fmt
 
     def weights_changed(self, layer: torch.nn.Module) -> None:
@@ -131,16 +176,17 @@ def onednn_multiply(handle, x: torch.Tensor, rows: int, bias: torch.Tensor | Non
     return out
 
 
-def emulated_multiply(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, fmt: RowFormat) -> torch.Tensor:
-    """Multiply x [..., K] by codes [N, K] x scales [N, 1] as the format would: [..., N] in x's dtype."""
-    token_scales = numerics.row_scales(x, fmt)
+def emulated_multiply(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, fmt: WeightFormat) -> torch.Tensor:
+    """Multiply x [..., K] by codes [N, K] x scales, ``fmt.scale_shape``, as the format would: [..., N] in x's dtype."""
+    groups = x.unsqueeze(-2) if fmt.block is None else x.unflatten(-1, (-1, fmt.block))  # what shares a scale is a row
+    scale = numerics.row_scales(groups, fmt)
     if not fmt.rounds_to_integers:
-        token_scales = token_scales.clamp_(min=_MIN_TOKEN_SCALE)
-    tokens = numerics.dequantize_rows(*numerics.quantize_rows(x, fmt, token_scales))
-    return (tokens @ numerics.dequantize_rows(codes, scales).t()).to(x.dtype)
+        scale = scale.clamp_(min=_MIN_TOKEN_SCALE if fmt.block is None else _MIN_GROUP_SCALE)
+    tokens = numerics.dequantize(*numerics.quantize_rows(groups, fmt, scale)).reshape(x.shape)
+    return (tokens @ numerics.dequantize(codes, scales).t()).to(x.dtype)
 
 
-def linear_gemm(fmt: RowFormat) -> Gemm:
+def linear_gemm(fmt: WeightFormat) -> Gemm:
     """Return the linear kernel for the device this process runs on.
 
     Raises:
@@ -151,7 +197,7 @@ def linear_gemm(fmt: RowFormat) -> Gemm:
         return OneDnnGemm()
     if kernel is Kernel.EMULATED:
         return EmulatedGemm(fmt)
-    return ScaledMmGemm(fmt, kernel)
+    return ScaledMmGemm(fmt, kernel) if fmt.block is None else BlockScaledGemm(fmt, kernel)
 
 
 def _int8_tokens(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

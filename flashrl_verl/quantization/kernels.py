@@ -1,21 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """One call that quantizes shards into the storage a GEMM kernel reads: a Triton kernel on CUDA, torch ops elsewhere.
 
-Both write exactly the codes and scales of ``numerics.py``. The Triton kernel reads each row once (twice when a row is
-longer than one block), so a refit costs about one read of the BF16 weights and one write of the codes. ``RowTable`` takes the
-shards of a whole bucket in one launch: one at a time, small shards leave the GPU idle between them, and the host is slower
-than it.
+Both write exactly the codes and scales of ``numerics.py``. The Triton kernels read each row or block once (twice when a row is
+longer than registers hold), so a refit costs about one read of the BF16 weights and one write of the codes. ``row_table.py``
+launches them for the shards of a whole bucket: one at a time, small shards leave the GPU idle between them, and the host is
+slower than it.
 """
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-
-import numpy as np
 import torch
 
 from flashrl_verl.quantization import numerics
-from flashrl_verl.quantization.numerics import RowFormat
+from flashrl_verl.quantization.numerics import WeightFormat
 
 _MAX_IN_REGISTERS = 8192
 """Longest row that a program holds in registers; longer rows are read twice, the second time from the L2 cache."""
@@ -29,36 +24,63 @@ _LONG_ROWS = ((16384, 8192, 4), (1 << 31, 4096, 16))
 
 _SOURCES = (torch.bfloat16, torch.float16, torch.float32)
 
-_ALIGNED_ELEMENTS = 16
-"""Distances that are multiples of this let the kernel load and store vectors."""
+_BLOCK_WARPS = 8
+"""Warps of a program that holds one block of 128 x 128 values in registers, 64 a thread: compiled for 9.0 and aligned it takes
+150 to 166 registers and spills none, with half the warps it spills. Its speed is not measured."""
 
 
-@dataclass(frozen=True, slots=True)
-class RowJob:
-    """Arguments of one ``quantize_rows_into``; the tensors have contiguous rows behind each other."""
+def quantize_into(
+    weight: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    fmt: WeightFormat,
+    column_offset: int = 0,
+    flag: torch.Tensor | None = None,
+) -> None:
+    """``quantize_rows_into`` or ``quantize_blocks_into``, as the format groups its scales."""
+    quantize = quantize_rows_into if fmt.block is None else quantize_blocks_into
+    quantize(weight, codes, scales, fmt, column_offset, flag)
 
-    weight: torch.Tensor
-    """[N, K] bfloat16, float16 or float32."""
-    codes: torch.Tensor
-    """[N, K_local]."""
-    scales: torch.Tensor
-    """[N, 1] float32."""
-    fmt: RowFormat
-    column_offset: int = 0
 
-    def geometry(self) -> tuple:
-        """Jobs of one geometry share a ``RowTable``."""
-        k, k_local, step = self.weight.shape[1], self.codes.shape[1], _ALIGNED_ELEMENTS
-        starts = self.weight.data_ptr() % (step * self.weight.element_size()), self.codes.data_ptr() % step
-        aligned = not any((*starts, k % step, k_local % step))
-        return self.fmt, self.weight.dtype, k, k_local, self.column_offset, aligned
+def quantize_blocks_into(
+    weight: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    fmt: WeightFormat,
+    column_offset: int = 0,
+    flag: torch.Tensor | None = None,
+) -> None:
+    """Quantize blocks of ``weight`` in place into ``codes`` and ``scales``.
+
+    Args:
+        weight: [N, K] bfloat16, float16 or float32, any strides.
+        codes: [N, K_local] destination of ``fmt.dtype``, in whole blocks; columns ``column_offset : column_offset + K_local``
+            of ``weight`` land here (a row-parallel shard), and no others are looked at.
+        scales: [N / B, K_local / B] float32 destination.
+        fmt: a format with blocks.
+        column_offset: first column of ``weight`` that belongs to ``codes``, a multiple of B.
+        flag: as in ``quantize_rows_into``, of these columns.
+
+    Raises:
+        ValueError: the shapes or dtypes do not fit together, or ``weight`` is not floating point.
+    """
+    require_fit(weight, codes, scales, fmt, column_offset)
+    if weight.is_cuda:
+        launch_blocks(weight, codes, scales, fmt, column_offset, flag, rows=weight.shape[0])
+        return
+    local = weight.narrow(1, column_offset, codes.shape[1])
+    found_codes, found_scales = numerics.quantize(local, fmt)
+    codes.copy_(found_codes)
+    scales.copy_(found_scales)
+    if flag is not None:
+        flag.logical_or_(~found_scales.isfinite().all())
 
 
 def quantize_rows_into(
     weight: torch.Tensor,
     codes: torch.Tensor,
     scales: torch.Tensor,
-    fmt: RowFormat,
+    fmt: WeightFormat,
     column_offset: int = 0,
     flag: torch.Tensor | None = None,
 ) -> None:
@@ -77,9 +99,9 @@ def quantize_rows_into(
     Raises:
         ValueError: the shapes or dtypes do not fit together, or ``weight`` is not floating point.
     """
-    _require_fit(weight, codes, scales, fmt, column_offset)
+    require_fit(weight, codes, scales, fmt, column_offset)
     if weight.is_cuda:
-        _launch(weight, codes, scales, fmt, column_offset, flag, rows=weight.shape[0])
+        launch_rows(weight, codes, scales, fmt, column_offset, flag, rows=weight.shape[0])
         return
     row_scales = numerics.row_scales(weight, fmt)
     local = weight.narrow(1, column_offset, codes.shape[1])
@@ -89,64 +111,15 @@ def quantize_rows_into(
         flag.logical_or_(~row_scales.isfinite().all())
 
 
-class RowTable:
-    """Jobs of one geometry on one GPU, in one launch.
-
-    The places of codes and scales are fixed; those of the weights are relative to the first job's, so that a bucket may lie
-    elsewhere in the next update.
-
-    Args:
-        jobs: at least one, all of one ``geometry``, with contiguous rows, at least one each.
-
-    Raises:
-        ValueError: a job's shapes or dtypes do not fit together, or the jobs not to one another.
-    """
-
-    def __init__(self, jobs: Sequence[RowJob]):
-        first = jobs[0]
-        for job in jobs:
-            _require_fit(job.weight, job.codes, job.scales, job.fmt, job.column_offset)
-            if (
-                not len(job.codes)
-                or job.geometry() != first.geometry()
-                or not all(t.is_contiguous() for t in (job.weight, job.codes, job.scales))
-            ):
-                raise ValueError(f"cannot quantize {job.geometry()} in one launch with {first.geometry()}")
-        # Not the weights, which lie in shared memory that is taken away.
-        self._places = [(job.codes, job.scales) for job in jobs]
-        self._fmt, self._column_offset = first.fmt, first.column_offset
-        self._rows = sum(job.codes.shape[0] for job in jobs)
-        self._granule = math.gcd(*(job.codes.shape[0] for job in jobs))
-        starts = np.array([[_elements(getattr(first, f), getattr(job, f)) for f in _FIELDS] for job in jobs], np.int64)
-        runs = np.array([job.codes.shape[0] // self._granule for job in jobs])
-        inside = np.arange(runs.sum()) - np.repeat(runs.cumsum() - runs, runs)
-        strides = np.array([t.shape[1] for t in (first.weight, first.codes, first.scales)], np.int64) * self._granule
-        table = np.repeat(starts, runs, axis=0) + inside[:, None] * strides
-        self._aligned = first.geometry()[-1]
-        self._table = torch.from_numpy(table).to(first.codes.device)
-
-    def launch(self, weight: torch.Tensor, flag: torch.Tensor | None) -> None:
-        """Quantize. Args: weight: the first job's, where it is now; flag: as ``quantize_rows_into``'s."""
-        run = (self._rows, self._table, self._granule, self._aligned)
-        _launch(weight, *self._places[0], self._fmt, self._column_offset, flag, *run)
-
-
-_FIELDS = ("weight", "codes", "scales")
-
-
-def _elements(first: torch.Tensor, tensor: torch.Tensor) -> int:
-    """From one tensor's start to another's, in elements."""
-    distance, rest = divmod(tensor.data_ptr() - first.data_ptr(), tensor.element_size())
-    if rest:
-        raise ValueError(f"tensors of {tensor.dtype} that are not whole elements apart")
-    return distance
-
-
-def _require_fit(weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, fmt: RowFormat, column_offset: int) -> None:
+def require_fit(weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, fmt: WeightFormat, column_offset: int) -> None:
     n, k = weight.shape
+    block = fmt.block or 1
     if (
         codes.shape[0] != n
-        or scales.shape != (n, 1)
+        or n % block
+        or codes.shape[1] % block
+        or column_offset % block
+        or scales.shape != fmt.scale_shape(*codes.shape)
         or not 0 <= column_offset <= k - codes.shape[1]
         or codes.dtype != fmt.dtype
         or scales.dtype != torch.float32
@@ -161,11 +134,11 @@ def _require_fit(weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
         raise ValueError(f"expected a bfloat16, float16 or float32 weight to quantize, got {weight.dtype}")
 
 
-def _launch(
+def launch_rows(
     weight: torch.Tensor,
     codes: torch.Tensor,
     scales: torch.Tensor,
-    fmt: RowFormat,
+    fmt: WeightFormat,
     column_offset: int,
     flag: torch.Tensor | None,
     rows: int,
@@ -202,6 +175,43 @@ def _launch(
         return
     warps = next(warps for columns, warps in _WARPS.items() if head + tail <= columns)
     triton_rows.quantize_rows_kernel[(rows,)](*arguments, HEAD=head, TAIL=tail, num_warps=warps)
+
+
+def launch_blocks(
+    weight: torch.Tensor,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    fmt: WeightFormat,
+    column_offset: int,
+    flag: torch.Tensor | None,
+    rows: int,
+    table: torch.Tensor | None = None,
+    granule: int = 1,
+    aligned: bool = False,
+) -> None:
+    """Launch the Triton kernel on ``rows`` rows in blocks: of these tensors, or of the places in ``table``, which has one for
+    every row of blocks (``granule`` says the same)."""
+    from flashrl_verl.quantization.triton_blocks import quantize_blocks_kernel  # Triton is only where a GPU is
+
+    if not codes.numel():
+        return
+    k_local, block = codes.shape[1], fmt.block
+    local = weight.narrow(1, column_offset, k_local)
+    strides = (*local.stride(), *codes.stride(), *scales.stride()) if table is None else (weight.shape[1], 1, k_local, 1, 1, 1)
+    quantize_blocks_kernel[(rows // block, k_local // block)](
+        local,
+        codes,
+        scales,
+        scales if flag is None else flag,
+        scales if table is None else table,
+        *strides,
+        fmt.code_max,
+        flag is not None,
+        table is not None,
+        aligned,
+        block,
+        num_warps=_BLOCK_WARPS,
+    )
 
 
 def split_row(k: int) -> tuple[int, int]:

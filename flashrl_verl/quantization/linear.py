@@ -9,16 +9,22 @@ from vllm.model_executor.layers.linear import (
 )
 
 from flashrl_verl.quantization.gemm import linear_gemm
-from flashrl_verl.quantization.numerics import RowFormat
+from flashrl_verl.quantization.numerics import WeightFormat
 from flashrl_verl.quantization.parameter import QuantizedWeight
+from flashrl_verl.quantization.whole_blocks import require_whole_blocks
 
 
 @register_weight_loader_v2_supported_method
-class RowQuantizedLinearMethod(LinearMethodBase):
-    """Per-output-channel symmetric 8-bit weights, dynamic per-token 8-bit activations."""
+class QuantizedLinearMethod(LinearMethodBase):
+    """Symmetric 8-bit weights with a scale per output channel or block, and dynamic 8-bit activations per token.
 
-    def __init__(self, fmt: RowFormat):
-        self.format = fmt
+    Args:
+        fmt: format of the codes.
+        prefix: vLLM's name of the layer.
+    """
+
+    def __init__(self, fmt: WeightFormat, prefix: str):
+        self.format, self._prefix = fmt, prefix
         self.gemm = linear_gemm(fmt)
 
     def create_weights(
@@ -31,11 +37,12 @@ class RowQuantizedLinearMethod(LinearMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs,
     ) -> None:
-        rows = sum(output_partition_sizes)
+        require_whole_blocks(self.format, self._prefix, output_partition_sizes, input_size_per_partition)
+        shape = sum(output_partition_sizes), input_size_per_partition
         # A plain Parameter without a loader: no checkpoint tensor is ever copied into it, only `QuantizedWeight` writes it.
-        scales = torch.nn.Parameter(torch.ones(rows, 1, dtype=torch.float32), requires_grad=False)
+        scales = torch.nn.Parameter(torch.ones(self.format.scale_shape(*shape), dtype=torch.float32), requires_grad=False)
         weight = QuantizedWeight(
-            data=torch.zeros(rows, input_size_per_partition, dtype=self.format.dtype),
+            data=torch.zeros(shape, dtype=self.format.dtype),
             input_dim=1,
             output_dim=0,
             weight_loader=extra_weight_attrs["weight_loader"],

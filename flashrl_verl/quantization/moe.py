@@ -14,8 +14,9 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.quantization.formats import Kernel
 from flashrl_verl.quantization.gemm import device_kernels, emulated_multiply, onednn_handle, onednn_multiply
-from flashrl_verl.quantization.numerics import RowFormat
+from flashrl_verl.quantization.numerics import WeightFormat
 from flashrl_verl.quantization.parameter import QuantizedExperts
+from flashrl_verl.quantization.whole_blocks import require_whole_blocks
 
 ExpertMultiply = Callable[[int, torch.Tensor], torch.Tensor]
 """(expert, x [tokens, K]) -> [tokens, N]: one projection of one expert."""
@@ -64,8 +65,11 @@ def expert_loop(
     return out.to(x.dtype)
 
 
-def expert_quant_config(fmt: RowFormat, w13_scales: torch.Tensor, w2_scales: torch.Tensor) -> FusedMoEQuantConfig:
-    """vLLM's description of W8A8 experts, channel / token; scales [E, N, 1] float32."""
+def expert_quant_config(fmt: WeightFormat, w13_scales: torch.Tensor, w2_scales: torch.Tensor) -> FusedMoEQuantConfig:
+    """vLLM's description of W8A8 experts, channel / token or block / group; scales [E, N, 1], [E, N / B, K / B] float32."""
+    if fmt.block is not None:
+        # vLLM rounds the groups' scales of activations up to powers of two where it has DeepGEMM for Blackwell.
+        return FusedMoEQuantConfig.make(fmt.dtype, w1_scale=w13_scales, w2_scale=w2_scales, block_shape=[fmt.block, fmt.block])
     return FusedMoEQuantConfig.make(
         fmt.dtype,
         w1_scale=w13_scales,
@@ -75,16 +79,17 @@ def expert_quant_config(fmt: RowFormat, w13_scales: torch.Tensor, w2_scales: tor
     )
 
 
-class RowQuantizedMoEMethod(FusedMoEMethodBase):
-    """Experts with per-output-channel symmetric 8-bit weights and dynamic per-token 8-bit activations.
+class QuantizedMoEMethod(FusedMoEMethodBase):
+    """Experts with symmetric 8-bit weights, a scale per output channel or block, and dynamic 8-bit activations per token.
 
     Raises:
-        ConfigError: from the constructor: the layer has something that no kernel here computes.
+        ConfigError: from the constructor: the layer has something that no kernel here computes; from ``create_weights``: it is
+            not made of the format's blocks.
     """
 
-    def __init__(self, fmt: RowFormat, moe: FusedMoEConfig, prefix: str):
+    def __init__(self, fmt: WeightFormat, moe: FusedMoEConfig, prefix: str):
         super().__init__(moe)
-        self.format = fmt
+        self.format, self._prefix = fmt, prefix
         self.kernel = device_kernels(fmt).experts
         unsupported = {
             "biases": moe.has_bias,
@@ -112,13 +117,15 @@ class RowQuantizedMoEMethod(FusedMoEMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs,
     ) -> None:
+        # One check for both: rows of one are columns of the other.
+        require_whole_blocks(self.format, self._prefix, [intermediate_size_per_partition], hidden_size)
         shapes = {
             "w13_weight": (num_experts, 2 * intermediate_size_per_partition, hidden_size),
             "w2_weight": (num_experts, hidden_size, intermediate_size_per_partition),
         }
         parallel = self.moe.moe_parallel_config
         for name, shape in shapes.items():
-            scales = torch.nn.Parameter(torch.ones(*shape[:2], 1, dtype=torch.float32), requires_grad=False)
+            scales = torch.nn.Parameter(torch.ones(self.format.scale_shape(*shape), dtype=torch.float32), requires_grad=False)
             weight = QuantizedExperts(
                 data=torch.zeros(shape, dtype=self.format.dtype),
                 scales=scales,

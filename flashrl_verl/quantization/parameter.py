@@ -14,8 +14,8 @@ from typing import Protocol
 import torch
 from vllm.model_executor.parameter import ModelWeightParameter
 
-from flashrl_verl.quantization.kernels import quantize_rows_into
-from flashrl_verl.quantization.numerics import RowFormat, as_bytes
+from flashrl_verl.quantization.kernels import quantize_into
+from flashrl_verl.quantization.numerics import WeightFormat, as_bytes, storage_kind
 
 
 class LoadObserver(Protocol):
@@ -46,18 +46,19 @@ def observe_loads(observer: LoadObserver) -> Iterator[None]:
 class QuantizedStorage:
     """What both parameters share: codes in ``data``, scales beside them, and an account of what was written.
 
-    Seen as a matrix (``rows``, ``row_scales``), the storage is [R, K] codes and [R, 1] float32 scales, where R counts this
-    rank's output rows of all fused projections (and experts) together and K this rank's input columns.
+    Seen as a matrix (``rows``, ``scale_rows``), the storage is [R, K] codes and [R, 1] float32 scales (with blocks of B:
+    [R / B, K / B]), where R counts this rank's output rows of all fused projections (and experts) together and K this rank's
+    input columns.
     """
 
     data: torch.Tensor
     scales: torch.nn.Parameter
-    format: RowFormat
+    format: WeightFormat
     loaded_elements: int
     """Codes written since ``reset_account``; equals ``numel()`` when every shard arrived exactly once."""
     _views: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]
 
-    def _set_up(self, scales: torch.nn.Parameter, format: RowFormat) -> None:
+    def _set_up(self, scales: torch.nn.Parameter, format: WeightFormat) -> None:
         self.scales, self.format, self.loaded_elements, self._views = scales, format, 0, {}
 
     @property
@@ -65,8 +66,13 @@ class QuantizedStorage:
         return self.data.view(-1, self.data.shape[-1])
 
     @property
-    def row_scales(self) -> torch.Tensor:
-        return self.scales.data.view(-1, 1)
+    def scale_rows(self) -> torch.Tensor:
+        return self.scales.data.view(-1, self.scales.shape[-1])
+
+    @property
+    def kind(self) -> str:
+        """Dtype of the codes, and the rows that share a scale if several do: read off the tensors, not off the format."""
+        return storage_kind(self.data.dtype, self.data.shape[-2] // self.scales.shape[-2])
 
     def reset_account(self) -> None:
         self.loaded_elements = 0
@@ -85,11 +91,15 @@ class QuantizedStorage:
             raise ValueError(f"expected a shard of shape {(rows, columns)}, got {tuple(loaded_weight.shape)}")
 
     def row_range(self, first_row: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Codes [rows, K] and scales [rows, 1] of some rows. The views are kept: every update asks for the same ones, and
-        storage that moves in between stops the run (``WeightRefit``)."""
+        """Codes [rows, K] and their scales: [rows, 1], or with blocks, which both numbers must be whole ones of,
+        [rows / B, K / B]. The views are kept: every update asks for the same ones, and storage that moves in between stops
+        the run (``WeightRefit``)."""
         views = self._views.get((first_row, rows))
         if views is None:
-            views = self.rows.narrow(0, first_row, rows), self.row_scales.narrow(0, first_row, rows)
+            step = self.format.rows_per_scale
+            if first_row % step or rows % step:
+                raise ValueError(f"rows {first_row} to {first_row + rows} are not whole blocks of {step}")
+            views = self.rows.narrow(0, first_row, rows), self.scale_rows.narrow(0, first_row // step, rows // step)
             self._views[first_row, rows] = views
         return views
 
@@ -97,16 +107,17 @@ class QuantizedStorage:
         observer = _observers[0] if _observers else None
         codes, scales = self.row_range(first_row, source.shape[0])
         flag = None if observer is None else observer.flag
-        quantize_rows_into(source.to(self.data.device, non_blocking=True), codes, scales, self.format, first_column, flag)
+        quantize_into(source.to(self.data.device, non_blocking=True), codes, scales, self.format, first_column, flag)
         self.loaded_elements += codes.numel()
         if observer is not None:
             observer.loaded(self, source, first_row, first_column)
 
 
 class QuantizedWeight(QuantizedStorage, ModelWeightParameter):
-    """Codes of one vLLM linear layer: ``data`` is [N, K], its ``scales`` [N, 1] float32 (``layer.weight_scale``)."""
+    """Codes of one vLLM linear layer: ``data`` is [N, K], its ``scales`` [N, 1] float32 (``layer.weight_scale``), with
+    blocks [N / B, K / B]."""
 
-    def __init__(self, *, scales: torch.nn.Parameter, format: RowFormat, **kwargs):
+    def __init__(self, *, scales: torch.nn.Parameter, format: WeightFormat, **kwargs):
         super().__init__(**kwargs)
         self._set_up(scales, format)
 
@@ -131,14 +142,15 @@ class QuantizedWeight(QuantizedStorage, ModelWeightParameter):
         self._quantize(loaded_weight.narrow(0, self.tp_rank // replicas * rows, rows), offset, 0)
 
     def load_row_parallel_weight(self, loaded_weight: torch.Tensor) -> None:
-        """Args: loaded_weight [N, K x tp_size]; the scales are those of whole rows."""
+        """Args: loaded_weight [N, K x tp_size]; the scales are those of whole rows, or of this rank's blocks."""
         columns = self.data.shape[1]
         self._require(loaded_weight, self.data.shape[0], columns * self.tp_size)
         self._quantize(loaded_weight, 0, self.tp_rank * columns)
 
 
 class QuantizedExperts(QuantizedStorage, torch.nn.Parameter):
-    """Codes of one projection of all experts: ``data`` is [E, N, K], ``scales`` [E, N, 1] float32.
+    """Codes of one projection of all experts: ``data`` is [E, N, K], ``scales`` [E, N, 1] float32, with blocks
+    [E, N / B, K / B].
 
     vLLM's own loader of fused experts ends in ``copy_``, which would truncate BF16 into 8-bit storage; this is a loader of our
     own, under the signature that vLLM's models call.
@@ -154,7 +166,7 @@ class QuantizedExperts(QuantizedStorage, torch.nn.Parameter):
     def __new__(cls, *, data: torch.Tensor, **kwargs):
         return super().__new__(cls, data, requires_grad=False)
 
-    def __init__(self, *, data: torch.Tensor, scales: torch.nn.Parameter, format: RowFormat, tp_rank: int, tp_size: int):
+    def __init__(self, *, data: torch.Tensor, scales: torch.nn.Parameter, format: WeightFormat, tp_rank: int, tp_size: int):
         self._set_up(scales, format)
         self.tp_rank, self.tp_size = tp_rank, tp_size
 

@@ -7,31 +7,40 @@ model's weights: torch would write each of them several times over in float32, t
 
 import torch
 
+from flashrl_verl.quantization.numerics import dequantize
 from flashrl_verl.quantization.parameter import QuantizedStorage
 
 _ROWS = 1024
-"""Rows that are in float32 at a time where there is no kernel."""
+"""Rows that are in float32 at a time where there is no kernel; whole blocks."""
 
 
 def row_norms(layer: torch.nn.Module, gains: torch.Tensor, first: int = 0) -> torch.Tensor:
     """Return ``||w_j * gains||_2`` of rows ``first`` and following of a linear layer.
 
     Args:
-        layer: with ``weight`` [N, K], quantized by rows or floating point.
+        layer: with ``weight`` [N, K], quantized or floating point.
         gains: [K] floating point.
-        first: row to begin with.
+        first: row to begin with; of a format with blocks, the first of one.
 
     Returns:
         [N - first] float32, on the weight's device; NaN or Inf where a row, its scale or a gain is.
     """
     weight = layer.weight
     rows = weight.data[first:]
-    scales = weight.row_scales.view(-1)[first:] if isinstance(weight, QuantizedStorage) else None
-    if weight.is_cuda:
+    if not isinstance(weight, QuantizedStorage):
+        return _norms(rows, gains)
+    step = weight.format.rows_per_scale
+    scales = weight.scale_rows[first // step :]
+    if step == 1:
+        return _norms(rows, gains) * scales.view(-1)
+    # Scales differ along a row: some rows at a time as they are, whichever the device.
+    parts = zip(rows.split(_ROWS), scales.split(_ROWS // step), strict=True)
+    return torch.cat([(dequantize(codes, part) * gains.float()).norm(dim=1) for codes, part in parts])
+
+
+def _norms(rows: torch.Tensor, gains: torch.Tensor) -> torch.Tensor:
+    if rows.is_cuda:
         from flashrl_verl.quantization.triton_norms import row_norms_on_gpu  # Triton is only where a GPU is
 
-        norms = row_norms_on_gpu(rows, gains)
-    else:
-        parts = [(part.float() * gains.float()).norm(dim=1) for part in rows.split(_ROWS)]
-        norms = torch.cat(parts)
-    return norms if scales is None else norms * scales
+        return row_norms_on_gpu(rows, gains)
+    return torch.cat([(part.float() * gains.float()).norm(dim=1) for part in rows.split(_ROWS)])

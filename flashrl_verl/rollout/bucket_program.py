@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flashrl_verl.quantization.kernels import RowJob, RowTable, quantize_rows_into
+from flashrl_verl.quantization.kernels import quantize_into
 from flashrl_verl.quantization.parameter import QuantizedStorage
+from flashrl_verl.quantization.row_table import RowJob, RowTable
 from flashrl_verl.rollout.plan import Copy, LoadPlan, NamedTensors, Shard
 from flashrl_verl.rollout.receipt import Passed, all_finite
 
@@ -80,7 +81,7 @@ class BucketProgram:
             table.launch(copy.source(weights[i][1]), flag)
         for i, shard in self._shards:
             source = shard.source(weights[i][1]).to(flag.device, non_blocking=True)
-            quantize_rows_into(source, *shard.stored(), shard.weight.format, shard.first_column, flag)
+            quantize_into(source, *shard.stored(), shard.weight.format, shard.first_column, flag)
         for i, copy in self._copies:
             source = copy.source(weights[i][1])
             copy.destination().copy_(source, non_blocking=True)

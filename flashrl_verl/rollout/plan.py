@@ -33,7 +33,7 @@ class Shard:
         return tensor.narrow(0, self.source_row, self.rows)
 
     def stored(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Codes [rows, K_local] and scales [rows, 1] float32."""
+        """Codes [rows, K_local] and their scales, float32 (``QuantizedStorage.row_range``)."""
         return self.weight.row_range(self.first_row, self.rows)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from vllm.model_executor.layers.linear import LinearBase
 
-from flashrl_verl.quantization.moe import RowQuantizedMoEMethod
+from flashrl_verl.quantization.moe import QuantizedMoEMethod
 from flashrl_verl.quantization.numerics import as_bytes
 from flashrl_verl.quantization.parameter import QuantizedStorage
 from flashrl_verl.rollout.receipt import to_host
@@ -61,6 +61,6 @@ def _products(model: torch.nn.Module) -> dict[str, list[torch.Tensor]]:
             weight = module.weight
             dtype = module.flashrl_dtype if isinstance(weight, QuantizedStorage) else weight.dtype
             found[name] = [method.apply(module, torch.ones(1, weight.shape[1], dtype=dtype, device=weight.device), None)]
-        elif isinstance(method, RowQuantizedMoEMethod) and (packed := method.packed_products(module)):
+        elif isinstance(method, QuantizedMoEMethod) and (packed := method.packed_products(module)):
             found[name] = packed
     return found

@@ -19,7 +19,7 @@ from flashrl_verl.errors import ConfigError, FlashRLError
 from flashrl_verl.lm_head import FP32
 from flashrl_verl.platforms.cores import bind_ranks
 from flashrl_verl.plugin_vllm import register
-from flashrl_verl.quantization.formats import row_format
+from flashrl_verl.quantization.formats import weight_format
 from flashrl_verl.replicas import settings_of
 from flashrl_verl.rollout.access import base_url, loopback_address, require_key, server_key, verify_refusal
 from flashrl_verl.rollout.kv_check import require_kv_cache
@@ -232,8 +232,7 @@ def require_precision(settings: FlashRLConfig, layers: dict) -> None:
             f"the quantizer does not know: {list(unknown.items())[:8]}; name them in flashrl.ignore, or set "
             "flashrl.precision=bf16"
         )
-    dtype = str(row_format(wanted).dtype).removeprefix("torch.")
-    if set(layers["quantized"]) != {dtype}:
+    if set(layers["quantized"]) != {weight_format(wanted).storage}:
         raise FlashRLError(
             f"flashrl.precision={wanted.value}, but the engine's quantized weights are {layers['quantized'] or 'none'} "
             f"(kept by flashrl.ignore, keep_first_layers and keep_last_layers: {len(layers['kept_layers'])} layers); keep "

@@ -2,7 +2,8 @@
 """What the engine's storage must hold after an update, for a sample of its tensors, recomputed from what arrived.
 
 A quantized weight must hold the codes ``numerics`` gives for the rows that arrived, whichever kernel wrote them; an unquantized
-parameter must be a copy. Everything is compared at the end of the update, after all loads and vLLM's post-processing.
+parameter must be a copy. Everything is compared at the end of the update, after all loads and vLLM's post-processing. Of a
+format with blocks, a row of blocks is sampled: its scales, computed while all its rows are there, and codes of some rows of it.
 """
 
 import dataclasses
@@ -32,6 +33,8 @@ class _Spot:
     row: int
     column: int
     source: torch.Tensor
+    scales: torch.Tensor | None
+    """[1, K / B] of the row of blocks that the rows lie in, for a format with blocks."""
 
 
 @dataclasses.dataclass
@@ -55,10 +58,17 @@ class StorageCheck:
         self, name: str, weight: QuantizedStorage, source: torch.Tensor, first_row: int, first_column: int
     ) -> None:
         """Remember some rows of ``source`` [n, K], which became rows ``first_row`` and following of ``weight``."""
-        n = min(_SPOT_ROWS, source.shape[0])
         # Other rows every step.
-        first = zlib.crc32(f"{name} {self._step}".encode()) % (source.shape[0] - n + 1)
-        self._spots.append(_Spot(name, weight, first_row + first, first_column, source.narrow(0, first, n).clone()))
+        first, scales = zlib.crc32(f"{name} {self._step}".encode()), None
+        fmt = weight.format
+        if fmt.block is not None:
+            start = first % (source.shape[0] // fmt.block) * fmt.block
+            source, first_row = source.narrow(0, start, fmt.block), first_row + start
+            scales = numerics.block_scales(source.narrow(1, first_column, weight.data.shape[-1]), fmt)
+        n = min(_SPOT_ROWS, source.shape[0])
+        first %= source.shape[0] - n + 1
+        rows = source.narrow(0, first, n).clone()
+        self._spots.append(_Spot(name, weight, first_row + first, first_column, rows, scales))
 
     def expect_copy(self, name: str, tensor: torch.Tensor, copy: Copy) -> None:
         """Remember rows of an unquantized parameter that must end up as a copy of rows of ``tensor``."""
@@ -70,18 +80,8 @@ class StorageCheck:
         for spot in self._spots:
             key = (spot.weight.format.name, spot.source.dtype, spot.source.shape[1], spot.column, spot.weight.data.shape[-1])
             groups.setdefault(key, []).append(spot)
-        rows_differ = []
-        for (_, _, _, column, width), spots in groups.items():
-            fmt = spots[0].weight.format
-            rows = torch.cat([s.source for s in spots])
-            scales = numerics.row_scales(rows, fmt)
-            codes, _ = numerics.quantize_rows(rows.narrow(1, column, width), fmt, scales)
-            stored = torch.cat([s.weight.rows.narrow(0, s.row, len(s.source)) for s in spots])
-            stored_scales = torch.cat([s.weight.row_scales.narrow(0, s.row, len(s.source)) for s in spots])
-            self._row_names += [s.name for s in spots for _ in range(len(s.source))]
-            rows_differ.append(
-                (numerics.as_bytes(codes) != numerics.as_bytes(stored)).any(1) | (scales != stored_scales).any(1)
-            )
+        rows_differ = [_differing_rows(spots, key[-2], key[-1]) for key, spots in groups.items()]
+        self._row_names = [s.name for spots in groups.values() for s in spots for _ in range(len(s.source))]
         if rows_differ:
             self._rows_differ = torch.cat(rows_differ)
         self._copies_differ = gather([checksum(expected.copy.destination()) != expected.sum for expected in self._copies])
@@ -94,6 +94,20 @@ class StorageCheck:
     def stale_copies(self) -> list[str]:
         """Names of the tensors that an unquantized parameter is no copy of, after ``compare`` (synchronizes)."""
         return [expected.name for expected, bad in zip(self._copies, self._copies_differ.tolist(), strict=True) if bad]
+
+
+def _differing_rows(spots: list[_Spot], column: int, width: int) -> torch.Tensor:
+    """Whether codes or scale of each row of spots of one geometry are not stored as they have to be: [rows] bool."""
+    fmt = spots[0].weight.format
+    rows = torch.cat([s.source for s in spots])
+    local = rows.narrow(1, column, width)
+    scales = numerics.row_scales(rows, fmt) if fmt.block is None else torch.cat([s.scales for s in spots])
+    codes, _ = numerics.quantize_rows(local, fmt, numerics.spread(scales, local.shape))
+    stored = torch.cat([s.weight.rows.narrow(0, s.row, len(s.source)) for s in spots])
+    step = fmt.rows_per_scale
+    stored_scales = torch.cat([s.weight.scale_rows.narrow(0, s.row // step, -(-len(s.source) // step)) for s in spots])
+    scales_differ = (scales != stored_scales).any(1).repeat_interleave(len(rows) // len(scales))
+    return (numerics.as_bytes(codes) != numerics.as_bytes(stored)).any(1) | scales_differ
 
 
 class CodeChangeMeter:

@@ -34,7 +34,7 @@ class FlashRLWorkerExtension(vLLMColocateWorkerExtension):
         """What this worker's model is, read off its modules and storage.
 
         Returns:
-            precision of the engine's quantization config; quantized weights by dtype (a linear layer has one, a layer of
+            precision of the engine's quantization config; quantized weights by kind (a linear layer has one, a layer of
             experts two); number and names of the quantized layers; name and class of the others, which of them the user kept,
             and numbers of decoder layers kept whole; entries of ``flashrl.ignore`` that matched nothing; dtype in which the
             logits are computed; bytes of quantized weights (codes and scales), what they would be in BF16, and of all
@@ -57,8 +57,7 @@ class FlashRLWorkerExtension(vLLMColocateWorkerExtension):
                 continue
             names.append(name)
             for storage in storages:
-                dtype = str(storage.data.dtype).removeprefix("torch.")
-                quantized[dtype] = quantized.get(dtype, 0) + 1
+                quantized[storage.kind] = quantized.get(storage.kind, 0) + 1
                 quantized_bytes += storage.numel() * storage.element_size() + storage.scales.numel() * 4
                 bf16_bytes += storage.numel() * 2
         precision = getattr(config, "precision", None)

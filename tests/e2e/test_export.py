@@ -6,9 +6,10 @@ import random
 import checkpoint_ranks
 import plain_vllm
 import pytest
+import references
 import torch
 from engines import CUDA, Refit, engine
-from tiny_models import VOCAB, make, wire
+from tiny_models import VOCAB, make, sizes, wire
 
 from flashrl_verl.config import Precision
 from flashrl_verl.export.export import Request, export
@@ -96,3 +97,32 @@ def test_experts_of_a_hugging_face_folder_load_in_plain_vllm(tmp_path, precision
     assert (first[0] - first[1]).abs().max() < 5e-2
     same = sum(one[:4] == other[:4] for one, other in zip(answer["tokens"], tokens, strict=True))
     assert same >= 0.8 * len(PROMPTS), same
+
+
+@pytest.mark.skipif(not CUDA and not torch.cpu._is_amx_tile_supported(), reason="vLLM's CPU kernel for block scales needs AMX")
+def test_a_block_export_computes_with_the_rollouts_codes_and_scales_in_plain_vllm(tmp_path):
+    """Against a Hugging Face model that holds codes x scales: vLLM's kernel for CPUs leaves the activations in BF16, where GPUs
+    quantize them. Qwen3 has no biases, of which that kernel takes none in BF16 (0.27.1)."""
+    model = make("qwen3", **sizes("qwen3", "fp8_block"))
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "model")
+    folder, _ = export(Request(checkpoint=tmp_path / "model", output=tmp_path / "out", format=Precision.FP8_BLOCK))
+    answer = plain_vllm.ask(folder, PROMPTS, 1, tmp_path)
+    assert answer["quantization"] == "compressed-tensors"
+    theirs = torch.tensor(answer["log_probs"])[:, 0]
+    before = _first_log_probs(model, answer["tokens"])
+    with torch.no_grad():
+        for name, module in model.named_modules():
+            if isinstance(module, torch.nn.Linear) and name != "lm_head":
+                codes, scales = references.quantize(module.weight, "fp8_block")
+                spread = torch.from_numpy(scales).repeat_interleave(128, 0).repeat_interleave(128, 1)
+                module.weight.copy_(torch.from_numpy(codes) * spread)
+    gap = (theirs - _first_log_probs(model, answer["tokens"])).abs().mean()
+    assert gap < (0.1 if CUDA else 0.02)
+    assert CUDA or gap < 0.3 * (theirs - before).abs().mean(), "without quantization it would be as near"
+
+
+def _first_log_probs(model, tokens: list[list[int]]) -> torch.Tensor:
+    """Log-prob of the first token after each prompt."""
+    with torch.no_grad():
+        last = [model(input_ids=torch.tensor([prompt])).logits[0, -1].float().log_softmax(-1) for prompt in PROMPTS]
+    return torch.stack([row[chosen[0]] for row, chosen in zip(last, tokens, strict=True)])

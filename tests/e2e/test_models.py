@@ -5,11 +5,11 @@ import pytest
 import torch
 from engines import CUDA, Refit, engine, greedy
 from references import assert_storage, save_compressed_tensors
-from tiny_models import CONFIGS, LAYERS, make, wire
+from tiny_models import CONFIGS, LAYERS, make, sizes, wire
 
 pytestmark = [pytest.mark.cpu_e2e, pytest.mark.slow]
 
-PRECISIONS = ["int8", "fp8"]
+CASES = [(name, precision) for name in CONFIGS for precision in ("int8", "fp8", "fp8_block")]
 
 
 def save(model, path) -> None:
@@ -17,21 +17,20 @@ def save(model, path) -> None:
     model.config.save_pretrained(path)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name, precision", CASES)
 def test_codes_scales_and_copies_equal_a_recomputation_and_log_probs_follow_the_trainer(tmp_path, name, precision):
-    model = make(name)
+    model = make(name, **sizes(name, precision))
     save(model, tmp_path / "model")
     with engine(tmp_path / "model", {"precision": precision}) as llm:
         (layers,) = llm.collective_rpc("flashrl_layers")
-        dtype = {"int8": "int8", "fp8": "float8_e4m3fn"}[precision]
-        assert set(layers["quantized"]) == {dtype}
+        kinds = {"int8": "int8", "fp8": "float8_e4m3fn", "fp8_block": "float8_e4m3fn by 128x128"}
+        assert set(layers["quantized"]) == {kinds[precision]}
         assert set(layers["unquantized_layers"].values()) <= {"ReplicatedLinear"}
         assert 0.5 < layers["quantized_bytes"] / layers["quantized_bytes_as_bf16"] < 0.54
         refit = Refit(llm)
         for step in range(3):  # the first is careful, the second loads whole buckets, the third has other weights
             if step == 2:
-                model = make(name, seed=1)
+                model = make(name, seed=1, **sizes(name, precision))
             weights = wire(model)
             report = refit(weights, step)
             tied = ["lm_head.weight"] if model.config.tie_word_embeddings else []

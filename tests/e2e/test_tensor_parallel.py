@@ -12,7 +12,7 @@ import torch
 from engines import CUDA, parallel_engine, teacher_forced, update
 from references import Rank, assert_storage, computes_w8a8
 from safetensors.torch import load_file
-from tiny_models import LAYERS, VOCAB, make, wire
+from tiny_models import LAYERS, VOCAB, make, sizes, wire
 from transformers import AutoModelForCausalLM
 
 pytestmark = [
@@ -24,7 +24,7 @@ pytestmark = [
 slow = pytest.mark.slow
 RANKS = 2
 
-MEAN_GAP = {"bf16": 8e-3, "int8": 3e-2, "fp8": 8e-2}
+MEAN_GAP = {"bf16": 8e-3, "int8": 3e-2, "fp8": 8e-2, "fp8_block": 8e-2}
 """Bound on the mean difference of log-probs between one rank and two. BF16 sums in another order make 3e-3 by themselves;
 8-bit activations amplify what falls on the other side of a rounding: 0.9e-2 to 1.4e-2 (INT8), 2.7e-2 to 4.1e-2 (E4M3).
 One rank is as far from an emulation of exactly its arithmetic."""
@@ -78,10 +78,11 @@ def difference(ours: list[list[float]], theirs: list[list[float]]) -> torch.Tens
         for name in ("qwen2.5", "qwen3", "phi3", "qwen3-moe")
         for precision in ("int8", "fp8")
     ]
+    + [pytest.param(name, "fp8_block", marks=slow) for name in ("qwen2.5", "phi3", "qwen3-moe")]
     + [pytest.param("qwen2.5", "bf16", marks=slow), pytest.param("phi3", "bf16", marks=slow)],
 )
 def test_two_ranks_hold_the_parts_of_one_ranks_codes_and_give_its_log_probs(tmp_path, name, precision, record_property):
-    models = [make(name), make(name, seed=1)]
+    models = [make(name, seed, **sizes(name, precision)) for seed in (0, 1)]
     config = models[0].config
     config.save_pretrained(tmp_path)
     for key, tensor in models[0].named_parameters():
@@ -167,7 +168,7 @@ def reference_log_probs(model) -> list[list[float]]:
 
 
 def assert_parts_of(parts: list[dict], whole: dict, config) -> None:
-    """Bit for bit, and the scales of row-parallel weights are all of the whole's, on every rank."""
+    """Bit for bit, and the scales of row-parallel weights' rows are all of the whole's, on every rank."""
     for rank, stored in enumerate(parts):
         place = Rank(config, rank, len(parts))
         assert stored.keys() == whole.keys()
@@ -176,7 +177,7 @@ def assert_parts_of(parts: list[dict], whole: dict, config) -> None:
             if expected.dtype.itemsize == 1:
                 expected, values = expected.view(torch.uint8), values.view(torch.uint8)
             if name.endswith("_scale"):
-                cut = place.rows(name.removesuffix("_scale"), expected.numpy())
+                cut = place.scales(name.removesuffix("_scale"), expected.numpy())
             else:
                 expected = expected.float() if expected.dtype == torch.bfloat16 else expected
                 cut = place.columns(name, place.rows(name, expected.numpy()))

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from flashrl_verl.config import Precision
-from flashrl_verl.quantization.formats import row_format
-from flashrl_verl.quantization.numerics import dequantize_rows, quantize_rows
+from flashrl_verl.quantization.formats import weight_format
+from flashrl_verl.quantization.numerics import dequantize, quantize, quantize_rows
 from flashrl_verl.quantization.parameter import QuantizedWeight
 from flashrl_verl.quantization.row_norms import row_norms
 from flashrl_verl.rollout.kv_scales import power_of_two_scales
@@ -18,11 +18,11 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 def linear(weight: torch.Tensor, precision: str) -> torch.nn.Module:
     """A layer that holds a weight as the engine does."""
-    layer, fmt = torch.nn.Module(), row_format(Precision(precision))
+    layer, fmt = torch.nn.Module(), weight_format(Precision(precision))
     if fmt is None:
         layer.weight = torch.nn.Parameter(weight, requires_grad=False)
         return layer
-    codes, scales = quantize_rows(weight, fmt)
+    codes, scales = quantize(weight, fmt)
     # Without its constructor, which asks vLLM for the process group.
     layer.weight = QuantizedWeight.__new__(QuantizedWeight, data=codes)
     layer.weight._set_up(torch.nn.Parameter(scales, requires_grad=False), fmt)
@@ -31,16 +31,18 @@ def linear(weight: torch.Tensor, precision: str) -> torch.nn.Module:
 
 def dequantized(layer: torch.nn.Module) -> torch.Tensor:
     if isinstance(layer.weight, QuantizedWeight):
-        return dequantize_rows(layer.weight.data, layer.weight.scales.data).double()
+        return dequantize(layer.weight.data, layer.weight.scales.data).double()
     return layer.weight.data.double()
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("precision", ["bf16", "int8", "fp8"])
+@pytest.mark.parametrize("precision", ["bf16", "int8", "fp8", "fp8_block"])
 def test_row_norms_are_those_of_float64(precision, device):
     for seed in range(20):
         g = torch.Generator().manual_seed(seed)
         n, k = (int(torch.randint(1, 3000, (), generator=g)) for _ in range(2))
+        if precision == "fp8_block":
+            n, k = (-(-size // 128) * 128 for size in (n, k))
         weight = (torch.randn(n, k, generator=g) * torch.rand(n, 1, generator=g).mul(4).exp()).bfloat16()
         gains = torch.randn(k, generator=g).bfloat16()
         layer = linear(weight.to(device), precision)
@@ -62,13 +64,13 @@ def test_a_row_that_is_not_finite_shows(precision, device):
 def test_an_input_rounded_to_8_bits_is_at_most_twice_the_exact_one(d, outlier):
     """Rounding can lengthen it past sqrt(d), for which the bound of a quantized projection is doubled."""
     for seed, precision in enumerate(("int8", "fp8")):
-        g, fmt = torch.Generator().manual_seed(seed), row_format(Precision(precision))
+        g, fmt = torch.Generator().manual_seed(seed), weight_format(Precision(precision))
         normalized = torch.randn(64, d, generator=g)
         normalized *= math.sqrt(d) / normalized.norm(dim=1, keepdim=True)
         gains = torch.ones(d)
         gains[0] = outlier
         x = normalized * gains
-        rounded = dequantize_rows(*quantize_rows(x, fmt))
+        rounded = dequantize(*quantize_rows(x, fmt))
         assert (rounded.abs() <= 2 * x.abs()).all()
         assert (rounded.norm(dim=1) > x.norm(dim=1)).any(), "not merely by luck within the exact bound"
 

@@ -39,7 +39,7 @@ LAYER = SimpleNamespace(
 )
 
 
-def tokens_as_codes(x: torch.Tensor, fmt: numerics.RowFormat) -> torch.Tensor:
+def tokens_as_codes(x: torch.Tensor, fmt: numerics.WeightFormat) -> torch.Tensor:
     """Per-token quantization in float64."""
     scale = x.abs().amax(-1, keepdim=True) / fmt.code_max
     codes = x / scale
@@ -47,9 +47,9 @@ def tokens_as_codes(x: torch.Tensor, fmt: numerics.RowFormat) -> torch.Tensor:
     return codes.clamp(-fmt.code_max, fmt.code_max) * scale
 
 
-def exact(case, fmt: numerics.RowFormat) -> torch.Tensor:
+def exact(case, fmt: numerics.WeightFormat) -> torch.Tensor:
     w13, w2, x, logits = case
-    d13, d2 = (numerics.dequantize_rows(*numerics.quantize_rows(w, fmt)).double() for w in (w13, w2))
+    d13, d2 = (numerics.dequantize(*numerics.quantize_rows(w, fmt)).double() for w in (w13, w2))
     probabilities = logits.double().softmax(-1)
     out = torch.zeros(TOKENS, HIDDEN, dtype=torch.float64)
     for token in range(TOKENS):

@@ -7,7 +7,7 @@ import torch
 
 from flashrl_verl.quantization.formats import fp8, int8
 from flashrl_verl.quantization.kernels import quantize_rows_into
-from flashrl_verl.quantization.numerics import RowFormat, as_bytes, dequantize_rows, quantize_rows, row_scales, sqnr_db
+from flashrl_verl.quantization.numerics import WeightFormat, as_bytes, dequantize, quantize_rows, row_scales, sqnr_db
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 FORMATS = [pytest.param(int8.FORMAT, id="int8"), pytest.param(fp8.FORMAT, id="fp8")]
@@ -32,7 +32,7 @@ def round_to_e4m3(x: np.ndarray) -> np.ndarray:
     return np.where(up, codes[above], codes[below]) | (np.signbit(x).astype(np.uint8) << 7)
 
 
-def reference(weight: torch.Tensor, fmt: RowFormat) -> tuple[np.ndarray, np.ndarray]:
+def reference(weight: torch.Tensor, fmt: WeightFormat) -> tuple[np.ndarray, np.ndarray]:
     """numpy float32, row by row: IEEE division, numpy's rint is round-half-even. Codes as bytes."""
     w = weight.float().cpu().numpy()
     scales = np.empty((w.shape[0], 1), dtype=np.float32)
@@ -63,7 +63,7 @@ def random_weight(seed: int, dtype: torch.dtype) -> torch.Tensor:
     return weight.to(dtype)
 
 
-def quantized(weight: torch.Tensor, fmt: RowFormat, device: str) -> tuple[np.ndarray, np.ndarray]:
+def quantized(weight: torch.Tensor, fmt: WeightFormat, device: str) -> tuple[np.ndarray, np.ndarray]:
     """What the device's kernel writes; the storage is full of marks before."""
     codes = torch.empty(weight.shape, dtype=fmt.dtype, device=device)
     as_bytes(codes).fill_(fmt.unwritten)
@@ -146,7 +146,7 @@ def test_the_error_is_at_most_half_a_step_of_the_grid(fmt, relative):
     """INT8: half a scale. E4M3: half of 2^-3 of the value, or half of the smallest subnormal, 2^-9 scales."""
     weight = random_weight(11, torch.float32)
     codes, scales = quantize_rows(weight, fmt)
-    error = (weight.double() - dequantize_rows(codes, scales).double()).abs()
+    error = (weight.double() - dequantize(codes, scales).double()).abs()
     step = torch.maximum(weight.double().abs() * relative, scales.double() * (0.5 if fmt.name == "int8" else 2.0**-10))
     assert (error <= step * (1 + 1e-6)).all()
 
@@ -212,7 +212,7 @@ def test_sqnr_of_gaussian_rows_is_that_of_the_format(fmt, low, high):
     falls."""
     weight = torch.randn(256, 4096, generator=torch.Generator().manual_seed(0))
     codes, scales = quantize_rows(weight, fmt)
-    assert low < sqnr_db(weight, dequantize_rows(codes, scales)) < high
+    assert low < sqnr_db(weight, dequantize(codes, scales)) < high
 
 
 @pytest.mark.parametrize("fmt", FORMATS)

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from flashrl_verl.quantization import numerics
-from flashrl_verl.quantization.formats import fp8, int8
-from flashrl_verl.quantization.kernels import RowJob, RowTable
+from flashrl_verl.quantization.formats import fp8, fp8_block, int8
+from flashrl_verl.quantization.row_table import RowJob, RowTable
 
 pytestmark = pytest.mark.gpu
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
@@ -66,6 +66,50 @@ def test_every_shard_has_the_codes_and_scales_of_its_rows(columns, first, width,
         assert not flag.item()
     assert not numerics.as_bytes(codes)[[0, -1]].any() and not scales[[0, -1]].any()
     parts[-1][-1, -1] = float("nan")
+    for i, table in tables:
+        table.launch(parts[i], flag)
+    assert flag.item() == 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "columns, first, width, rows, gap",
+    [
+        (5120, 0, 5120, (1024, 512, 5120, 128), 0),
+        (13824, 6912, 6912, (512, 1024), 0),
+        (768, 384, 384, (256,) * 5, 16),
+        (128, 0, 128, (128, 256), 3),
+    ],
+)
+def test_every_shard_has_the_codes_and_scales_of_its_blocks(columns, first, width, rows, gap, dtype):
+    fmt, g = fp8_block.FORMAT, torch.Generator(device="cuda").manual_seed(columns + width)
+    bucket = torch.empty(sum(rows) * columns + gap * len(rows) + 512, dtype=dtype, device="cuda")
+    codes = torch.zeros(sum(rows) + 2 * fmt.block, width, dtype=fmt.dtype, device="cuda")
+    scales = torch.zeros(fmt.scale_shape(*codes.shape), device="cuda")
+    flag = torch.zeros(1, dtype=torch.int32, device="cuda")
+    tables: list[tuple[int, RowTable]] = []
+    for shift in (0, 256):  # the same layout elsewhere
+        bucket.normal_(generator=g)
+        parts = [p.view(-1, columns) for p in cut(bucket[shift:], [n * columns for n in rows], gap)]
+        jobs, at = [], fmt.block
+        for part in parts:
+            there, blocks = slice(at, at + len(part)), slice(at // fmt.block, (at + len(part)) // fmt.block)
+            jobs.append(RowJob(part, codes[there], scales[blocks], fmt, first))
+            at += len(part)
+        if not tables:
+            groups: dict[tuple, list[int]] = {}
+            for i, job in enumerate(jobs):
+                groups.setdefault(job.geometry(), []).append(i)
+            tables = [(group[0], RowTable([jobs[i] for i in group])) for group in groups.values()]
+        for i, table in tables:
+            table.launch(parts[i], flag)
+        for part, job in zip(parts, jobs, strict=True):
+            expected, expected_scales = numerics.quantize(part[:, first : first + width].cpu(), fmt)
+            assert torch.equal(job.scales.cpu(), expected_scales)
+            assert torch.equal(numerics.as_bytes(job.codes).cpu(), numerics.as_bytes(expected))
+        assert not flag.item()
+    assert not numerics.as_bytes(codes)[[0, -1]].any() and not scales[[0, -1]].any()
+    parts[-1][-1, first + width - 1] = float("nan")
     for i, table in tables:
         table.launch(parts[i], flag)
     assert flag.item() == 1

@@ -27,7 +27,7 @@ for seed, (dtype, columns) in enumerate((d, k) for d in (torch.bfloat16, torch.f
     width, first = columns // 2, columns // 4
     codes, scales = torch.zeros(9, width, dtype=torch.int8), torch.zeros(9, 1)
     flag = torch.zeros(1, dtype=torch.int32)
-    kernels._launch(weight, codes, scales, FORMAT, first, flag, rows=9)
+    kernels.launch_rows(weight, codes, scales, FORMAT, first, flag, rows=9)
     whole = numerics.row_scales(weight, FORMAT)
     expected, _ = numerics.quantize_rows(weight[:, first : first + width], FORMAT, whole)
     assert flag.item() == 1
@@ -43,7 +43,7 @@ import torch
 import triton.language as tl
 from flashrl_verl.quantization import kernels, numerics, triton_rows
 from flashrl_verl.quantization.formats.int8 import FORMAT
-from flashrl_verl.quantization.kernels import RowJob, RowTable
+from flashrl_verl.quantization.row_table import RowJob, RowTable
 from flashrl_verl.rollout import receipt, triton_scan
 
 kernels._MAX_IN_REGISTERS, kernels._LONG_ROWS = 128, ((1000, 64, 4),)

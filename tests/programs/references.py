@@ -16,15 +16,22 @@ FUSED = {
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
 _E4M3 = np.array([m / 8 * 2.0**-6 if e == 0 else (1 + m / 8) * 2.0 ** (e - 7) for e in range(16) for m in range(8)][:-1])
-CODE_MAX = {"int8": 127.0, "fp8": 448.0}
+CODE_MAX = {"int8": 127.0, "fp8": 448.0, "fp8_block": 448.0}
+BLOCK = 128
 
 
 def quantize(rows: torch.Tensor, precision: str) -> tuple[np.ndarray, np.ndarray]:
-    """DESIGN: scale = absmax / code_max, code = round-half-even(w / scale) in float32. Codes as their values in float64."""
+    """DESIGN: scale = absmax / code_max, code = round-half-even(w / scale) in float32. Codes as their values in float64; scales
+    [N, 1], or of fp8_block one for each of the blocks."""
     w = rows.float().cpu().numpy()
-    scales = (np.abs(w).max(axis=1, keepdims=True) / np.float32(CODE_MAX[precision])).astype(np.float32)
+    if precision == "fp8_block":
+        n, k = w.shape[0] // BLOCK, w.shape[1] // BLOCK
+        absmax = np.array([[np.abs(columns).max() for columns in np.hsplit(block, k)] for block in np.vsplit(w, n)])
+    else:
+        absmax = np.abs(w).max(axis=1, keepdims=True)
+    scales = (absmax / np.float32(CODE_MAX[precision])).astype(np.float32)
     scales[scales == 0] = 1
-    quotients = w / scales
+    quotients = w / (scales if precision != "fp8_block" else np.kron(scales, np.ones((BLOCK, BLOCK), np.float32)))
     if precision == "int8":
         return np.clip(np.rint(quotients), -127, 127).astype(np.float64), scales
     magnitude = np.minimum(np.abs(quotients.astype(np.float64)), 448)
@@ -86,6 +93,12 @@ class Rank:
         row_parallel = name.endswith(("o_proj.weight", "down_proj.weight", "w2_weight"))
         return self.part(whole, whole.ndim - 1) if row_parallel else whole
 
+    def scales(self, name: str, whole: np.ndarray) -> np.ndarray:
+        """Cut [.., N, 1] or [.., N / B, K / B] scales of the parameter called ``name``."""
+        cut = self.rows(name, whole)
+        # Of whole rows of the checkpoint: cutting columns leaves them alone. A block is cut like what it covers.
+        return cut if whole.shape[-1] == 1 else self.columns(name, cut)
+
 
 def assert_storage(
     stored: dict[str, torch.Tensor], weights: dict[str, torch.Tensor], precision: str, place: Rank | None = None
@@ -95,7 +108,7 @@ def assert_storage(
     Args:
         stored: the rank's parameters by vLLM's name.
         weights: the checkpoint's tensors.
-        precision: int8 or fp8.
+        precision: int8, fp8 or fp8_block.
         place: the rank; None without tensor parallelism.
 
     Returns:
@@ -124,8 +137,7 @@ def assert_storage(
             codes, expected_scales = experts(name, values.shape[0], weights, precision)
             counts["experts"] += 1
         if place is not None:
-            # The scales belong to whole rows of the checkpoint: cutting columns leaves them alone.
-            codes, expected_scales = place.columns(name, place.rows(name, codes)), place.rows(name, expected_scales)
+            codes, expected_scales = place.columns(name, place.rows(name, codes)), place.scales(name, expected_scales)
         np.testing.assert_array_equal(scales, expected_scales, err_msg=name)
         np.testing.assert_array_equal(values.double().numpy(), codes, err_msg=name)
     return counts
@@ -162,13 +174,19 @@ def computes_w8a8(model: torch.nn.Module, precision: str, ranks: int) -> torch.n
 def _w8a8_linear(module: torch.nn.Linear, precision: str, parts: int) -> Callable[[torch.Tensor], torch.Tensor]:
     def dequantized(rows: torch.Tensor) -> torch.Tensor:
         codes, scales = quantize(rows, precision)
-        return torch.from_numpy(codes * scales)
+        return torch.from_numpy(codes * (scales if precision != "fp8_block" else np.kron(scales, np.ones((BLOCK, BLOCK)))))
+
+    def tokens(rows: torch.Tensor) -> torch.Tensor:
+        if precision != "fp8_block":
+            return dequantized(rows)
+        codes, scales = quantize(rows.reshape(-1, BLOCK), "fp8")
+        return torch.from_numpy(codes * scales).reshape(rows.shape)
 
     weights = dequantized(module.weight.detach()).chunk(parts, 1)
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         pieces = x.reshape(-1, x.shape[-1]).chunk(parts, 1)
-        products = [dequantized(piece) @ weight.t() for piece, weight in zip(pieces, weights, strict=True)]
+        products = [tokens(piece) @ weight.t() for piece, weight in zip(pieces, weights, strict=True)]
         if module.bias is not None:
             products[0] = products[0] + module.bias.detach().double()
         return sum(product.to(x.dtype) for product in products).reshape(*x.shape[:-1], -1)

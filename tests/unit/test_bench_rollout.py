@@ -244,7 +244,7 @@ def test_a_gpu_is_known_by_its_whole_name(device, name, tmp_path, measured):
     cfg = config(tmp_path)
     report = replace(rollout.run(cfg), environment={"device": device, "memory_bytes": None})
     assert (rollout_report.Prediction(cfg, report).kv_tokens(INT8) is None) == (name is None)
-    assert (device in (rollout_report.note(report) or "")) == (name is None)
+    assert (device in (rollout_report.note(cfg, report) or "")) == (name is None)
 
 
 def test_every_gpu_has_a_device_name_and_no_two_share_one():

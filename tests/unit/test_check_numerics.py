@@ -8,9 +8,9 @@ from flashrl_verl.check.findings import Verdict
 from flashrl_verl.config import Precision
 from flashrl_verl.plugin_vllm import register
 from flashrl_verl.quantization import gemm, parameter
-from flashrl_verl.quantization.linear import RowQuantizedLinearMethod
+from flashrl_verl.quantization.linear import QuantizedLinearMethod
 
-EIGHT_BITS = [Precision.INT8, Precision.FP8]
+EIGHT_BITS = [Precision.INT8, Precision.FP8, Precision.FP8_BLOCK]
 
 
 def look(precision: Precision):
@@ -73,25 +73,26 @@ def test_a_layer_that_is_not_quantized_is_not_called_int8(monkeypatch):
 
 
 def test_storage_that_moves_while_it_is_loaded_is_refused(monkeypatch):
-    process = RowQuantizedLinearMethod.process_weights_after_loading
+    process = QuantizedLinearMethod.process_weights_after_loading
 
     def moving(self, layer):
         layer.weight.data = layer.weight.data.clone()
         layer.weight._views.clear()
         process(self, layer)
 
-    monkeypatch.setattr(RowQuantizedLinearMethod, "process_weights_after_loading", moving)
+    monkeypatch.setattr(QuantizedLinearMethod, "process_weights_after_loading", moving)
     finding = look(Precision.INT8)
     assert finding.verdict is Verdict.FAIL and "moved" in finding.text
 
 
-def test_one_wrong_row_of_hundreds_is_found(monkeypatch):
-    """A row whose codes belong to another scale: what a race in a fused loader would leave."""
-    quantize = parameter.quantize_rows_into
+@pytest.mark.parametrize("precision, group", [(Precision.INT8, (7,)), (Precision.FP8_BLOCK, (2, 1))])
+def test_one_wrong_scale_of_a_row_or_block_is_found(monkeypatch, precision, group):
+    """Codes that belong to another scale: what a race in a fused loader would leave."""
+    quantize = parameter.quantize_into
 
     def one_wrong(weight, codes, scales, *rest):
         quantize(weight, codes, scales, *rest)
-        scales[7] *= 3
+        scales[group if len(scales) > group[0] else 0] *= 3
 
-    monkeypatch.setattr(parameter, "quantize_rows_into", one_wrong)
-    assert look(Precision.INT8).verdict is Verdict.FAIL
+    monkeypatch.setattr(parameter, "quantize_into", one_wrong)
+    assert look(precision).verdict is Verdict.FAIL

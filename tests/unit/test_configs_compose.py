@@ -88,7 +88,9 @@ CORRECTIONS = {
 
 def test_every_file_of_the_groups_is_found():
     assert {"base", "quickstart", "smoke"} | SCRIPTED <= set(EXPERIMENTS)
-    assert {"precision=int8", "precision=fp8", "precision=bf16", "hardware=cpu", "hardware=cuda"} <= set(OPTIONS)
+    assert {"precision=int8", "precision=fp8", "precision=fp8_block", "precision=bf16", "hardware=cpu", "hardware=cuda"} <= set(
+        OPTIONS
+    )
     assert {f"correction={name}" for name in CORRECTIONS.values()} <= set(OPTIONS)
 
 

@@ -23,11 +23,12 @@ from flashrl_verl.bench.mismatch_trainer import Trainer
 from flashrl_verl.cli import app
 from flashrl_verl.config import Precision
 from flashrl_verl.errors import ConfigError
-from flashrl_verl.quantization.formats import row_format
+from flashrl_verl.quantization.formats import weight_format
 from flashrl_verl.toy.task import TaskConfig, split_problems
 from flashrl_verl.toy.warmup import Encoder
 
-FORMATS = {precision.value: row_format(precision) for precision in Precision}
+FORMATS = {p.value: weight_format(p) for p in (Precision.BF16, Precision.INT8, Precision.FP8)}
+"""Those that take the tiny models' shapes."""
 
 
 @pytest.fixture(scope="module")
@@ -90,19 +91,23 @@ def decibels(exact: np.ndarray, approximation: np.ndarray) -> float:
 def w8a8(x: torch.Tensor, weight: torch.Tensor, precision: str) -> tuple[np.ndarray, np.ndarray]:
     """Dequantized weight and emulated product in float64, from the numpy reference."""
     codes, scales = quantize(weight, precision)
-    tokens, token_scales = quantize(x, precision)
+    if precision == "fp8_block":
+        scales = np.kron(scales, np.ones((128, 128)))
+        tokens, token_scales = quantize(x.reshape(-1, 128), "fp8")
+    else:
+        tokens, token_scales = quantize(x, precision)
     stored = codes * scales.astype(np.float64)
-    return stored, (tokens * token_scales.astype(np.float64)) @ stored.T
+    return stored, (tokens * token_scales.astype(np.float64)).reshape(x.shape) @ stored.T
 
 
-@pytest.mark.parametrize("precision", ["int8", "fp8"])
-def test_ratios_of_a_matrix_are_those_of_a_float64_reference(precision):
+@pytest.mark.parametrize("precision, rows, columns", [("int8", 40, 96), ("fp8", 40, 96), ("fp8_block", 256, 384)])
+def test_ratios_of_a_matrix_are_those_of_a_float64_reference(precision, rows, columns):
     g = torch.Generator().manual_seed(0)
-    weight, x = (torch.randn(n, 96, generator=g).bfloat16() for n in (40, 24))
+    weight, x = (torch.randn(n, columns, generator=g).bfloat16() for n in (rows, 24))
     exact = x.double() @ weight.double().t()
     stored, product = w8a8(x, weight, precision)
     rounded = torch.from_numpy(product).bfloat16().double().numpy()
-    fmt = FORMATS[precision]
+    fmt = weight_format(Precision(precision))
     assert weight_sqnr(weight, fmt) == pytest.approx(decibels(weight.double().numpy(), stored), abs=1e-6)
     assert output_sqnr(weight, x, fmt, exact) == pytest.approx(decibels(exact.numpy(), rounded), abs=0.05)
 
@@ -217,7 +222,7 @@ def test_prompts_of_a_data_file_are_repeated_when_there_are_too_few(assets):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--precision", "bf16,int4"], "--precision 'int4': 'int4' is not one of int8, fp8, bf16"),
+        (["--precision", "bf16,int4"], "--precision 'int4': 'int4' is not one of int8, fp8, fp8_block, bf16"),
         (["--precision", "int8:fp4"], "--precision 'int8:fp4': 'fp4' is not one of auto, fp8, fp8_per_token_head"),
         (["--precision", ","], "--precision ',' names no precision"),
         (["--model", "no/such"], "--model no/such is neither 'toy' nor a folder with a config.json"),

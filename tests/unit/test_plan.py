@@ -113,7 +113,7 @@ def test_shards_of_a_bucket_become_the_rows_the_plan_says():
         tensors.append((f"t{i}", tensor))
     assert carry_out(plan, tensors) == 0
     codes, scales = numerics.quantize_rows(torch.cat([tensor for _, tensor in tensors]), FORMAT)
-    assert torch.equal(weight.rows, codes) and torch.equal(weight.row_scales, scales)
+    assert torch.equal(weight.rows, codes) and torch.equal(weight.scale_rows, scales)
     assert weight.loaded_elements == weight.numel()
     tensors[6][1][0, 0] = float("nan")
     assert carry_out(plan, tensors) == 1

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`flashrl plan`: sizes against tensors that exist, memory and schedule by hand, speeds against what was measured."""
 
+import io
+import math
 import re
 from dataclasses import replace
 
@@ -51,6 +53,33 @@ def test_bytes_are_those_of_tensors_that_exist():
     projections = [t for name, t in weights.items() if name.endswith("_proj.weight")]
     rest = sum(t.nbytes for name, t in weights.items() if not name.endswith("_proj.weight"))
     assert weight_bytes(shape, INT8) == rest + sum(t.numel() + 4 * t.shape[0] for t in projections)
+
+
+def test_bytes_of_fp8_block_have_a_scale_for_every_block_of_the_formats_size(qwen32b):
+    from flashrl_verl.quantization.formats.fp8_block import FORMAT
+
+    config = load_config("qwen2.5-32b")
+    projections = [tensor.shape for name, tensor in tensor_shapes(config) if name.endswith("_proj.weight")]
+    scales = 4 * sum(math.prod(FORMAT.scale_shape(*shape)) for shape in projections)
+    without = weight_bytes(qwen32b, INT8) - 4 * qwen32b.linear_rows
+    assert weight_bytes(qwen32b, Choice(precision=Precision.FP8_BLOCK)) == without + scales
+
+
+def test_fp8_block_has_bytes_and_no_speed(qwen32b):
+    from rich.console import Console
+
+    from flashrl_verl.plan.table import render
+
+    def said(gpu: str) -> str:
+        engine, work = Engine(tensor_parallel=2), Work(sequences=64, prompt=256, response=512)
+        plan = make_plan("qwen2.5-32b", qwen32b, gpus.find(gpu), 2, engine, work)
+        assert all(outcome.choice.precision is not Precision.FP8_BLOCK for outcome in plan.outcomes)
+        console = Console(width=400, record=True, file=io.StringIO())
+        console.print(render(plan))
+        return console.export_text()
+
+    assert "fp8_block: 16.0 GiB of weights; its speed is not measured" in said("h200")
+    assert "fp8_block:" not in said("a100-80gb")
 
 
 def test_active_parameters_of_a_mixture_are_those_of_its_name():

@@ -13,7 +13,7 @@ from flashrl_verl.errors import ConfigError
 from flashrl_verl.plugin_vllm import register
 from flashrl_verl.quantization.config import FlashRLQuantizationConfig, quantization_config_dict
 from flashrl_verl.quantization.head import Fp32HeadMethod
-from flashrl_verl.quantization.linear import RowQuantizedLinearMethod
+from flashrl_verl.quantization.linear import QuantizedLinearMethod
 from flashrl_verl.quantization.selection import LayerSelection
 
 
@@ -27,14 +27,14 @@ def method(kind: type, precision: Precision, prefix: str = "model.layers.0.x", *
 
 
 QUANTIZED = ["ColumnParallelLinear", "MergedColumnParallelLinear", "QKVParallelLinear", "RowParallelLinear"]
-QUANTIZING = [Precision.INT8, Precision.FP8]
+QUANTIZING = [Precision.INT8, Precision.FP8, Precision.FP8_BLOCK]
 
 
 @pytest.mark.parametrize("precision", QUANTIZING)
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_the_four_parallel_linears_are_quantized_and_only_when_asked(name, precision):
     chosen = method(getattr(linear, name), precision)
-    assert isinstance(chosen, RowQuantizedLinearMethod) and chosen.format.name == precision.value
+    assert isinstance(chosen, QuantizedLinearMethod) and chosen.format.name == precision.value
     assert isinstance(method(getattr(linear, name), Precision.BF16), linear.UnquantizedLinearMethod)
 
 
@@ -103,5 +103,5 @@ def test_an_ignored_layer_keeps_its_dtype():
     assert isinstance(kept, linear.UnquantizedLinearMethod)
     assert isinstance(
         method(linear.RowParallelLinear, Precision.INT8, "model.layers.3.self_attn.o_proj", ignore=("re:.*down_proj",)),
-        RowQuantizedLinearMethod,
+        QuantizedLinearMethod,
     )

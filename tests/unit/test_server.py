@@ -34,6 +34,7 @@ def require(wanted: str, changes: dict) -> None:
         ("int8", {"unquantized_layers": {"model.layers.0.mlp.gate": "ReplicatedLinear"}}),
         ("int8", {"unquantized_layers": {"model.layers.0.x": "RowParallelLinear"}, "kept_layers": ["model.layers.0.x"]}),
         ("fp8", {"precision": "fp8", "quantized": {"float8_e4m3fn": 8}}),
+        ("fp8_block", {"precision": "fp8_block", "quantized": {"float8_e4m3fn by 128x128": 8}}),
         (
             "bf16",
             {"precision": "bf16", "quantized": {}, "quantized_layers": 0, "unquantized_layers": {"a": "ColumnParallelLinear"}},
@@ -55,6 +56,11 @@ def test_a_model_that_is_what_was_asked_for_is_accepted(precision, changes):
         ),
         ("int8", {"unquantized_layers": {"model.layers.0.x": "RowParallelLinear"}}, ["RowParallelLinear", "precision=bf16"]),
         ("int8", {"quantized": {"int8": 7, "float8_e4m3fn": 1}}, ["float8_e4m3fn", "flashrl.precision=int8"]),
+        (
+            "fp8_block",
+            {"precision": "fp8_block", "quantized": {"float8_e4m3fn": 8}},
+            ["float8_e4m3fn", "flashrl.precision=fp8_block"],
+        ),
         (
             "int8",
             {"quantized": {}, "quantized_layers": 0, "kept_layers": ["a", "b"]},

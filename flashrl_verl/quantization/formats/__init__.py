@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from flashrl_verl.config import Precision
-from flashrl_verl.quantization.numerics import RowFormat
+from flashrl_verl.quantization.numerics import WeightFormat
 
 
 class Kernel(str, Enum):
@@ -38,12 +38,12 @@ class KernelChoice:
     """Lowest compute capability that is too new; CUDA only."""
 
 
-def row_format(precision: Precision) -> RowFormat | None:
+def weight_format(precision: Precision) -> WeightFormat | None:
     """Return the format of a precision; None for BF16, which quantizes nothing."""
     return None if precision is Precision.BF16 else _module(precision.value).FORMAT
 
 
-def kernel_choices(fmt: RowFormat) -> tuple[KernelChoice, ...]:
+def kernel_choices(fmt: WeightFormat) -> tuple[KernelChoice, ...]:
     """Return the kernels of a format, in order of preference."""
     return _module(fmt.name).KERNELS
 

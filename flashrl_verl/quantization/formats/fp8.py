@@ -8,9 +8,9 @@ format can be looked at there, its speed cannot.
 import torch
 
 from flashrl_verl.quantization.formats import Kernel, KernelChoice
-from flashrl_verl.quantization.numerics import RowFormat
+from flashrl_verl.quantization.numerics import WeightFormat
 
-FORMAT = RowFormat(
+FORMAT = WeightFormat(
     name="fp8",
     dtype=torch.float8_e4m3fn,
     code_max=448.0,

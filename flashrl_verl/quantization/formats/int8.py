@@ -4,9 +4,9 @@
 import torch
 
 from flashrl_verl.quantization.formats import Kernel, KernelChoice
-from flashrl_verl.quantization.numerics import RowFormat
+from flashrl_verl.quantization.numerics import WeightFormat
 
-FORMAT = RowFormat(
+FORMAT = WeightFormat(
     name="int8",
     dtype=torch.int8,
     code_max=127.0,
