@@ -62,7 +62,7 @@ NOT_MEASURABLE = "not measurable"
 
 
 def _choice(arm: Arm) -> Choice:
-    return Choice(precision=arm.precision, fp8_kv=arm.kv_cache is not KVCache.AUTO)
+    return Choice(precision=arm.precision, kv_cache=arm.kv_cache)
 
 
 def memory_table(config: RolloutConfig, report: Report) -> Table:

@@ -13,9 +13,7 @@ WORTH = 1.15
 there whatever is gained."""
 
 KV_WORTH = 1.10
-"""Speed over the same precision with a BF16 KV cache from which on FP8 KV is named."""
-
-FP8_KV = "An FP8 KV cache (flashrl.kv_cache=fp8) has a mismatch of its own, with which nothing has been trained here yet."
+"""Speed over the same precision with a BF16 KV cache from which on one in 8 bits is named."""
 
 STEP_SHARE = 0.7
 """Share of a DAPO step that is rollout, as FlashRL reports it for DAPO-32B."""
@@ -53,19 +51,20 @@ def advise(outcomes: list[Outcome], shape: ModelShape, engine: Engine) -> list[s
         engine: the engines' settings.
     """
     able = [o for o in outcomes if not o.refused]
-    plain = [o for o in able if not o.choice.fp8_kv]
+    plain = [o for o in able if not o.choice.eight_bit_kv]
     if not plain:
-        return [f"Nothing fits without an FP8 KV cache: take more GPUs for an engine (--tensor-parallel). {FP8_KV}"]
+        return [f"Nothing fits without an 8-bit KV cache: take more GPUs for an engine (--tensor-parallel). {_about(able[0])}"]
     if plain[0].choice.precision is not Precision.BF16:
         return [f"BF16 does not fit ({outcomes[0].refused}). Take {plain[0].choice}."]
     if len(plain) == 1:
         return ["Take bf16: eight bits do not fit or have no tensor cores here."]
     best = _best(plain[1:])
     said = _worth(best, outcomes[0])
-    with_kv = max((o for o in able if o.choice.fp8_kv), key=lambda o: o.speedup, default=best)
+    with_kv = max((o for o in able if o.choice.eight_bit_kv), key=lambda o: o.speedup, default=best)
     if with_kv.speedup > max(WORTH, KV_WORTH * best.speedup):
         said.append(
-            f"With {with_kv.choice} it would be {with_kv.speedup:.2f}x: keys and values are much of what a step reads. {FP8_KV}"
+            f"With {with_kv.choice} it would be {with_kv.speedup:.2f}x: keys and values are much of what a step reads. "
+            f"{_about(with_kv)}"
         )
     if engine.tensor_parallel > shape.kv_heads:
         said.append(
@@ -73,6 +72,11 @@ def advise(outcomes: list[Outcome], shape: ModelShape, engine: Engine) -> list[s
             "then: a token takes the same KV cache on every GPU, and more GPUs in an engine only share the weights."
         )
     return said
+
+
+def _about(outcome: Outcome) -> str:
+    key = f"flashrl.kv_cache={outcome.choice.kv_cache.value}"
+    return f"An 8-bit KV cache ({key}) has a mismatch of its own, with which nothing has been trained on GPUs here yet."
 
 
 def _best(plain: list[Outcome]) -> Outcome:

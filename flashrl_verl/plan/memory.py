@@ -7,7 +7,7 @@ cache what is left.
 
 from dataclasses import dataclass
 
-from flashrl_verl.config import Precision
+from flashrl_verl.config import KVCache, Precision
 from flashrl_verl.plan.gpus import GIB, GPU
 from flashrl_verl.plan.shape import ModelShape
 
@@ -39,14 +39,20 @@ class Choice:
     """Number formats of a rollout."""
 
     precision: Precision
-    fp8_kv: bool = False
+    kv_cache: KVCache = KVCache.AUTO
 
     def __str__(self) -> str:
-        return self.precision.value + (" + FP8 KV" if self.fp8_kv else "")
+        return self.precision.value + (f" + {self.kv_cache.value.partition('_')[0].upper()} KV" if self.eight_bit_kv else "")
 
     @property
-    def kv_element_bytes(self) -> int:
-        return 1 if self.fp8_kv else BF16
+    def eight_bit_kv(self) -> bool:
+        return self.kv_cache is not KVCache.AUTO
+
+    def kv_element_bytes(self, head_dim: int) -> float:
+        """Bytes of an element of the KV cache, its share of a scale for each token and head included."""
+        if not self.eight_bit_kv:
+            return BF16
+        return 1 if self.kv_cache is KVCache.FP8 else 1 + SCALE_BYTES / head_dim
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,5 +106,5 @@ def memory_of(shape: ModelShape, choice: Choice, gpu: GPU, engine: Engine) -> Me
         weights=weights,
         activations=activations,
         kv=max(0.0, usable - weights - activations - FIXED_BYTES),
-        kv_per_token=shape.kv_bytes_per_token(choice.kv_element_bytes, engine.tensor_parallel),
+        kv_per_token=shape.kv_bytes_per_token(choice.kv_element_bytes(shape.head_dim), engine.tensor_parallel),
     )

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from flashrl_verl.config import Precision
+from flashrl_verl.config import KVCache, Precision
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.plan.advice import Outcome, advise
 from flashrl_verl.plan.gpus import GIB, GPU
@@ -14,15 +14,12 @@ from flashrl_verl.plan.schedule import Work, simulate
 from flashrl_verl.plan.shape import ModelShape
 from flashrl_verl.plan.step import Clock
 
-CHOICES = (
-    Choice(precision=Precision.BF16),
-    Choice(precision=Precision.INT8),
-    Choice(precision=Precision.FP8),
-    Choice(precision=Precision.BF16, fp8_kv=True),
-    Choice(precision=Precision.INT8, fp8_kv=True),
-    Choice(precision=Precision.FP8, fp8_kv=True),
-)
-"""Those of a measured or assumed speed: ``step.COMPUTE``."""
+
+def choices(gpu: GPU) -> list[Choice]:
+    """Those of a measured or assumed speed (``step.COMPUTE``), with a KV cache in BF16 and in what 8 bits the GPU reads."""
+    eight = KVCache.FP8 if gpu.capability >= (8, 9) else KVCache.INT8_PER_TOKEN_HEAD
+    precisions = (Precision.BF16, Precision.INT8, Precision.FP8)
+    return [Choice(precision=precision, kv_cache=kv) for kv in (KVCache.AUTO, eight) for precision in precisions]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +47,7 @@ class Plan:
         for row, outcome in zip(record["outcomes"], self.outcomes, strict=True):
             row["choice"] = {
                 "precision": outcome.choice.precision.value,
-                "kv_cache": "fp8" if outcome.choice.fp8_kv else "bf16",
+                "kv_cache": outcome.choice.kv_cache.value,
             }
             if outcome.memory is not None:
                 row["memory"]["tokens"] = outcome.memory.tokens
@@ -82,7 +79,7 @@ def make_plan(
             f"--tensor-parallel {engine.tensor_parallel} does not divide the model's {shape.heads} attention heads, "
             f"{shape.kv_heads} KV heads and {shape.width} rows of an MLP, as vLLM asks; these do: {sizes}"
         )
-    outcomes = [_outcome(choice, shape, gpu, engine, work) for choice in CHOICES]
+    outcomes = [_outcome(choice, shape, gpu, engine, work) for choice in choices(gpu)]
     if all(outcome.refused for outcome in outcomes):
         raise ConfigError(
             f"{model} fits in no precision: {'; '.join(f'{o.choice}: {o.refused}' for o in outcomes)}. Take more GPUs for an "

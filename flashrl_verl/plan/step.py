@@ -27,7 +27,7 @@ PREFILL = 0.6
 SHARPNESS = 3.0
 """Exponent p of (memory^p + compute^p)^(1/p), the time of a product between the two roofs."""
 
-FP8_KV_STREAM = 0.52
+EIGHT_BIT_KV_STREAM = 0.52
 """The same share as `STREAM` for attention that reads FP8 keys and values, which it has to convert."""
 
 ATTENTION_S = 30e-6
@@ -82,7 +82,7 @@ class Clock:
     def decode(self, sequences: float, context: float) -> StepTime:
         """Seconds of one step that gives every sequence one token; arguments as in ``floor``."""
         layers, quantized = self.shape.layers, self.choice.precision is not Precision.BF16
-        stream = FP8_KV_STREAM if self.choice.fp8_kv else STREAM
+        stream = EIGHT_BIT_KV_STREAM if self.choice.eight_bit_kv else STREAM
         rows = self.shape.vocabulary / self.tensor_parallel * sequences * 4 * 3  # logits, log-probs, sorted
         return StepTime(
             linear=self._products(sequences, self._weights_read(sequences), COMPUTE[self.choice.precision]),
@@ -114,7 +114,11 @@ class Clock:
         return ((shape.linear + experts) * element + shape.head * BF16) / self.tensor_parallel
 
     def _kv_read(self, sequences: float, context: float) -> float:
-        return sequences * context * self.shape.kv_bytes_per_token(self.choice.kv_element_bytes, self.tensor_parallel)
+        return (
+            sequences
+            * context
+            * self.shape.kv_bytes_per_token(self.choice.kv_element_bytes(self.shape.head_dim), self.tensor_parallel)
+        )
 
     def _reduce(self, tokens: float) -> float:
         if self.tensor_parallel == 1:

@@ -44,8 +44,8 @@ def render(plan: Plan) -> Group:
         lines.append(
             f"fp8_block: {weights:.1f} GiB of weights; its speed is not measured, so it is in no row and in no advice."
         )
-    if any(o.choice.fp8_kv and not o.refused for o in plan.outcomes) and plan.gpu.capability != (9, 0):
-        lines.append("FP8 KV: the rate is that of Hopper's attention kernel; this GPU has another, which was not measured.")
+    if any(o.choice.eight_bit_kv and not o.refused for o in plan.outcomes) and plan.gpu.capability != (9, 0):
+        lines.append("8-bit KV: the rate is that of Hopper's attention kernel; this GPU has another, which was not measured.")
     if plan.not_planned:
         lines.append(f"Not in these figures, though the run sets it: {', '.join(plan.not_planned)}.")
     return Group(table, *(Text(line) for line in lines), Text(ASSUMPTIONS, style="dim"))

@@ -11,17 +11,17 @@ import torch
 from transformers import Gemma3TextConfig, GPT2Config, MistralConfig, Starcoder2Config
 
 from flashrl_verl.bench.shapes import load_config, random_weights, tensor_shapes
-from flashrl_verl.config import Precision
+from flashrl_verl.config import KVCache, Precision
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.plan import gpus
 from flashrl_verl.plan.memory import Choice, Engine, memory_of, weight_bytes
-from flashrl_verl.plan.planner import make_plan
+from flashrl_verl.plan.planner import choices, make_plan
 from flashrl_verl.plan.schedule import Work, simulate
 from flashrl_verl.plan.shape import shape_of
 from flashrl_verl.plan.step import Clock, StepTime
 
 BF16, INT8, FP8 = (Choice(precision=precision) for precision in (Precision.BF16, Precision.INT8, Precision.FP8))
-INT8_KV8 = Choice(precision=Precision.INT8, fp8_kv=True)
+INT8_KV8 = Choice(precision=Precision.INT8, kv_cache=KVCache.FP8)
 H200 = gpus.find("h200")
 
 
@@ -210,7 +210,7 @@ def test_long_responses_are_told_of_the_fp8_kv_cache_by_the_row_that_is_fastest(
     made = plan("qwen2.5-7b", sequences=64, prompt=1024, response=15000)
     first, second = made.advice[:2]
     fastest = max(made.outcomes, key=lambda outcome: outcome.speedup)
-    assert first.startswith("Stay with BF16 weights") and fastest.choice.fp8_kv
+    assert first.startswith("Stay with BF16 weights") and fastest.choice.eight_bit_kv
     assert f"With {fastest.choice} it would be {fastest.speedup:.2f}x" in second and "nothing has been trained" in second
 
 
@@ -282,3 +282,12 @@ def test_a_bf16_that_hardly_fits_is_not_the_measure():
     gain = next(outcome.speedup for outcome in made.outcomes if str(outcome.choice) == "int8")
     found = re.search(r"in BF16 \((\d) in an engine\) and \d+ in INT8 \((\d)\): ([\d.]+)x", made.advice[-1])
     assert gain > 3 and int(found[1]) > 1 and 1.1 < float(found[3]) < 1.6
+
+
+def test_a_gpu_without_fp8_keeps_keys_and_values_in_int8_with_a_scale_for_each_token_and_head(qwen32b):
+    kv = [choice.kv_cache for choice in choices(gpus.find("a100-80gb"))]
+    assert set(kv) == {KVCache.AUTO, KVCache.INT8_PER_TOKEN_HEAD}
+    choice = Choice(precision=Precision.INT8, kv_cache=KVCache.INT8_PER_TOKEN_HEAD)
+    assert str(choice) == "int8 + INT8 KV"
+    assert memory_of(qwen32b, choice, H200, Engine()).kv_per_token == 128 * 1024 * (1 + 4 / 128)
+    assert "flashrl.kv_cache=int8_per_token_head" in " ".join(plan(gpu="a100-80gb", response=16384).advice)
