@@ -16,7 +16,7 @@ from typing import Any
 
 from flashrl_verl.errors import FlashRLError
 from flashrl_verl.toy.model import ToyModelConfig, build_model
-from flashrl_verl.toy.task import Problem, Split, TaskConfig, split_problems, verl_rows
+from flashrl_verl.toy.task import Split, Task, TaskConfig, TaskProblem, verl_rows
 from flashrl_verl.toy.tokenizer import build_tokenizer
 from flashrl_verl.toy.warmup import Accuracy, Encoder, WarmupConfig, evaluate, warm_up
 
@@ -31,7 +31,7 @@ class AssetsConfig:
 
     seed: int = 0
     """Of the initial weights, the split, and the warm-up's order."""
-    task: TaskConfig = field(default_factory=TaskConfig)
+    task: Task = field(default_factory=TaskConfig)
     model: ToyModelConfig = field(default_factory=ToyModelConfig)
     warmup: WarmupConfig = field(default_factory=WarmupConfig)
 
@@ -120,9 +120,9 @@ def _made_before(root: Path, config: AssetsConfig) -> dict[str, Any] | None:
 
 
 def _make(root: Path, config: AssetsConfig, on_probe: Callable[[int, Accuracy], None] | None) -> dict[str, Any]:
-    split = split_problems(config.task, seed=config.seed)
-    _write_parquet(split.train, root / "train.parquet", split="train")
-    _write_parquet(split.test, root / "test.parquet", split="test")
+    split = config.task.split(config.seed)
+    for name, problems in (("train", split.train), ("test", split.test)):
+        _write_parquet(problems, root / f"{name}.parquet", name, config.task.data_source)
     with _one_thread():
         made = _make_model(root / "model", split, config, on_probe)
     files = {str(f.relative_to(root)): f.stat().st_size for f in sorted(root.rglob("*")) if f.is_file()}
@@ -161,11 +161,11 @@ def _make_model(
     }
 
 
-def _write_parquet(problems: tuple[Problem, ...], path: Path, *, split: str) -> None:
+def _write_parquet(problems: tuple[TaskProblem, ...], path: Path, split: str, data_source: str) -> None:
     import pyarrow
     import pyarrow.parquet
 
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(verl_rows(problems, split=split)), path)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(verl_rows(problems, split=split, data_source=data_source)), path)
 
 
 @contextlib.contextmanager
