@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A chain of additions and subtractions that is worked out step by step: a longer task than one sum, for learning curves.
 
-The response writes every intermediate result (``52-38=14;14+27=41;#41``), and one wrong digit anywhere makes the answer wrong. As
-in the toy task the warm-up data hold a slip for RL to unlearn: most of their subtractions forget to borrow (52-38=24), and go
-on from what they wrote. So the policy that RL starts from is right where nothing is borrowed and mostly wrong elsewhere,
+The response writes every intermediate result (``52-38=14;14+27=41;#41``), and one wrong digit anywhere makes the answer wrong.
+As in the toy task the warm-up data hold a slip for RL to unlearn: most of their subtractions forget to borrow (52-38=24), and
+go on from what they wrote. So the policy that RL starts from is right where nothing is borrowed and mostly wrong elsewhere,
 greedily too, and each borrow is a place where a 0/1 reward at the end has to find the cause.
 """
 
