@@ -197,7 +197,7 @@ def warm_up(
     raise FlashRLError(
         f"The warm-up of the toy model reached a sampled probe accuracy of {accuracy.sampled:.2f} in "
         f"{config.max_steps} updates, short of {config.target_accuracy:.2f}. "
-        f"Try another seed: flashrl quickstart --seed {seed + 1}."
+        f"Try another seed: flashrl quickstart --seed {seed + 1}, flashrl bench learning --model-seed {seed + 1}."
     )
 
 
