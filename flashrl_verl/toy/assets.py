@@ -90,7 +90,7 @@ def make_assets(
         FlashRLError: the warm-up did not reach its target, or `root` holds something else.
     """
     root = Path(root)
-    made = _made_before(root, config)
+    made = made_before(root, config)
     if made is not None:
         return Assets(root=root, made=made, reused=True)
     if root.exists() and any(root.iterdir()) and not (root / MANIFEST).is_file():
@@ -111,8 +111,8 @@ def make_assets(
     return Assets(root=root, made=made, reused=False)
 
 
-def _made_before(root: Path, config: AssetsConfig) -> dict[str, Any] | None:
-    """The record in `root`'s manifest, if its recipe is the same and its files are there."""
+def made_before(root: Path, config: AssetsConfig) -> dict[str, Any] | None:
+    """The record in `root`'s manifest, if its recipe is the same and its files are there; else None."""
     try:
         manifest = json.loads((root / MANIFEST).read_text())
         same = manifest["recipe"] == config.recipe()
