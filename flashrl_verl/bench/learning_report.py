@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from flashrl_verl.bench.learning import Arm, LearningConfig, shared
+from flashrl_verl.bench.learning import Arm, LearningConfig, environment, shared
 from flashrl_verl.bench.learning_state import State, Status, metrics_of
 from flashrl_verl.bench.learning_statistics import Estimate, estimate, paired
 from flashrl_verl.config import Precision
@@ -154,9 +154,8 @@ def _pairs(arms: Sequence[Arm]) -> Iterator[tuple[Arm, Arm]]:
 
 def tables(report: Report) -> list[Table]:
     """One line an arm; one line a difference, where there is any."""
-    arms = Table(
-        title=f"Learning on {shared(report.config)['environment']['device']}: means of finished runs", title_justify="left"
-    )
+    device = environment(report.config.hardware)["device"]
+    arms = Table(title=f"Learning on {device}: means of finished runs", title_justify="left")
     columns = ("finished", "final accuracy", "mean of the curve", "k3 KL", "ESS", "truncated", "s/step", "steps/hour")
     for name in ("arm", *columns):
         arms.add_column(name, justify="left" if name == "arm" else "right")
@@ -187,15 +186,16 @@ def tables(report: Report) -> list[Table]:
 
 def notes(report: Report) -> list[str]:
     """How to read the tables, and what went wrong."""
+    others = report.config.parallel - 1
     lines = [
-        f"accuracy: sampled at temperature 1 from the rollout's own engine, in the arm's precision (docs/evaluation.md); means "
-        f"over seeds, with one standard error. Seconds: of runs beside up to {report.config.parallel - 1} others, the checkpoints "
-        "that were written included."
+        "accuracy: sampled at temperature 1 from the rollout's own engine, in the arm's precision (docs/evaluation.md); means "
+        "over seeds, with one standard error. Seconds: checkpoints included"
+        + (f", of runs that share the machine with up to {others} more." if others else ".")
     ]
     if len(report.differences()) > 1:
         lines.append(
-            f"{len(report.differences())} differences: where nothing differs, one interval in twenty leaves out 0 all the same; "
-            "one that holds 0 is no proof of equality."
+            f"{len(report.differences())} differences: where nothing differs, one interval in twenty leaves out 0 all the "
+            "same; one that holds 0 is no proof of equality."
         )
     for run in report.runs:
         if run.state.error and not run.finished:
