@@ -108,7 +108,7 @@ class LearningConfig:
     hardware: str
     """``cuda`` or ``cpu``: a file of `configs/hardware`."""
     kv_cache_gib: float
-    """Each run's KV cache on a GPU. 1024 sequences of 192 tokens of the default model take 0.6 GiB, 3 KiB a token."""
+    """Each run's KV cache on a GPU. 512 sequences of 192 tokens of the default model take 0.3 GiB, 3 KiB a token."""
     model_seed: int = 0
     """Of the initial weights, the chains and the warm-up."""
     model: ToyModelConfig = MODEL

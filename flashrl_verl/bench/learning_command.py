@@ -35,7 +35,7 @@ def learning(
     hardware: Annotated[str | None, typer.Option(help="cuda or cpu; cuda where there is a GPU.")] = None,
     kv_cache_gib: Annotated[float, typer.Option(min=0.1, help="Each run's KV cache on a GPU, GiB.")] = 2.0,
     model_seed: Annotated[int, typer.Option(min=0, help="Seed of the model that all runs start from, and of the chains.")] = 0,
-    hidden_size: Annotated[int | None, typer.Option(min=64, help="Channels of the model, a multiple of 64.")] = None,
+    hidden_size: Annotated[int | None, typer.Option(min=128, help="Channels of the model, a multiple of 64.")] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Decoder layers of the model.")] = None,
     chain_steps: Annotated[int | None, typer.Option(min=1, help="Additions and subtractions of a chain.")] = None,
     target_accuracy: Annotated[

@@ -54,7 +54,7 @@ def test_the_first_seed_of_every_arm_comes_first(tmp_path):
         (["--seed", "0,-1"], "--seed '0,-1'"),
         (["--seed", "1,1"], "--seed names one twice"),
         (["--hardware", "tpu"], "--hardware tpu"),
-        (["--hidden-size", "100"], "--hidden-size 100"),
+        (["--hidden-size", "200"], "--hidden-size 200"),
         (["--chain-steps", "14"], "Remedy: --chain-steps 13"),
         (["trainer.total_training_steps=5"], "Remedy: --steps"),
         (["+flashrl.precision=int8"], "Remedy: --arm"),
