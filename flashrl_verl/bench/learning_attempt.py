@@ -9,6 +9,8 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from flashrl_verl import run_directory
 from flashrl_verl.bench.learning import Run
 from flashrl_verl.log_excerpt import last_error
@@ -43,6 +45,9 @@ class Attempt:
         # Memory is not measured: looking at it takes the lock that the runs' own allocations take.
         self._tree = ProcessTree(words, self._log, environment(metrics), ROOT, memory=False)
         self._ending: threading.Thread | None = None
+        with suppress(psutil.NoSuchProcess):
+            self._record["attempts"][-1]["process"] = self._tree.identity()
+            run_directory.write_record(run.folder, self._record)
 
     def poll(self) -> bool:
         """Whether it is over, everything that it started included. Does not wait."""

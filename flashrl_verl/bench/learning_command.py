@@ -41,6 +41,7 @@ def learning(
     target_accuracy: Annotated[
         float | None, typer.Option(min=0.0, max=1.0, help="Sampled accuracy at which the supervised warm-up stops.")
     ] = None,
+    retry: Annotated[bool, typer.Option("--retry", help="Try runs once more that failed twice.")] = False,
     output: Annotated[Path, typer.Option(help="Folder for the model, the runs, learning.json and learning.png.")] = Path(
         "outputs/bench_learning"
     ),
@@ -78,7 +79,7 @@ def learning(
         overrides=tuple(context.args),
         **_sizes(hidden_size, layers, chain_steps, target_accuracy),
     )
-    raise typer.Exit(_learn(config, started, new_console()))
+    raise typer.Exit(_learn(config, started, new_console(), retry=retry))
 
 
 def _sizes(hidden: int | None, layers: int | None, chain_steps: int | None, target: float | None) -> dict[str, object]:
@@ -97,7 +98,7 @@ def _sizes(hidden: int | None, layers: int | None, chain_steps: int | None, targ
     }
 
 
-def _learn(config: LearningConfig, started: float, console: Console) -> int:
+def _learn(config: LearningConfig, started: float, console: Console, *, retry: bool) -> int:
     """Make what is missing, run, report; returns the exit code."""
     from flashrl_verl.bench import learning as bench
     from flashrl_verl.bench import learning_recipe, learning_report
@@ -112,7 +113,8 @@ def _learn(config: LearningConfig, started: float, console: Console) -> int:
     limits = Limits(parallel=config.parallel, seconds=60 * config.minutes - (time.monotonic() - started))
     code = None
     with Board(console, config.steps) as board:
-        schedule = Schedule(config.runs(), config.steps, limits, learning_recipe.preparation(config), board.tell, board.watch)
+        prepare = learning_recipe.preparation(config)
+        schedule = Schedule(config.runs(), config.steps, limits, prepare, board.tell, board.watch, retry=retry)
         try:
             schedule.carry_out()
         except Stopped as stopped:
@@ -131,7 +133,10 @@ def _learn(config: LearningConfig, started: float, console: Console) -> int:
     if left & {Status.NEW, Status.UNFINISHED}:
         console.print("Time was over first: the same command goes on.", highlight=False)
         return UNFINISHED
-    return 1 if Status.FAILED in left else 0
+    if Status.FAILED in left:
+        console.print("Runs that failed twice are tried again with --retry.", highlight=False)
+        return 1
+    return 0
 
 
 def _make(config: LearningConfig, console: Console) -> None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from flashrl_verl.bench.learning_report import Report
 
 COLOURS = {Precision.BF16: GREEN, Precision.INT8: BLUE, Precision.FP8: VERMILION}
+WORDS = {"none": "no correction", "tis": "TIS"}
 SMOOTH = 5
 """Steps whose mean is drawn of the mismatch, which is noisy; accuracies are drawn as they are."""
 
@@ -65,7 +66,11 @@ def _arms(report: Report) -> list[drawn.Arm]:
             marker=MARKERS[(3 * place + list(Precision).index(arm.precision)) % len(MARKERS)],
         )
         if runs:
-            found.append(drawn.Arm(label=f"{arm.precision.value.upper()}, {arm.correction}", runs=runs, style=style))
+            found.append(
+                drawn.Arm(
+                    label=f"{arm.precision.value.upper()}, {WORDS.get(arm.correction, arm.correction)}", runs=runs, style=style
+                )
+            )
     return found
 
 

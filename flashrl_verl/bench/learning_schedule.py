@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from flashrl_verl.bench.learning import Run
 from flashrl_verl.bench.learning_attempt import Attempt, stop_all
-from flashrl_verl.bench.learning_state import TRIES, State, Status, state_of
+from flashrl_verl.bench.learning_state import TRIES, State, Status, process_of, state_of
+from flashrl_verl.errors import ConfigError
 from flashrl_verl.process_tree import stoppable
 
 if TYPE_CHECKING:
@@ -61,12 +62,16 @@ class Schedule:
     """Carries out runs.
 
     Args:
-        runs: all that are wanted; what is finished or failed ``TRIES`` times is left alone.
+        runs: all that are wanted; what is finished, or failed ``TRIES`` times, is left alone.
         steps: of each.
         limits: how many, how long.
         prepare: told the run that is about to start.
         tell: called with news.
         watch: called at every look with the runs that are going on.
+        retry: what failed ``TRIES`` times gets one more.
+
+    Raises:
+        ConfigError: one of the runs is going on: two processes would write its files.
     """
 
     def __init__(
@@ -77,10 +82,19 @@ class Schedule:
         prepare: Prepare,
         tell: Callable[[News], None] = lambda news: None,
         watch: Callable[[list[Run]], None] = lambda running: None,
+        *,
+        retry: bool = False,
     ):
+        for run in runs:
+            if (pid := process_of(run)) is not None:
+                raise ConfigError(
+                    f"{run.name} is going on as process {pid}: another command has this --output, or was killed and left it. "
+                    f"Wait for it, or end it: kill -INT {pid}"
+                )
         self._steps, self._limits, self._prepare, self._tell, self._watch = steps, limits, prepare, tell, watch
         states = [state_of(run, steps) for run in runs]
-        left = [state for state in states if state.status in (Status.NEW, Status.UNFINISHED)]
+        wanted = (Status.NEW, Status.UNFINISHED, *([Status.FAILED] if retry else []))
+        left = [state for state in states if state.status in wanted]
         # What is begun first: its checkpoint is worth more than another beginning.
         self._waiting = [state.run for state in sorted(left, key=lambda state: state.status is Status.NEW)]
         self._going: list[Attempt] = []

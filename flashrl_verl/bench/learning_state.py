@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+import psutil
+
 from flashrl_verl.bench.learning import Run
 from flashrl_verl.report.metrics import HELD_OUT, Metrics, read_metrics
 from flashrl_verl.report.run import METRICS_FILE
@@ -66,6 +68,18 @@ def state_of(run: Run, steps: int) -> State:
         failures=len(errors),
         error=tuple(errors[-1]) if errors else (),
     )
+
+
+def process_of(run: Run) -> int | None:
+    """Number of the process of a run that is going on; None where there is none."""
+    attempts = read_record(run.folder).get("attempts", [])
+    started = attempts[-1].get("process") if attempts else None
+    try:
+        process = psutil.Process(started["pid"]) if started else None
+        alive = process is not None and process.create_time() == started["created"]
+        return process.pid if alive and process.status() != psutil.STATUS_ZOMBIE else None
+    except psutil.NoSuchProcess:
+        return None
 
 
 def errors_of(attempts: list[dict[str, Any]]) -> list[list[str]]:

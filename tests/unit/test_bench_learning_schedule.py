@@ -16,9 +16,11 @@ from omegaconf import OmegaConf
 from rich.console import Console
 
 from flashrl_verl.bench.learning import arms_of
+from flashrl_verl.bench.learning_attempt import Attempt, stop_all
 from flashrl_verl.bench.learning_board import Board, summary
 from flashrl_verl.bench.learning_schedule import Event, Limits, Schedule
-from flashrl_verl.bench.learning_state import Status, state_of
+from flashrl_verl.bench.learning_state import Status, process_of, state_of
+from flashrl_verl.errors import ConfigError
 from flashrl_verl.process_tree import Stopped
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "counting_run.py"
@@ -47,7 +49,7 @@ class Seen:
         return [name for name, seen in self.news if seen is event]
 
 
-def carry_out(runs, bounds, seconds="0.01", fails=None, watch=None) -> Seen:
+def carry_out(runs, bounds, seconds="0.01", fails=None, retry=False) -> Seen:
     """Schedule runs that count; ``fails`` has the words after the seconds by name of a run."""
     seen, fails = Seen(), fails or {}
 
@@ -55,7 +57,7 @@ def carry_out(runs, bounds, seconds="0.01", fails=None, watch=None) -> Seen:
         words = [sys.executable, str(PROGRAM), str(run.folder), str(STEPS), seconds, *fails.get(run.name, ["0"])]
         return words, {"seed": run.seed}, OmegaConf.create({})
 
-    Schedule(runs, STEPS, bounds, prepare, seen.tell, watch or seen.watch).carry_out()
+    Schedule(runs, STEPS, bounds, prepare, seen.tell, seen.watch, retry=retry).carry_out()
     return seen
 
 
@@ -128,6 +130,9 @@ def test_a_failed_run_ends_no_other_and_is_tried_once_more(runs):
     state = state_of(runs[1], STEPS)
     assert state.error == ("ValueError: step 3 is not to be",)
     assert not carry_out(runs, limits()).news, "a third time"
+    again = carry_out(runs, limits(), fails={name: ["3"]}, retry=True)
+    assert again.of(Event.FAILED) == [name] and again.of(Event.STARTED) == [name]
+    assert carry_out(runs, limits(), fails={}, retry=True).of(Event.FINISHED) == [name]
 
 
 def test_a_run_that_fails_once_is_finished_by_the_second_try(runs):
@@ -146,6 +151,19 @@ def test_a_run_that_ends_early_without_an_error_has_failed(runs):
     Schedule([run], STEPS, limits(), prepare).carry_out()
     state = state_of(run, STEPS)
     assert state.status is Status.FAILED and "before its last step without an error" in state.error[0]
+
+
+def test_a_run_that_a_killed_command_left_behind_is_not_started_beside_it(runs):
+    words = ["--wait", str(runs[1].folder)]
+    left = Attempt(runs[1], [sys.executable, "-c", "import time; time.sleep(99)", *words], {}, OmegaConf.create({}))
+    pid = process_of(runs[1])
+    try:
+        with pytest.raises(ConfigError, match=f"int8:tis seed 0 is going on as process {pid}.*kill -INT {pid}"):
+            carry_out(runs, limits())
+    finally:
+        stop_all([left])
+    assert process_of(runs[1]) is None
+    assert set(carry_out(runs, limits()).of(Event.FINISHED)) == {run.name for run in runs}
 
 
 def test_ctrl_c_ends_what_runs_and_counts_no_failure(runs):
