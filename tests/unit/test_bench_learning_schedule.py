@@ -192,7 +192,7 @@ def test_ending_several_takes_no_longer_than_ending_one(tmp_path):
     started = time.monotonic()
     schedule.carry_out()
     stops = [at for event, at in ended if event is Event.STOPPED]
-    assert len(stops) == 6 and time.monotonic() - started < 4 + 6 * 2
+    assert len(stops) == 6 and time.monotonic() - started < 4 + 4 * 2
 
 
 def test_plain_lines_tell_each_run_its_step_and_its_error(runs):
