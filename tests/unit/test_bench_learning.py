@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 from flashrl_verl.bench import learning, learning_recipe
 from flashrl_verl.bench.learning import Arm, arms_of, check_settings, seeds_of
-from flashrl_verl.bench.learning_command import DEFAULT_ARMS
+from flashrl_verl.bench.learning_command import DEFAULT_ARMS, UNFINISHED
+from flashrl_verl.bench.learning_schedule import Schedule
 from flashrl_verl.bench.learning_state import Status, state_of
 from flashrl_verl.cli import app
 from flashrl_verl.config import Precision
@@ -68,6 +69,31 @@ def test_words_that_cannot_be_are_refused_before_anything_is_made(tmp_path, word
     result = CliRunner().invoke(app, ["bench", "learning", *given, "--output", str(tmp_path / "out")])
     assert result.exit_code == 1 and isinstance(result.exception, ConfigError) and part in str(result.exception)
     assert not (tmp_path / "out").exists()
+
+
+def test_the_exit_code_says_whether_all_is_done(tmp_path, monkeypatch):
+    """3 while a run is unfinished, 1 where one has failed twice, 0 when all are finished; no process is started here."""
+    words = ["--hardware", "cpu", "--arm", "bf16:none", "--seed", "0,1", "--steps", "4", "--output", str(tmp_path)]
+    words += ["--hidden-size", "128", "--layers", "1", "--chain-steps", "2", "--target-accuracy", "0"]
+    one, other = config(tmp_path, arms=arms_of("bf16:none")).runs()
+    monkeypatch.setattr(Schedule, "carry_out", lambda self: None)
+
+    def call():
+        result = CliRunner().invoke(app, ["bench", "learning", *words])
+        assert "written: " in result.output, result.output
+        return result.exit_code, result.output
+
+    code, said = call()
+    assert code == UNFINISHED == 3 and "runs: 2 not started" in said and "the same command goes on" in said
+    write_metrics(one, {0: {KEY: 0.3}, 4: {KEY: 0.5}})
+    write_record(other, {"error": ["ValueError: no"]})
+    assert call()[0] == UNFINISHED
+    write_record(other, *[{"error": ["ValueError: no"]}] * 2)
+    code, said = call()
+    assert code == 1 and "--retry" in said and "bf16:none seed 1 failed 2 times: ValueError: no" in said
+    write_metrics(other, {0: {KEY: 0.3}, 4: {KEY: 0.6}})
+    code, said = call()
+    assert code == 0 and "runs: 2 finished" in said and "0.550 ± 0.050" in said
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
