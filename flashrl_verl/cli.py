@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flashrl_verl.bench.learning_command import learning
 from flashrl_verl.bench.rollout_command import rollout
 from flashrl_verl.check.command import check
 from flashrl_verl.console import new_console
@@ -103,11 +104,12 @@ app.command("eval")(evaluate)
 
 
 bench = typer.Typer(
-    help="Benchmarks of the rollout, the weight update, the correction and log-probs; nothing is downloaded.",
+    help="Benchmarks of learning, the rollout, the weight update, the correction and log-probs; nothing is downloaded.",
     no_args_is_help=True,
 )
 app.add_typer(bench, name="bench")
 bench.command()(rollout)
+bench.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(learning)
 
 
 @bench.command("refit")

@@ -60,6 +60,10 @@ def _remedy(cfg: DictConfig, missing: list[tuple[str, str]]) -> str:
             "Remedy: quickstart.assets=<folder>/assets of an earlier `flashrl quickstart --output <folder>`, which makes them "
             "(bash scripts/quickstart.sh), or paths of your own."
         )
+    if get(cfg, "chain.assets") is not None:
+        return (
+            "Remedy: chain.assets=<folder>/assets of an earlier `flashrl bench learning --output <folder>`, which makes them."
+        )
     home = f"; write your home folder out in {MODEL}, ~ is not expanded there" if get(cfg, MODEL, "").startswith("~") else ""
     known = prepared_as()
     names = sorted({known[Path(text).name].value for _, text in missing if Path(text).name in known})

@@ -66,6 +66,10 @@ class ProcessTree:
         self._memory, self._next_look = memory, 0.0
         self.peak_bytes, self.memory_kind = 0, "PSS"
 
+    def identity(self) -> dict[str, float]:
+        """Number and time of creation of the command's process: together they are no other's."""
+        return {"pid": self._root.pid, "created": self._root.create_time()}
+
     def poll(self) -> int | None:
         """Look at the tree once. Returns the exit code, or None while it runs."""
         code = self._process.poll()

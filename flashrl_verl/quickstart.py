@@ -27,6 +27,7 @@ from flashrl_verl.local_paths import check_paths
 from flashrl_verl.log_excerpt import last_error
 from flashrl_verl.process_tree import ProcessTree, Stopped, stoppable
 from flashrl_verl.progress import PLAIN_INTERVAL, Display
+from flashrl_verl.recipe_process import MODULE, ROOT, environment
 from flashrl_verl.toy.assets import Assets, AssetsConfig, make_assets
 from flashrl_verl.validation import validate_config
 
@@ -35,9 +36,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from flashrl_verl.toy.warmup import Accuracy
-
-ROOT = Path(__file__).resolve().parents[1]
-"""The checkout: the recipe is not part of the installed package."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +190,7 @@ def _facts(config: QuickstartConfig, overrides: list[str], composed: DictConfig)
 
     correction = composed.algorithm.rollout_correction
     return {
-        "command": shlex.join(["python", "-m", "recipe.flashrl.main_flashrl", *overrides]),
+        "command": shlex.join(["python", "-m", MODULE, *overrides]),
         "hardware": f"{composed.trainer.device}, {os.cpu_count()} CPU cores, {platform.machine()}",
         "precision": str(composed.flashrl.precision),
         "correction": OmegaConf.to_container(correction, resolve=True),
@@ -244,20 +242,13 @@ def _assets(config: QuickstartConfig, console: Console) -> Assets:
 
 def _train(output: Path, overrides: list[str], total: int, run: dict[str, Any], log_from: int, console: Console) -> int:
     log, metrics, attempt = output / run_directory.LOG_FILE, output / report.METRICS_FILE, run["attempts"][-1]
-    env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}  # a Ray of its own
-    env |= {
-        "VERL_FILE_LOGGER_PATH": str(metrics),
-        "PYTHONUNBUFFERED": "1",
-        "HF_HUB_OFFLINE": "1",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
+    env = environment(metrics)
     console.print(f"training: {total} steps on {run['hardware']}, log in {log}", highlight=False, soft_wrap=True)
     if log_from:
         with log.open("a") as stream:
             stream.write(f"\n---- resumed {time.strftime('%Y-%m-%d %H:%M:%S')} ----\n")
     started = time.monotonic()
-    tree = ProcessTree([sys.executable, "-m", "recipe.flashrl.main_flashrl", *overrides], log, env, ROOT)
+    tree = ProcessTree([sys.executable, "-m", MODULE, *overrides], log, env, ROOT)
     try:
         with Display(console, total, log, metrics, log_from=log_from) as display:
             while (code := tree.poll()) is None:

@@ -46,7 +46,7 @@ class Drawing:
         figure = new_figure(WIDTH, max(2.2, 1.3 + 0.42 * runs) if bars else HEIGHT + 0.16 * len(self.arms))
         axes = figure.subplots()
         self.draw(axes, panel)
-        _legend_above(figure, [axes])
+        legend_above(figure, [axes])
         return figure
 
     def overview(self, panels: Sequence[Panel]) -> bytes | None:
@@ -83,7 +83,7 @@ class Drawing:
             axes.set_yticklabels([])  # the colours are in the legend; long names would take the room of the bars
             _mark_bars(axes, self.arms)
             axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=3, fontsize=8, frameon=False)
-        _legend_above(figure, [axes for axes in grid.flat if axes not in bars])
+        legend_above(figure, [axes for axes in grid.flat if axes not in bars])
         return figure
 
     def draw(self, axes: Axes, panel: Panel) -> None:
@@ -237,7 +237,7 @@ def _mark_not_finite(axes: Axes, x: list[float], y: list[float]) -> None:
         axes.plot(bad, [0.02] * len(bad), "x", color=INK, transform=axes.get_xaxis_transform(), label="not finite")
 
 
-def _legend_above(figure: Figure, axes: Sequence[Axes]) -> None:
+def legend_above(figure: Figure, axes: Sequence[Axes]) -> None:
     """One legend for all axes, outside of them: it covers no data."""
     told = {}
     for one in axes:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything the quickstart trains with, in one directory: model, tokenizer, data, and a manifest of how they
+"""Everything a toy run trains with, in one directory: model, tokenizer, data, and a manifest of how they
 were made."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from flashrl_verl.errors import FlashRLError
 from flashrl_verl.toy.model import ToyModelConfig, build_model
-from flashrl_verl.toy.task import Problem, Split, TaskConfig, split_problems, verl_rows
+from flashrl_verl.toy.task import Split, Task, TaskConfig, TaskProblem, verl_rows
 from flashrl_verl.toy.tokenizer import build_tokenizer
 from flashrl_verl.toy.warmup import Accuracy, Encoder, WarmupConfig, evaluate, warm_up
 
@@ -31,7 +31,7 @@ class AssetsConfig:
 
     seed: int = 0
     """Of the initial weights, the split, and the warm-up's order."""
-    task: TaskConfig = field(default_factory=TaskConfig)
+    task: Task = field(default_factory=TaskConfig)
     model: ToyModelConfig = field(default_factory=ToyModelConfig)
     warmup: WarmupConfig = field(default_factory=WarmupConfig)
 
@@ -47,7 +47,7 @@ class Assets:
 
     root: Path
     made: dict[str, Any]
-    """`warmup_steps`, `warmup_seconds`, `parameters`, and the accuracies `probe` and `test` of the BF16 model
+    """`warmup_steps`, `warmup_seconds`, `device`, `parameters`, and the accuracies `probe` and `test` of the BF16 model
     on disk."""
     reused: bool
     """Whether they were there already."""
@@ -73,6 +73,7 @@ def make_assets(
     config: AssetsConfig,
     *,
     on_probe: Callable[[int, Accuracy], None] | None = None,
+    device: str = "cpu",
 ) -> Assets:
     """Make the assets, or use those that are there if they were made by the same recipe.
 
@@ -82,23 +83,25 @@ def make_assets(
         root: the directory; a directory that is not an earlier result is refused, not overwritten.
         config: the recipe.
         on_probe: told of the warm-up's progress: updates so far, accuracy.
+        device: where the model is warmed up. The initial weights do not depend on it; sums in another order make other digits,
+            so only a CPU's are promised to be the same again. Assets that are there are used whatever made them.
 
     Raises:
         FlashRLError: the warm-up did not reach its target, or `root` holds something else.
     """
     root = Path(root)
-    made = _made_before(root, config)
+    made = made_before(root, config)
     if made is not None:
         return Assets(root=root, made=made, reused=True)
     if root.exists() and any(root.iterdir()) and not (root / MANIFEST).is_file():
         raise FlashRLError(
             f"{root} is not empty and has no {MANIFEST}, so it is not overwritten. Move it away, or choose "
-            "another place: flashrl quickstart --output DIR."
+            "another place: --output DIR."
         )
     root.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{root.name}-", dir=root.parent))
     try:
-        made = _make(scratch, config, on_probe)
+        made = _make(scratch, config, on_probe, device)
         scratch.chmod(0o755)  # mkdtemp's 0700 would hide the assets from a shared cluster's other nodes
         if root.exists():
             shutil.rmtree(root)
@@ -108,8 +111,8 @@ def make_assets(
     return Assets(root=root, made=made, reused=False)
 
 
-def _made_before(root: Path, config: AssetsConfig) -> dict[str, Any] | None:
-    """The record in `root`'s manifest, if its recipe is the same and its files are there."""
+def made_before(root: Path, config: AssetsConfig) -> dict[str, Any] | None:
+    """The record in `root`'s manifest, if its recipe is the same and its files are there; else None."""
     try:
         manifest = json.loads((root / MANIFEST).read_text())
         same = manifest["recipe"] == config.recipe()
@@ -119,12 +122,12 @@ def _made_before(root: Path, config: AssetsConfig) -> dict[str, Any] | None:
     return manifest["made"] if same and whole else None
 
 
-def _make(root: Path, config: AssetsConfig, on_probe: Callable[[int, Accuracy], None] | None) -> dict[str, Any]:
-    split = split_problems(config.task, seed=config.seed)
-    _write_parquet(split.train, root / "train.parquet", split="train")
-    _write_parquet(split.test, root / "test.parquet", split="test")
+def _make(root: Path, config: AssetsConfig, on_probe: Callable[[int, Accuracy], None] | None, device: str) -> dict[str, Any]:
+    split = config.task.split(config.seed)
+    for name, problems in (("train", split.train), ("test", split.test)):
+        _write_parquet(problems, root / f"{name}.parquet", name, config.task.data_source)
     with _one_thread():
-        made = _make_model(root / "model", split, config, on_probe)
+        made = _make_model(root / "model", split, config, on_probe, device)
     files = {str(f.relative_to(root)): f.stat().st_size for f in sorted(root.rglob("*")) if f.is_file()}
     manifest = {"recipe": config.recipe(), "made": made, "files": files}
     (root / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
@@ -132,12 +135,12 @@ def _make(root: Path, config: AssetsConfig, on_probe: Callable[[int, Accuracy], 
 
 
 def _make_model(
-    path: Path, split: Split, config: AssetsConfig, on_probe: Callable[[int, Accuracy], None] | None
+    path: Path, split: Split, config: AssetsConfig, on_probe: Callable[[int, Accuracy], None] | None, device: str
 ) -> dict[str, Any]:
     import torch
 
     tokenizer = build_tokenizer(config.model.max_position_embeddings)
-    model = build_model(tokenizer, config.model, seed=config.seed)
+    model = build_model(tokenizer, config.model, seed=config.seed).to(device)
     result = warm_up(
         model,
         tokenizer,
@@ -155,17 +158,18 @@ def _make_model(
     return {
         "warmup_steps": result.steps,
         "warmup_seconds": round(result.seconds, 1),
+        "device": device,
         "parameters": sum(p.numel() for p in model.parameters()),
         "probe": asdict(evaluate(model, encoder, split.probe)),
         "test": asdict(evaluate(model, encoder, split.test)),
     }
 
 
-def _write_parquet(problems: tuple[Problem, ...], path: Path, *, split: str) -> None:
+def _write_parquet(problems: tuple[TaskProblem, ...], path: Path, split: str, data_source: str) -> None:
     import pyarrow
     import pyarrow.parquet
 
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(verl_rows(problems, split=split)), path)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(verl_rows(problems, split=split, data_source=data_source)), path)
 
 
 @contextlib.contextmanager

@@ -14,12 +14,48 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from flashrl_verl.errors import ConfigError
 
 DATA_SOURCE = "toy_addition"
 """verl groups its validation metrics by this name: `val-core/toy_addition/acc/mean@1`."""
+
+
+class TaskProblem(Protocol):
+    """A problem of any task that the toy model is warmed up for."""
+
+    @property
+    def prompt(self) -> str:
+        """What the user says."""
+
+    @property
+    def answer(self) -> str:
+        """The right response, whole."""
+
+    @property
+    def ground_truth(self) -> str:
+        """The part of it that the reward asks for."""
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """What goes into verl's `extra_info`."""
+
+    def worked(self, rng: random.Random, slip_rate: float) -> str:
+        """A response for the warm-up, with slips at this rate."""
+
+
+class Task(Protocol):
+    """A task's configuration."""
+
+    slip_rate: float
+
+    @property
+    def data_source(self) -> str:
+        """verl groups its validation metrics by this name."""
+
+    def split(self, seed: int) -> Split:
+        """Training, probe and test problems; a function of the configuration and the seed only."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +76,11 @@ class Problem:
         return str(self.a + self.b)
 
     @property
+    def ground_truth(self) -> str:
+        """What the reward asks for."""
+        return self.answer
+
+    @property
     def has_carry(self) -> bool:
         """Whether the units add up to ten or more."""
         return self.a % 10 + self.b % 10 >= 10
@@ -48,6 +89,15 @@ class Problem:
     def slip(self) -> str:
         """The sum with the carry of the units forgotten; the right answer where there is none."""
         return str(self.a + self.b - 10 * self.has_carry)
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """What goes into verl's `extra_info`."""
+        return {"has_carry": self.has_carry}
+
+    def worked(self, rng: random.Random, slip_rate: float) -> str:
+        """The slip with a probability of `slip_rate`, else the answer."""
+        return self.slip if rng.random() < slip_rate else self.answer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,16 +127,25 @@ class TaskConfig:
         if not 0.0 <= self.slip_rate <= 1.0:
             raise ConfigError(f"slip_rate={self.slip_rate} is not a probability. Set it between 0 and 1.")
 
+    @property
+    def data_source(self) -> str:
+        """verl groups its validation metrics by this name."""
+        return DATA_SOURCE
+
+    def split(self, seed: int) -> Split:
+        """Share out all problems (`split_problems`)."""
+        return split_problems(self, seed=seed)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
     """Disjoint sets of problems: 27+38 and 38+27 are always in the same one, or the test would leak through
     symmetry."""
 
-    train: tuple[Problem, ...]
-    probe: tuple[Problem, ...]
+    train: tuple[TaskProblem, ...]
+    probe: tuple[TaskProblem, ...]
     """Held out from the warm-up only; it decides when that stops, so that the test set decides nothing."""
-    test: tuple[Problem, ...]
+    test: tuple[TaskProblem, ...]
 
 
 def split_problems(config: TaskConfig, *, seed: int) -> Split:
@@ -111,20 +170,21 @@ def _both_orders(problems: Sequence[Problem]) -> list[Problem]:
     return [Problem(*order) for p in problems for order in ((p.a, p.b), (p.b, p.a))]
 
 
-def verl_rows(problems: Sequence[Problem], *, split: str) -> list[dict[str, Any]]:
+def verl_rows(problems: Sequence[TaskProblem], *, split: str, data_source: str = DATA_SOURCE) -> list[dict[str, Any]]:
     """One row of verl's RL data format for each problem, in order.
 
     Args:
         problems: what to ask.
         split: `train` or `test`, kept in `extra_info`.
+        data_source: the task's.
     """
     return [
         {
-            "data_source": DATA_SOURCE,
+            "data_source": data_source,
             "prompt": [{"role": "user", "content": problem.prompt}],
             "ability": "math",
-            "reward_model": {"style": "rule", "ground_truth": problem.answer},
-            "extra_info": {"split": split, "index": index, "has_carry": problem.has_carry},
+            "reward_model": {"style": "rule", "ground_truth": problem.ground_truth},
+            "extra_info": {"split": split, "index": index, **problem.info},
         }
         for index, problem in enumerate(problems)
     ]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from flashrl_verl.errors import FlashRLError
-from flashrl_verl.toy.task import Problem, Split
+from flashrl_verl.toy.task import Split, TaskProblem
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -76,7 +76,7 @@ class Encoder:
         self._tokenizer = tokenizer
         self._prompts: dict[str, list[int]] = {}
 
-    def prompt_ids(self, problem: Problem) -> list[int]:
+    def prompt_ids(self, problem: TaskProblem) -> list[int]:
         """The prompt's tokens, generation prompt included, exactly as verl renders them."""
         if problem.prompt not in self._prompts:
             message = [{"role": "user", "content": problem.prompt}]
@@ -84,7 +84,7 @@ class Encoder:
             self._prompts[problem.prompt] = self._tokenizer.encode(text, add_special_tokens=False)
         return self._prompts[problem.prompt]
 
-    def batch(self, problems: Sequence[Problem], answers: Sequence[str]) -> tuple[Tensor, Tensor]:
+    def batch(self, problems: Sequence[TaskProblem], answers: Sequence[str]) -> tuple[Tensor, Tensor]:
         """Tokens and labels.
 
         Args:
@@ -119,13 +119,14 @@ def answer_logits(model: Qwen2ForCausalLM, tokens: Tensor, labels: Tensor) -> tu
     Returns:
         logits: [B, A, V] float32, labels: [B, A] int64, with A the longest stretch that holds every label.
     """
+    tokens, labels = tokens.to(model.device), labels.to(model.device)
     first = int((labels != IGNORE).any(dim=0).nonzero()[0])
     # Right padding needs no attention mask: under causal attention no labelled position sees it.
     hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state[:, first:]
     return model.lm_head(hidden).float(), labels[:, first:]
 
 
-def evaluate(model: Qwen2ForCausalLM, encoder: Encoder, problems: Sequence[Problem]) -> Accuracy:
+def evaluate(model: Qwen2ForCausalLM, encoder: Encoder, problems: Sequence[TaskProblem]) -> Accuracy:
     """Accuracy on the problems, from one forward pass over their right answers.
 
     Greedy decoding yields the right answer if and only if each of its tokens is the argmax given the ones
@@ -156,10 +157,10 @@ def warm_up(
     """Train `model` in place on the training problems until the probe's sampled accuracy reaches the target.
 
     Args:
-        model: float32, on the CPU.
+        model: float32, on the device that is to train it.
         tokenizer: its tokenizer.
         split: trains on `train`, stops by `probe`; `test` is not looked at.
-        slip_rate: probability that a label forgets its carry, drawn anew for each use of a problem.
+        slip_rate: probability of each slip of a label, drawn anew for each use of a problem.
         config: rates and limits.
         seed: order of the problems and draws of the labels.
         on_probe: called after each probe with the number of updates and the accuracy.
@@ -176,7 +177,7 @@ def warm_up(
     model.train()
     for step in range(1, config.max_steps + 1):
         problems = rng.choices(split.train, k=config.batch_size)
-        answers = [p.slip if rng.random() < slip_rate else p.answer for p in problems]
+        answers = [problem.worked(rng, slip_rate) for problem in problems]
         logits, labels = answer_logits(model, *encoder.batch(problems, answers))
         cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE).backward()
         clip_grad_norm_(model.parameters(), config.max_grad_norm)
@@ -196,7 +197,7 @@ def warm_up(
     raise FlashRLError(
         f"The warm-up of the toy model reached a sampled probe accuracy of {accuracy.sampled:.2f} in "
         f"{config.max_steps} updates, short of {config.target_accuracy:.2f}. "
-        f"Try another seed: flashrl quickstart --seed {seed + 1}."
+        f"Try another seed: flashrl quickstart --seed {seed + 1}, flashrl bench learning --model-seed {seed + 1}."
     )
 
 

@@ -2,13 +2,14 @@
 """`flashrl bench rollout` of a precision whose speed `flashrl plan` does not know."""
 
 from flashrl_verl.bench import mismatch_report, rollout_report
-from flashrl_verl.bench.rollout import Arm, KVCache, Report, Result, RolloutConfig
+from flashrl_verl.bench.arms import Arm
+from flashrl_verl.bench.rollout import Report, Result, RolloutConfig
 from flashrl_verl.bench.rollout_engine import Answer, Timing
 from flashrl_verl.config import Precision
 from flashrl_verl.plan.schedule import Work
 
 WORK = Work(sequences=10, prompt=100, response=51)
-ARMS = tuple(Arm(precision=precision, kv_cache=KVCache.AUTO) for precision in (Precision.BF16, Precision.FP8_BLOCK))
+ARMS = tuple(Arm(precision=precision) for precision in (Precision.BF16, Precision.FP8_BLOCK))
 
 
 def answer() -> Answer:

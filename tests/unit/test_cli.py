@@ -37,7 +37,7 @@ def flashrl(*words: str) -> subprocess.CompletedProcess:
 COMMANDS = ("quickstart", "report", "data", "plan", "check", "export", "eval", "version")
 
 
-@pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS), ["bench", "rollout"]])
+@pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS), ["bench", "rollout"], ["bench", "learning"]])
 def test_every_command_explains_itself(command):
     result = CliRunner().invoke(app, [*command, "--help"])
     assert result.exit_code == 0 and "Usage" in result.output

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One start of one run: its processes, and what the run's record says of it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from flashrl_verl import run_directory
+from flashrl_verl.bench.learning import Run
+from flashrl_verl.log_excerpt import last_error
+from flashrl_verl.process_tree import ProcessTree, Stopped
+from flashrl_verl.recipe_process import ROOT, environment
+from flashrl_verl.report.run import METRICS_FILE
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+
+class Attempt:
+    """Start a run, or go on with it.
+
+    Args:
+        run: which.
+        words: of its command.
+        facts: of the record (`run.json`).
+        cfg: the composed configuration, kept beside it.
+    """
+
+    def __init__(self, run: Run, words: Sequence[str], facts: dict[str, Any], cfg: DictConfig):
+        self.run = run
+        self._record = run_directory.begin_attempt(run.folder, facts, cfg, resume=True)
+        self._log = run.folder / run_directory.LOG_FILE
+        with self._log.open("ab") as stream:
+            number = len(self._record["attempts"])
+            stream.write(f"---- attempt {number}, {time.strftime('%Y-%m-%d %H:%M:%S')} ----\n".encode())
+            self._log_from = stream.tell()
+        self._started = time.monotonic()
+        metrics = run.folder / METRICS_FILE
+        # Memory is not measured: looking at it takes the lock that the runs' own allocations take.
+        self._tree = ProcessTree(words, self._log, environment(metrics), ROOT, memory=False)
+        self._ending: threading.Thread | None = None
+        with suppress(psutil.NoSuchProcess):
+            self._record["attempts"][-1]["process"] = self._tree.identity()
+            run_directory.write_record(run.folder, self._record)
+
+    def poll(self) -> bool:
+        """Whether it is over, everything that it started included. Does not wait."""
+        if self._ending is None:
+            if self._tree.poll() is None:
+                return False
+            self.stop()  # Ray's processes may outlive their driver for a while, and hold memory of the GPU
+        return not self._ending.is_alive()  # meanwhile the tree is that thread's
+
+    def ended_by_itself(self) -> bool:
+        """Whether its command is over although nobody told it to end."""
+        return self._ending is not None or self._tree.poll() is not None
+
+    def stop(self) -> None:
+        """Begin to end it, politely first; does not wait."""
+        if self._ending is None:
+            self._ending = threading.Thread(target=self._tree.end, name=f"ending {self.run.name}", daemon=True)
+            self._ending.start()
+
+    def settle(self, finished: bool, stopped: bool) -> list[str]:
+        """Write down how it ended.
+
+        Args:
+            finished: its last step is in the metrics.
+            stopped: it was told to end before.
+
+        Returns:
+            The error where it failed: neither finished nor stopped.
+        """
+        attempt = self._record["attempts"][-1]
+        code = self._tree.poll()
+        attempt |= {"exit_code": code, "seconds": {"total": time.monotonic() - self._started}}
+        error = [] if finished or stopped else self._error(code)
+        if error:
+            attempt["error"] = error
+        run_directory.write_record(self.run.folder, self._record)
+        return error
+
+    def _error(self, code: int | None) -> list[str]:
+        with self._log.open("rb") as stream:
+            stream.seek(self._log_from)
+            said = stream.read().decode(errors="replace")
+        if code == 0:
+            return ["the training ended before its last step without an error"]
+        return last_error(said) or [f"exit code {code}, and nothing in {self._log}"]
+
+
+def stop_all(attempts: Iterable[Attempt]) -> None:
+    """End them all at once and wait: one after another would take as many times half a minute."""
+    attempts = list(attempts)
+    for attempt in attempts:
+        attempt.stop()
+    while not all(attempt.poll() for attempt in attempts):
+        with suppress(Stopped):  # Ctrl-C once more: they are being ended, and SIGKILL comes by itself
+            time.sleep(0.2)

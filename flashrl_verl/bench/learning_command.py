@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `flashrl bench learning`."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flashrl_verl.console import new_console
+from flashrl_verl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from flashrl_verl.bench.learning import LearningConfig
+    from flashrl_verl.toy.warmup import Accuracy
+
+DEFAULT_ARMS = "bf16:none,bf16:tis,int8:none,int8:tis,fp8:none,fp8:tis"
+UNFINISHED = 3
+"""Exit code where time was over before all runs were finished: the same command goes on."""
+
+
+def learning(
+    context: typer.Context,
+    arm: Annotated[str, typer.Option(help="Arms separated by commas: precision:correction, such as int8:tis.")] = DEFAULT_ARMS,
+    seed: Annotated[str, typer.Option(help="Seeds separated by commas: prompts' order and sampling, in every arm.")] = "0,1,2",
+    steps: Annotated[int, typer.Option(min=1, help="Training steps of each run.")] = 200,
+    parallel: Annotated[int, typer.Option(min=1, help="Runs at a time on this machine.")] = 1,
+    minutes: Annotated[
+        float, typer.Option(min=5, help="Time for everything; then runs are ended, and the same command goes on.")
+    ] = 60.0,
+    hardware: Annotated[str | None, typer.Option(help="cuda or cpu; cuda where there is a GPU.")] = None,
+    kv_cache_gib: Annotated[float, typer.Option(min=0.1, help="Each run's KV cache on a GPU, GiB.")] = 2.0,
+    model_seed: Annotated[int, typer.Option(min=0, help="Seed of the model that all runs start from, and of the chains.")] = 0,
+    hidden_size: Annotated[int | None, typer.Option(min=128, help="Channels of the model, a multiple of 64.")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Decoder layers of the model.")] = None,
+    chain_steps: Annotated[int | None, typer.Option(min=1, help="Additions and subtractions of a chain.")] = None,
+    target_accuracy: Annotated[
+        float | None, typer.Option(min=0.0, max=1.0, help="Sampled accuracy at which the supervised warm-up stops.")
+    ] = None,
+    retry: Annotated[bool, typer.Option("--retry", help="Try runs once more that failed twice.")] = False,
+    output: Annotated[Path, typer.Option(help="Folder for the model, the runs, learning.json and learning.png.")] = Path(
+        "outputs/bench_learning"
+    ),
+) -> None:
+    """Learning curves on chains of sums, by precision of the rollout and correction, over seeds; in pieces, if need be.
+
+    The same command goes on after a stop, and arms and seeds may be added. Words after the options are Hydra overrides for
+    every run. Exit code 0: all runs are finished. 3: time was over first. 1: a run failed twice.
+    """
+    import torch
+
+    from flashrl_verl.bench.learning import LearningConfig, arms_of, seeds_of
+    from flashrl_verl.run_directory import check_output
+
+    started = time.monotonic()
+    for word in context.args:
+        if word.startswith("-") or not ("=" in word or word.startswith("~")):
+            raise ConfigError(f"{word!r} is neither an option (flashrl bench learning --help) nor an override key=value.")
+    there = torch.cuda.is_available()
+    chosen = hardware or ("cuda" if there else "cpu")
+    if chosen not in ("cuda", "cpu") or (chosen == "cuda" and not there):
+        reason = "PyTorch finds no GPU here" if chosen == "cuda" else "it is neither cuda nor cpu"
+        raise ConfigError(f"--hardware {chosen}: {reason}")
+    check_output(output)
+    config = LearningConfig(
+        output=output.expanduser().resolve(),
+        arms=arms_of(arm),
+        seeds=seeds_of(seed),
+        steps=steps,
+        parallel=parallel,
+        minutes=minutes,
+        hardware=chosen,
+        kv_cache_gib=kv_cache_gib,
+        model_seed=model_seed,
+        overrides=tuple(context.args),
+        **_sizes(hidden_size, layers, chain_steps, target_accuracy),
+    )
+    raise typer.Exit(_learn(config, started, new_console(), retry=retry))
+
+
+def _sizes(hidden: int | None, layers: int | None, chain_steps: int | None, target: float | None) -> dict[str, object]:
+    """The parts of the configuration that sizes change."""
+    from dataclasses import replace
+
+    from flashrl_verl.bench.learning import CHAIN, MODEL, WARMUP
+
+    if hidden is not None and hidden % 64:
+        raise ConfigError(f"--hidden-size {hidden} is no multiple of 64, the width of a head")
+    sizes = {"hidden_size": hidden, "intermediate_size": hidden and 2 * hidden, "num_layers": layers}
+    return {
+        "model": replace(MODEL, **{name: size for name, size in sizes.items() if size is not None}),
+        "chain": CHAIN if chain_steps is None else replace(CHAIN, steps=chain_steps),
+        "warmup": WARMUP if target is None else replace(WARMUP, target_accuracy=target),
+    }
+
+
+def _learn(config: LearningConfig, started: float, console: Console, *, retry: bool) -> int:
+    """Make what is missing, run, report; returns the exit code."""
+    from flashrl_verl.bench import learning as bench
+    from flashrl_verl.bench import learning_recipe, learning_report
+    from flashrl_verl.bench.learning_board import Board, summary
+    from flashrl_verl.bench.learning_schedule import Limits, Schedule
+    from flashrl_verl.bench.learning_state import Status, state_of
+    from flashrl_verl.process_tree import Stopped
+
+    learning_recipe.check_arms(config)
+    bench.check_settings(config)
+    _make(config, console)
+    limits = Limits(parallel=config.parallel, seconds=60 * config.minutes - (time.monotonic() - started))
+    code = None
+    with Board(console, config.steps) as board:
+        prepare = learning_recipe.preparation(config)
+        schedule = Schedule(config.runs(), config.steps, limits, prepare, board.tell, board.watch, retry=retry)
+        try:
+            schedule.carry_out()
+        except Stopped as stopped:
+            code = stopped.exit_code
+    states = [state_of(run, config.steps) for run in config.runs()]
+    report = learning_report.collect(config, states)
+    for table in learning_report.tables(report):
+        console.print(table)
+    for note in learning_report.notes(report):
+        console.print(note, markup=False, highlight=False, style="dim", soft_wrap=True)
+    console.print("written: " + ", ".join(map(str, learning_report.write(report))), highlight=False, soft_wrap=True)
+    console.print(f"runs: {summary(states)}", highlight=False)
+    if code is not None:
+        return code
+    left = {state.status for state in states}
+    if left & {Status.NEW, Status.UNFINISHED}:
+        console.print("Time was over first: the same command goes on.", highlight=False)
+        return UNFINISHED
+    if Status.FAILED in left:
+        console.print("Runs that failed twice are tried again with --retry.", highlight=False)
+        return 1
+    return 0
+
+
+def _make(config: LearningConfig, console: Console) -> None:
+    from flashrl_verl.bench import learning as bench
+    from flashrl_verl.progress import PLAIN_INTERVAL
+
+    spoke = time.monotonic()
+    with console.status("making the model: supervised warm-up") as status:
+
+        def show(step: int, accuracy: Accuracy) -> None:
+            nonlocal spoke
+            line = f"supervised warm-up: update {step}, accuracy {accuracy.sampled:.3f}"
+            status.update(line)
+            if not console.is_terminal and time.monotonic() - spoke > PLAIN_INTERVAL:
+                spoke = time.monotonic()
+                console.print(line, highlight=False)
+
+        assets = bench.make(config, show)
+    made = assets.made
+    console.print(
+        f"model: {made['parameters']:,} parameters, {made['warmup_steps']} updates of warm-up in {made['warmup_seconds']} s"
+        f"{' (made before, used again)' if assets.reused else ''}; held-out accuracy {made['test']['greedy']:.3f} greedy, "
+        f"{made['test']['sampled']:.3f} sampled",
+        highlight=False,
+        soft_wrap=True,
+    )

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run of ``flashrl bench learning`` tells the recipe, and what is refused of it before anything is made."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from flashrl_verl.bench.learning import ASSETS, LearningConfig, Run, environment
+from flashrl_verl.errors import ConfigError
+from flashrl_verl.quickstart import compose, quoted
+from flashrl_verl.recipe_process import MODULE
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+
+def training_overrides(config: LearningConfig, run: Run) -> list[str]:
+    """The words after `python -m recipe.flashrl.main_flashrl` for one run."""
+    words = [
+        "experiment=chain",
+        f"hardware={config.hardware}",
+        f"flashrl.precision={run.arm.precision.value}",
+        f"correction={run.arm.correction}",
+        f"chain.assets={quoted(str(config.output / ASSETS))}",
+        f"trainer.default_local_dir={quoted(str(run.folder / 'checkpoints'))}",
+        f"trainer.total_training_steps={config.steps}",
+        f"data.seed={run.seed}",
+        f"actor_rollout_ref.rollout.seed={run.seed}",
+    ]
+    if config.hardware == "cuda":
+        # Given, not measured: vLLM stops where another run frees memory while it measures.
+        size = round(config.kv_cache_gib * 2**30)
+        words.append(f"+actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes={size}")
+    return [*words, *config.overrides]
+
+
+def compose_run(config: LearningConfig, run: Run) -> DictConfig:
+    """The configuration that the recipe will see.
+
+    Raises:
+        ConfigError: it contradicts itself, or an override takes away what this bench reads.
+    """
+    from flashrl_verl.validation import validate_config
+
+    composed = compose(training_overrides(config, run))
+    validate_config(composed)
+    trainer = composed.trainer
+    if "file" not in trainer.logger or trainer.test_freq < 1:
+        raise ConfigError(
+            f"trainer.logger={trainer.logger}, trainer.test_freq={trainer.test_freq}: curves are read from verl's file logger "
+            "and need validation. Remedy: `file` among the loggers, and test_freq from 1 on"
+        )
+    return composed
+
+
+def facts_of(config: LearningConfig, run: Run, composed: DictConfig) -> dict[str, Any]:
+    """What a run's record says of it, in the words of the quickstart's, so that `flashrl report` can read both."""
+    from omegaconf import OmegaConf
+
+    return {
+        "hardware": f"{environment(config.hardware)['device']}, up to {config.parallel} runs at a time",
+        "precision": run.arm.precision.value,
+        "correction": OmegaConf.to_container(composed.algorithm.rollout_correction, resolve=True),
+        "seed": run.seed,
+        "total_steps": config.steps,
+    }
+
+
+def preparation(config: LearningConfig) -> Callable[[Run], tuple[list[str], dict[str, Any], DictConfig]]:
+    """What a start of a run needs: the words of its command, the facts of its record, its configuration."""
+
+    def prepare(run: Run) -> tuple[list[str], dict[str, Any], DictConfig]:
+        composed = compose_run(config, run)
+        words = training_overrides(config, run)
+        command = shlex.join(["python", "-m", MODULE, *words])
+        return [sys.executable, "-m", MODULE, *words], {"command": command, **facts_of(config, run, composed)}, composed
+
+    return prepare
+
+
+def check_arms(config: LearningConfig) -> None:
+    """Compose one run of every arm: whatever can be refused is, before anything is made.
+
+    Raises:
+        ConfigError: see ``compose_run``.
+    """
+    for arm in config.arms:
+        compose_run(config, next(run for run in config.runs() if run.arm == arm))

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which run of ``flashrl bench learning`` goes when: so many at a time, started one after another, ended when time is over."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from flashrl_verl.bench.learning import Run
+from flashrl_verl.bench.learning_attempt import Attempt, stop_all
+from flashrl_verl.bench.learning_state import TRIES, State, Status, process_of, state_of
+from flashrl_verl.errors import ConfigError
+from flashrl_verl.process_tree import stoppable
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How many at a time, and for how long."""
+
+    parallel: int
+    seconds: float
+    """For everything that is scheduled, until the last process is gone."""
+    stagger_s: float = 15.0
+    """Between two starts: importing torch, vLLM and verl keeps a core busy for as long, and two Rays do not look for ports at
+    the same moment."""
+    start_s: float = 150.0
+    """With less than this left no run is started: start-up alone may take a minute where several runs share the cores."""
+    ending_s: float = 45.0
+    """Kept for ending what runs: ``process_tree.PATIENCE`` comes to 35 s, and the report is still to be written."""
+    poll_s: float = 1.0
+    """Between two looks."""
+
+
+class Event(Enum):
+    """What happened to a run."""
+
+    STARTED = "started"
+    FINISHED = "finished"
+    FAILED = "failed"
+    STOPPED = "stopped: time is over"
+
+
+@dataclass(frozen=True, kw_only=True)
+class News:
+    """An event of one run, and its state after it."""
+
+    event: Event
+    state: State
+
+
+Prepare = Callable[[Run], tuple[Sequence[str], dict[str, Any], "DictConfig"]]
+"""Of a run: the words of its command, the facts of its record, its configuration."""
+
+
+class Schedule:
+    """Carries out runs.
+
+    Args:
+        runs: all that are wanted; what is finished, or failed ``TRIES`` times, is left alone.
+        steps: of each.
+        limits: how many, how long.
+        prepare: told the run that is about to start.
+        tell: called with news.
+        watch: called at every look with the runs that are going on.
+        retry: what failed ``TRIES`` times gets one more.
+
+    Raises:
+        ConfigError: one of the runs is going on: two processes would write its files.
+    """
+
+    def __init__(
+        self,
+        runs: Sequence[Run],
+        steps: int,
+        limits: Limits,
+        prepare: Prepare,
+        tell: Callable[[News], None] = lambda news: None,
+        watch: Callable[[list[Run]], None] = lambda running: None,
+        *,
+        retry: bool = False,
+    ):
+        for run in runs:
+            if (pid := process_of(run)) is not None:
+                raise ConfigError(
+                    f"{run.name} is going on as process {pid}: another command has this --output, or was killed and left it. "
+                    f"Wait for it, or end it: kill -INT {pid}"
+                )
+        self._steps, self._limits, self._prepare, self._tell, self._watch = steps, limits, prepare, tell, watch
+        states = [state_of(run, steps) for run in runs]
+        wanted = (Status.NEW, Status.UNFINISHED, *([Status.FAILED] if retry else []))
+        left = [state for state in states if state.status in wanted]
+        # What is begun first: its checkpoint is worth more than another beginning.
+        self._waiting = [state.run for state in sorted(left, key=lambda state: state.status is Status.NEW)]
+        self._going: list[Attempt] = []
+        self._next_start = 0.0
+
+    def carry_out(self) -> None:
+        """Until all are done, or time is over; nothing runs when it returns or raises.
+
+        Raises:
+            Stopped: Ctrl-C or SIGTERM.
+        """
+        over = time.monotonic() + self._limits.seconds - self._limits.ending_s
+        with stoppable():
+            try:
+                while self._going or self._waiting:
+                    left = over - time.monotonic()
+                    if left <= 0 or (not self._going and left < self._limits.start_s):
+                        break
+                    self._start_one(left)
+                    self._look()
+                    self._watch([attempt.run for attempt in self._going])
+                    time.sleep(min(self._limits.poll_s, max(0.0, left)))
+            finally:
+                self._end()
+
+    def _start_one(self, left: float) -> None:
+        limits = self._limits
+        free = len(self._going) < limits.parallel and time.monotonic() >= self._next_start
+        if not self._waiting or not free or left < limits.start_s:
+            return
+        run = self._waiting.pop(0)
+        self._next_start = time.monotonic() + limits.stagger_s
+        self._going.append(Attempt(run, *self._prepare(run)))
+        self._tell(News(event=Event.STARTED, state=state_of(run, self._steps)))
+
+    def _look(self) -> None:
+        for attempt in [attempt for attempt in self._going if attempt.poll()]:
+            self._going.remove(attempt)
+            if self._settle(attempt, stopped=False) is Event.FAILED and self._failures(attempt.run) < TRIES:
+                self._waiting.append(attempt.run)
+
+    def _failures(self, run: Run) -> int:
+        return state_of(run, self._steps).failures
+
+    def _settle(self, attempt: Attempt, *, stopped: bool) -> Event:
+        finished = state_of(attempt.run, self._steps).status is Status.FINISHED
+        attempt.settle(finished, stopped)
+        event = Event.FINISHED if finished else Event.STOPPED if stopped else Event.FAILED
+        self._tell(News(event=event, state=state_of(attempt.run, self._steps)))
+        return event
+
+    def _end(self) -> None:
+        """End what runs. What ended by itself just now is settled as such: its failure is not to be lost."""
+        going, self._going = self._going, []
+        over = [attempt for attempt in going if attempt.ended_by_itself()]
+        stop_all(going)
+        for attempt in going:
+            self._settle(attempt, stopped=attempt not in over)

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The schedule of `flashrl bench learning`, with runs that only count (`counting_run.py`): processes, records, metrics."""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from learning_runs import config
+from omegaconf import OmegaConf
+from rich.console import Console
+
+from flashrl_verl.bench.learning import arms_of
+from flashrl_verl.bench.learning_attempt import Attempt, stop_all
+from flashrl_verl.bench.learning_board import Board, summary
+from flashrl_verl.bench.learning_schedule import Event, Limits, Schedule
+from flashrl_verl.bench.learning_state import Status, process_of, state_of
+from flashrl_verl.errors import ConfigError
+from flashrl_verl.process_tree import Stopped
+
+PROGRAM = Path(__file__).parents[1] / "programs" / "counting_run.py"
+STEPS = 4
+
+
+def limits(**more) -> Limits:
+    return Limits(**{**dict(parallel=2, seconds=60, stagger_s=0.0, start_s=0.0, ending_s=0.0, poll_s=0.02), **more})
+
+
+class Seen:
+    """News, and how many ran at each look."""
+
+    def __init__(self):
+        self.news, self.looks, self.most, self.starts = [], [], 0, []
+
+    def tell(self, news):
+        self.news.append((news.state.run.name, news.event))
+        if news.event is Event.STARTED:
+            self.starts.append(time.monotonic())
+
+    def watch(self, running):
+        self.most = max(self.most, len(running))
+
+    def of(self, event):
+        return [name for name, seen in self.news if seen is event]
+
+
+def carry_out(runs, bounds, seconds="0.01", fails=None, retry=False) -> Seen:
+    """Schedule runs that count; ``fails`` has the words after the seconds by name of a run."""
+    seen, fails = Seen(), fails or {}
+
+    def prepare(run):
+        words = [sys.executable, str(PROGRAM), str(run.folder), str(STEPS), seconds, *fails.get(run.name, ["0"])]
+        return words, {"seed": run.seed}, OmegaConf.create({})
+
+    Schedule(runs, STEPS, bounds, prepare, seen.tell, seen.watch, retry=retry).carry_out()
+    return seen
+
+
+@pytest.fixture
+def runs(tmp_path):
+    return config(tmp_path).runs()
+
+
+def states(runs):
+    return [state_of(run, STEPS).status for run in runs]
+
+
+def test_all_runs_are_finished_and_never_more_at_a_time_than_allowed(runs):
+    seen = carry_out(runs, limits())
+    assert states(runs) == [Status.FINISHED] * 4
+    assert seen.of(Event.STARTED) == [run.name for run in runs] and set(seen.of(Event.FINISHED)) == {r.name for r in runs}
+    assert seen.most == 2
+    record = json.loads((runs[3].folder / "run.json").read_text())
+    assert record["seed"] == 1 and record["attempts"][-1]["exit_code"] == 0 and "error" not in record["attempts"][-1]
+
+
+def test_what_is_finished_is_not_started_again(runs):
+    carry_out(runs[:2], limits())
+    before = (runs[0].folder / "metrics.jsonl").read_bytes()
+    seen = carry_out(runs, limits())
+    assert seen.of(Event.STARTED) == [run.name for run in runs[2:]]
+    assert (runs[0].folder / "metrics.jsonl").read_bytes() == before
+
+
+def test_starts_are_staggered(runs):
+    seen = carry_out(runs[:3], limits(parallel=3, stagger_s=0.3))
+    gaps = [b - a for a, b in zip(seen.starts, seen.starts[1:], strict=False)]
+    assert len(gaps) == 2 and min(gaps) >= 0.3
+
+
+def test_what_runs_when_time_is_over_is_ended_and_goes_on_from_its_checkpoint(runs):
+    (run,) = runs[:1]
+    started = time.monotonic()
+    # Long enough for a Python to start and two steps, on a busy machine too; never for four.
+    seen = carry_out([run], limits(seconds=4.5), seconds="1.2")
+    assert time.monotonic() - started < 30 and seen.of(Event.STOPPED) == [run.name]
+    state = state_of(run, STEPS)
+    assert state.status is Status.UNFINISHED and state.failures == 0
+    assert not [p for p in psutil.process_iter(["cmdline"]) if str(run.folder) in (p.info["cmdline"] or [])]
+    at = state.resumes_at
+    carry_out([run], limits())
+    assert state_of(run, STEPS).status is Status.FINISHED
+    log = (run.folder / "train.log").read_text()
+    assert log.count("---- attempt") == 2 and log.endswith(f"starts at {at}\n")
+    assert len(json.loads((run.folder / "run.json").read_text())["attempts"]) == 2
+
+
+def test_nothing_is_started_when_too_little_time_is_left(runs):
+    seen = carry_out(runs, limits(seconds=10, start_s=5, ending_s=6))
+    assert not seen.news and states(runs) == [Status.NEW] * 4
+
+
+def test_runs_that_are_begun_go_on_before_others_begin(runs):
+    carry_out([runs[3]], limits(), fails={runs[3].name: ["3", "once"]})
+    (runs[3].folder / "metrics.jsonl").write_text("")  # as if it had been stopped in its first step
+    seen = carry_out(runs, limits(parallel=1))
+    assert seen.of(Event.STARTED)[0] == runs[3].name
+
+
+def test_a_failed_run_ends_no_other_and_is_tried_once_more(runs):
+    name = runs[1].name
+    seen = carry_out(runs, limits(), fails={name: ["3"]})
+    assert states(runs) == [Status.FINISHED, Status.FAILED, Status.FINISHED, Status.FINISHED]
+    assert seen.of(Event.FAILED) == [name, name] and seen.of(Event.STARTED).count(name) == 2
+    state = state_of(runs[1], STEPS)
+    assert state.error == ("ValueError: step 3 is not to be",)
+    assert not carry_out(runs, limits()).news, "a third time"
+    again = carry_out(runs, limits(), fails={name: ["3"]}, retry=True)
+    assert again.of(Event.FAILED) == [name] and again.of(Event.STARTED) == [name]
+    assert carry_out(runs, limits(), fails={}, retry=True).of(Event.FINISHED) == [name]
+
+
+def test_a_run_that_fails_once_is_finished_by_the_second_try(runs):
+    name = runs[0].name
+    seen = carry_out(runs[:1], limits(), fails={name: ["3", "once"]})
+    assert [event for _, event in seen.news] == [Event.STARTED, Event.FAILED, Event.STARTED, Event.FINISHED]
+    assert "starts at 2" in (runs[0].folder / "train.log").read_text()
+
+
+def test_a_run_that_ends_early_without_an_error_has_failed(runs):
+    run = runs[0]
+
+    def prepare(_):
+        return [sys.executable, "-c", "pass"], {}, OmegaConf.create({})
+
+    Schedule([run], STEPS, limits(), prepare).carry_out()
+    state = state_of(run, STEPS)
+    assert state.status is Status.FAILED and "before its last step without an error" in state.error[0]
+
+
+def test_a_run_that_a_killed_command_left_behind_is_not_started_beside_it(runs):
+    words = ["--wait", str(runs[1].folder)]
+    left = Attempt(runs[1], [sys.executable, "-c", "import time; time.sleep(99)", *words], {}, OmegaConf.create({}))
+    pid = process_of(runs[1])
+    try:
+        with pytest.raises(ConfigError, match=f"int8:tis seed 0 is going on as process {pid}.*kill -INT {pid}"):
+            carry_out(runs, limits())
+    finally:
+        stop_all([left])
+    assert process_of(runs[1]) is None
+    assert set(carry_out(runs, limits()).of(Event.FINISHED)) == {run.name for run in runs}
+
+
+def test_ctrl_c_ends_what_runs_and_counts_no_failure(runs):
+    timer = threading.Timer(2.0, lambda: os.kill(os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(Stopped) as stopped:
+        carry_out(runs, limits(), seconds="30")
+    timer.join()
+    assert stopped.value.exit_code == 130
+    assert states(runs[:2]) == [Status.UNFINISHED] * 2 and state_of(runs[0], STEPS).failures == 0
+    assert not [p for p in psutil.process_iter(["cmdline"]) if str(runs[0].folder) in (p.info["cmdline"] or [])]
+
+
+def test_ending_several_takes_no_longer_than_ending_one(tmp_path):
+    """Each takes two seconds to end: it ignores SIGINT for so long."""
+    cfg = config(tmp_path, arms=arms_of("bf16:none,int8:none,fp8:none"), seeds=(0, 1))
+    stubborn = "import signal, sys, time; signal.signal(signal.SIGINT, lambda *_: (time.sleep(2), sys.exit(0))); time.sleep(99)"
+
+    def prepare(_):
+        return [sys.executable, "-c", stubborn], {}, OmegaConf.create({})
+
+    ended = []
+    schedule = Schedule(
+        cfg.runs(), STEPS, limits(parallel=6, seconds=4), prepare, lambda n: ended.append((n.event, time.monotonic()))
+    )
+    started = time.monotonic()
+    schedule.carry_out()
+    stops = [at for event, at in ended if event is Event.STOPPED]
+    assert len(stops) == 6 and time.monotonic() - started < 4 + 4 * 2
+
+
+def test_plain_lines_tell_each_run_its_step_and_its_error(runs):
+    console = Console(record=True, width=200, force_terminal=False, file=open(os.devnull, "w"))
+    with Board(console, STEPS) as board:
+        board._spoke = float("-inf")
+        seen = []
+
+        def prepare(run):
+            fails = "3" if run == runs[1] else "0"
+            return [sys.executable, str(PROGRAM), str(run.folder), str(STEPS), "0.1", fails], {}, OmegaConf.create({})
+
+        def watch(running):
+            board._spoke = float("-inf")  # at every look
+            board.watch(running)
+            seen.extend(running)
+
+        Schedule(runs[:2], STEPS, limits(), prepare, board.tell, watch).carry_out()
+    said = console.export_text()
+    assert "bf16:none seed 0: started, log in" in said and "bf16:none seed 0: finished" in said
+    assert f"bf16:none seed 0: step 0/{STEPS}, accuracy 0.250 at step 0" in said
+    assert "is tried once more" in said and "int8:tis seed 0: started at step 2" in said
+    assert "is not tried again" in said and "  ValueError: step 3 is not to be" in said
+    assert summary([state_of(run, STEPS) for run in runs]) == "2 not started, 1 failed, 1 finished"
