@@ -60,9 +60,9 @@ MODEL = ToyModelConfig(
 """14 million parameters. Deviation and base are between the quickstart's, for 128 channels and 17 tokens, and Qwen's."""
 
 WARMUP = WarmupConfig(
-    target_accuracy=0.35, max_steps=4000, batch_size=256, probe_every=20, matrix_lr=3e-3, lr=1e-3, lr_warmup_steps=50
+    target_accuracy=0.34, max_steps=4000, batch_size=256, probe_every=20, matrix_lr=3e-3, lr=1e-3, lr_warmup_steps=50
 )
-"""A perfect reckoner that forgets 0.6 of its borrows samples 0.57 of the chains right. Rates are below the quickstart's, whose
+"""A perfect reckoner that forgets 0.6 of its borrows samples 0.37 of the chains right. Rates are below the quickstart's, whose
 model is narrower: our judgement."""
 
 

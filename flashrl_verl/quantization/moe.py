@@ -10,6 +10,7 @@ import torch
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEQuantConfig
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.quantization.formats import Kernel
@@ -68,7 +69,6 @@ def expert_loop(
 def expert_quant_config(fmt: WeightFormat, w13_scales: torch.Tensor, w2_scales: torch.Tensor) -> FusedMoEQuantConfig:
     """vLLM's description of W8A8 experts, channel / token or block / group; scales [E, N, 1], [E, N / B, K / B] float32."""
     if fmt.block is not None:
-        # vLLM rounds the groups' scales of activations up to powers of two where it has DeepGEMM for Blackwell.
         return FusedMoEQuantConfig.make(fmt.dtype, w1_scale=w13_scales, w2_scale=w2_scales, block_shape=[fmt.block, fmt.block])
     return FusedMoEQuantConfig.make(
         fmt.dtype,
@@ -77,6 +77,28 @@ def expert_quant_config(fmt: WeightFormat, w13_scales: torch.Tensor, w2_scales: 
         per_act_token_quant=True,
         per_out_ch_quant=not fmt.rounds_to_integers,  # vLLM's own INT8 config says False and means the same
     )
+
+
+def require_float_scales(fmt: WeightFormat, prefix: str, rounds_scales: bool) -> None:
+    """Refuse experts whose activation scales vLLM would round up to powers of two.
+
+    It does where it finds DeepGEMM, which takes a CUDA toolkit on the node, from Hopper on: two nodes could compute in two
+    formats under one name.
+
+    Args:
+        fmt: a format with blocks.
+        prefix: name of the layer.
+        rounds_scales: vLLM's ``is_deep_gemm_e8m0_used``, which ``per_token_group_quant_fp8`` asks.
+
+    Raises:
+        ConfigError: it does here.
+    """
+    if rounds_scales:
+        raise ConfigError(
+            f"{prefix}: with flashrl.precision={fmt.name} this vLLM would round the experts' activation scales up to powers of "
+            "two, where other nodes may not. Set +ray_kwargs.ray_init.runtime_env.env_vars.VLLM_USE_DEEP_GEMM_E8M0='\"0\"', or "
+            "flashrl.precision=fp8"
+        )
 
 
 class QuantizedMoEMethod(FusedMoEMethodBase):
@@ -103,6 +125,8 @@ class QuantizedMoEMethod(FusedMoEMethodBase):
                     f"{prefix}: flashrl.precision={fmt.name} does not support experts with {what}; add 're:.*experts' to "
                     "flashrl.ignore, or set flashrl.precision=bf16"
                 )
+        if fmt.block is not None and self.kernel is Kernel.TRITON:
+            require_float_scales(fmt, prefix, is_deep_gemm_e8m0_used())
 
     @property
     def is_monolithic(self) -> bool:

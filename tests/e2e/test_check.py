@@ -64,7 +64,7 @@ def vllm_process(env: dict[str, str]) -> dict[str, Finding]:
 
 
 def test_a_sound_machine_passes_and_what_was_not_looked_at_is_not_ok(tmp_path):
-    code, output, found = check(tmp_path, "--precision", "int8,fp8,bf16", "--bucket-megabytes", "64")
+    code, output, found = check(tmp_path, "--precision", "int8,fp8,fp8_block,bf16", "--bucket-megabytes", "64")
     failed = [finding for finding in found.values() if finding.verdict is FAIL]
     assert code == 0 and not failed, output
     for name in (*subjects.of_verl_process(), "vLLM plugin", "entry points", "vllm metadata", "loopback"):

@@ -5,7 +5,7 @@ import json
 
 from flashrl_verl.bench.learning import LearningConfig, arms_of
 
-KEY = "val-core/toy_chain/acc/mean@8"
+KEY = "val-core/toy_chain/acc/mean@4"
 
 
 def config(folder, **more) -> LearningConfig:

@@ -136,7 +136,7 @@ def test_the_policy_is_updated_several_times_a_batch_and_asked_as_it_samples(tmp
     assert {k: rollout[k] for k in ("temperature", "top_p", "top_k")} == {
         k: rollout.val_kwargs[k] for k in ("temperature", "top_p", "top_k")
     }
-    assert rollout.val_kwargs.do_sample and rollout.val_kwargs.n == 8
+    assert rollout.val_kwargs.do_sample and rollout.val_kwargs.n == 4
 
 
 def test_the_longest_chain_that_is_accepted_fits_into_the_response(tmp_path):
@@ -239,3 +239,14 @@ def test_a_torn_last_line_is_not_a_step(run):
     with (run.folder / "metrics.jsonl").open("a") as stream:
         stream.write('{"step": 2, "da')
     assert state_of(run, 4).step == 1
+
+
+@pytest.mark.parametrize("hardware", ["cuda", "cpu"])
+def test_runs_that_share_a_gpu_neither_sleep_nor_pack_their_batches(hardware):
+    """vLLM's sleep asserts on the memory of the whole GPU; SDPA masks a packed row with tokens x tokens."""
+    from flashrl_verl.quickstart import compose
+
+    cfg = compose(["experiment=chain", f"hardware={hardware}"])
+    rollout = cfg.actor_rollout_ref.rollout
+    assert not rollout.enable_sleep_mode and not rollout.free_cache_engine
+    assert not cfg.actor_rollout_ref.model.use_remove_padding

@@ -208,3 +208,14 @@ def test_the_page_says_which_models_take_it():
     for name, sizes in told.items():
         config = load_config(name)
         assert sizes == [size for size in (1, 2, 4, 8) if takes(config, size)], name
+
+
+def test_experts_whose_activation_scales_would_be_rounded_to_powers_of_two_are_refused():
+    from flashrl_verl.quantization.formats.fp8_block import FORMAT
+    from flashrl_verl.quantization.moe import require_float_scales
+
+    require_float_scales(FORMAT, "model.layers.0.mlp.experts", rounds_scales=False)
+    with pytest.raises(
+        ConfigError, match=r"layers\.0\.mlp\.experts.*powers of two.*VLLM_USE_DEEP_GEMM_E8M0='\"0\"', or flashrl"
+    ):
+        require_float_scales(FORMAT, "model.layers.0.mlp.experts", rounds_scales=True)

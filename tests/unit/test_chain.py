@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from flashrl_verl.bench.learning import CHAIN, WARMUP
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.toy.chain import DATA_SOURCE, Chain, ChainConfig
 from flashrl_verl.toy.reward import compute_score
@@ -73,3 +74,10 @@ def test_the_number_behind_the_last_mark_is_rewarded(response, score):
     (row,) = verl_rows([Chain(52, (-38,))], split="test", data_source=DATA_SOURCE)
     assert compute_score(row["data_source"], response, row["reward_model"]["ground_truth"]) == {"score": score, "acc": score}
     assert row["extra_info"] == {"split": "test", "index": 0, "borrows": 1}
+
+
+def test_who_only_slips_starts_below_two_fifths_and_the_warm_up_stops_near_there():
+    """The start of a learning curve: its errors are slips, not a half-learnt arithmetic."""
+    chains = CHAIN.split(0).train
+    sampled = sum((1 - CHAIN.slip_rate) ** chain.borrows for chain in chains) / len(chains)
+    assert 0.9 * sampled < WARMUP.target_accuracy < sampled < 0.4

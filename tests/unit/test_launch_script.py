@@ -21,7 +21,7 @@ SCRIPTS = sorted(path.stem.removeprefix("run_") for path in RECIPE.glob("run_*.s
 """Experiments by the names of their scripts."""
 EXPERIMENT = "dapo_qwen2.5_32b_int8"
 OTHERS = [name for name in SCRIPTS if name != EXPERIMENT]
-WITHOUT_A_SCRIPT = {"base", "quickstart", "smoke"}
+WITHOUT_A_SCRIPT = {"base", "quickstart", "smoke", "chain"}
 """What others are made of, and the toy runs: `flashrl quickstart` starts those."""
 
 

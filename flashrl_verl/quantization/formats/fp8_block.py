@@ -2,8 +2,9 @@
 """FP8 W8A8 in blocks, as DeepSeek-V3 and verl's own FP8 rollout have it: E4M3 codes, one scale per 128 x 128 of the weight.
 
 Activations get one scale per token and 128 input columns, dynamically. Scales are float32 and absmax / 448, no powers of two:
-DeepGEMM, which wants those on Blackwell, is not used. The kernels are vLLM's: CUTLASS from Hopper on (built with CUDA 12.0 for
-9.0, 12.8 from 10.0), Triton on Ada; a CPU multiplies the same codes in float32. Nothing here has been run on a GPU yet.
+DeepGEMM, for which vLLM makes them such where it finds it (Hopper and Blackwell), is not used. The kernels are vLLM's: CUTLASS
+from Hopper on (built with CUDA 12.0 for 9.0, 12.8 from 10.0), Triton on Ada; a CPU multiplies the same codes in float32.
+Nothing here has been run on a GPU yet.
 """
 
 import torch
