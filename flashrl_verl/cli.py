@@ -181,11 +181,11 @@ def bench_mismatch(
     """Compare the rollout's log-probs with the trainer's, by precision, and say where the difference arises.
 
     Each engine gets the weights as a run sends them. The trainer's side is transformers with BF16 weights under autocast to
-    BF16, as verl's FSDP engine computes. Engines run eagerly, without CUDA graphs.
+    BF16, as verl's FSDP engine computes. Engines run eagerly, without CUDA graphs. The same command goes on after a stop.
     """
     from transformers.utils import logging
 
-    from flashrl_verl.bench import mismatch, mismatch_report
+    from flashrl_verl.bench import mismatch, mismatch_kept, mismatch_report
     from flashrl_verl.bench.arms import arms_of
     from flashrl_verl.process_tree import Stopped
 
@@ -213,6 +213,7 @@ def bench_mismatch(
         except Stopped as stopped:
             raise typer.Exit(stopped.exit_code) from None
     written = mismatch_report.write(report, config.output)
+    mismatch_kept.forget(config.output)
     for table in mismatch_report.tables(report):
         console.print(table)
     for note in mismatch_report.notes(report):

@@ -23,7 +23,8 @@ from typing import Any
 import torch
 
 from flashrl_verl.bench.arms import Arm
-from flashrl_verl.bench.mismatch_engine import Answer, Job, ask, require_formats
+from flashrl_verl.bench.mismatch_engine import Answer, Job
+from flashrl_verl.bench.mismatch_kept import KeptAnswers
 from flashrl_verl.bench.mismatch_metrics import log_prob_metrics
 from flashrl_verl.bench.mismatch_noise import NoiseMeter, TypeNoise, measure
 from flashrl_verl.bench.mismatch_prompts import Prompts, load_prompts
@@ -141,7 +142,8 @@ def run(config: MismatchConfig, progress: Progress = lambda text: None) -> Repor
     model = _model(config, progress)
     prompts = load_prompts(model, config.data, config.prompts, config.seed)
     _check_length(model, prompts, config.tokens)
-    answers = _answers(config, model, prompts, arms, progress)
+    kept = KeptAnswers(config.output, _device_name(device))
+    answers = _answers(config, model, prompts, arms, kept, progress)
     progress("trainer: loading the model")
     trainer = Trainer(model, device)
     common = answers[_BF16].responses
@@ -244,10 +246,12 @@ def _check_length(model: Path, prompts: Prompts, tokens: int) -> None:
         )
 
 
-def _answers(config: MismatchConfig, model: Path, prompts: Prompts, arms: list[Arm], progress: Progress) -> dict[Arm, Answer]:
+def _answers(
+    config: MismatchConfig, model: Path, prompts: Prompts, arms: list[Arm], kept: KeptAnswers, progress: Progress
+) -> dict[Arm, Answer]:
+    """Of every arm's engine, by ``kept``: what a stopped command had is not measured again."""
     answers: dict[Arm, Answer] = {}
     for arm in arms:
-        progress(f"{arm} engine: start, weight updates, {len(prompts.tokens)} responses")
         job = Job(
             model=str(model),
             precision=arm.precision.value,
@@ -259,8 +263,7 @@ def _answers(config: MismatchConfig, model: Path, prompts: Prompts, arms: list[A
             seed=config.seed,
             common=answers[_BF16].responses if answers else None,
         )
-        answers[arm] = ask(job, config.output)
-        require_formats(arm, answers[arm].layers, "--precision")
+        answers[arm] = kept.ask(job, progress)
     return answers
 
 

@@ -80,10 +80,18 @@ def ask(job: Job, folder: Path) -> Answer:
     Raises:
         FlashRLError: it failed; the message has its error and the log's path.
     """
-    arm = Arm(precision=Precision(job.precision), kv_cache=KVCache(job.kv_cache))
-    name = "engine-" + (job.precision if arm.kv_cache is KVCache.AUTO else f"{job.precision}-{job.kv_cache}")
-    answer = engine_process.ask("flashrl_verl.bench.mismatch_engine", name, asdict(job), folder, title=f"the {arm} engine")
-    return Answer(**answer)
+    module = "flashrl_verl.bench.mismatch_engine"
+    return Answer(**engine_process.ask(module, name_of(job), asdict(job), folder, title=f"the {arm_of(job)} engine"))
+
+
+def arm_of(job: Job) -> Arm:
+    """The arm that a job measures."""
+    return Arm(precision=Precision(job.precision), kv_cache=KVCache(job.kv_cache))
+
+
+def name_of(job: Job) -> str:
+    """Of the files of a job's engine."""
+    return "engine-" + (job.precision if job.kv_cache == KVCache.AUTO.value else f"{job.precision}-{job.kv_cache}")
 
 
 def require_formats(arm: Arm, layers: dict[str, Any], option: str) -> None:

@@ -14,6 +14,7 @@ from flashrl_verl.bench.mismatch_metrics import CORRELATION, K3_ERROR, K3_KL, PR
 from flashrl_verl.bench.mismatch_noise import Spread
 from flashrl_verl.report.figure import new_figure
 from flashrl_verl.report.palette import BLUE, FAINT, GREEN, HEALTHY_KL, ORANGE, TITLE, VERMILION
+from flashrl_verl.whole_file import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,7 +37,7 @@ def write(report: Report, folder: Path) -> list[Path]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     data, picture = folder / "mismatch.json", folder / "mismatch.png"
-    data.write_text(report.to_json())
+    write_whole(data, report.to_json().encode())
     _plot(report, picture)
     return [data, picture]
 

@@ -87,3 +87,18 @@ def test_the_report_is_written_and_the_jobs_are_not_left_behind(report, output):
     assert len(json.loads(written[0].read_text())["results"]) == len(report.results)
     logs = {"engine-bf16.log", "engine-int8.log", "engine-int8-fp8.log", *(["engine-fp8.log"] if CUDA else [])}
     assert {path.name for path in (output / "out").iterdir()} == {*logs, "mismatch.json", "mismatch.png"}
+
+
+def test_after_a_stop_no_engine_is_asked_again(report, output):
+    """``run`` leaves the report to its caller, so to the next command this one was stopped before it."""
+    config = mismatch.MismatchConfig(
+        model=str(output / "assets" / "model"), arms=ARMS, prompts=PROMPTS, tokens=TOKENS, output=output / "out"
+    )
+    logs = {path: path.stat().st_mtime_ns for path in (output / "out").glob("engine-*.log")}
+    said: list[str] = []
+    again = mismatch.run(config, said.append)
+    assert {path: path.stat().st_mtime_ns for path in (output / "out").glob("engine-*.log")} == logs and len(logs) == 1 + len(
+        ARMS
+    )
+    assert sum("before the stop" in line for line in said) == 1 + len(ARMS)
+    assert [result.own for result in again.results] == [result.own for result in report.results]
