@@ -102,3 +102,28 @@ def test_the_quickstarts_are_in_the_table_with_their_figures():
     summary = comparison.compare(runs).summary
     shown = [[cell.replace("\\", "") for cell in row] for row in tables("quickstart.md")[0]]  # without Markdown's escapes
     assert shown == [summary.header, *summary.rows]
+
+
+def test_the_recipes_runs_are_in_the_tables_with_their_figures():
+    runs = sorted(path for path in (RESULTS / "recipe").iterdir() if path.is_dir())
+    compared = comparison.compare(runs)
+    mismatch, costs = tables("recipe.md")
+    assert sorted(mismatch[1:]) == sorted([run.label.replace("_", "\\_"), *_mismatch(run.metrics)] for run in compared.runs)
+    assert costs[0] == compared.costs.header
+    assert sorted(costs[1:]) == sorted([row[0].replace("_", "\\_"), *row[1:]] for row in compared.costs.rows)
+
+
+def _mismatch(metrics) -> list[str]:
+    def values(key: str) -> list[float]:
+        steps, found = metrics.series(key)
+        assert list(steps) == list(range(1, 11)), key
+        return found
+
+    kl, score = values("rollout_corr/k3_kl"), values("critic/score/mean")
+    return [
+        *(f"{value:.1e}" for value in (kl[0], statistics.median(kl), kl[-1])),
+        f"{min(values('training/rollout_actor_probs_pearson_corr')):.4f}",
+        f"{min(values('rollout_corr/rollout_is_eff_sample_size')):.4f}",
+        f"{sum(values('flashrl/receipts_verified')):.0f}",
+        f"{score[0]:.2f} -> {score[-1]:.2f}",
+    ]
