@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -45,6 +46,13 @@ class Attempt:
         # Memory is not measured: looking at it takes the lock that the runs' own allocations take.
         self._tree = ProcessTree(words, self._log, environment(metrics), ROOT, memory=False)
         self._ending: threading.Thread | None = None
+        self.stopped = False
+        """Whether it was told to end before it did by itself."""
+        self._metrics, self._why = metrics, ""
+        self._size, self._heard = _size(metrics), self._started
+        self._lines = False
+        self.checkpoint: int | None = None
+        """Its last one when time was nearly over."""
         with suppress(psutil.NoSuchProcess):
             self._record["attempts"][-1]["process"] = self._tree.identity()
             run_directory.write_record(run.folder, self._record)
@@ -54,25 +62,43 @@ class Attempt:
         if self._ending is None:
             if self._tree.poll() is None:
                 return False
-            self.stop()  # Ray's processes may outlive their driver for a while, and hold memory of the GPU
+            self._end()  # Ray's processes may outlive their driver for a while, and hold memory of the GPU
         return not self._ending.is_alive()  # meanwhile the tree is that thread's
 
-    def ended_by_itself(self) -> bool:
-        """Whether its command is over although nobody told it to end."""
-        return self._ending is not None or self._tree.poll() is not None
-
     def stop(self) -> None:
-        """Begin to end it, politely first; does not wait."""
+        """Begin to end it because time is over, politely first; does not wait."""
         if self._ending is None:
-            self._ending = threading.Thread(target=self._tree.end, name=f"ending {self.run.name}", daemon=True)
-            self._ending.start()
+            self.stopped = self._tree.poll() is None
+            self._end()
 
-    def settle(self, finished: bool, stopped: bool) -> list[str]:
+    def watch(self, first_s: float, between_s: float) -> None:
+        """Begin to end it, as failed, when it has logged nothing for too long.
+
+        Args:
+            first_s: seconds to its first line of metrics, which a resumed run writes too.
+            between_s: seconds from a line to the next one.
+        """
+        if self._ending is not None:
+            return
+        size, now = _size(self._metrics), time.monotonic()
+        if size > self._size:  # a resumed run first drops lines behind its checkpoint
+            self._heard, self._lines = now, True
+        self._size = size
+        limit, option = (between_s, "--step-limit") if self._lines else (first_s, "--first-step-limit")
+        if now - self._heard > limit:
+            what = "another" if self._lines else "its first"
+            self._why = f"ended: it had not logged {what} step for {limit:.0f} s ({option})"
+            self._end()
+
+    def _end(self) -> None:
+        self._ending = threading.Thread(target=self._tree.end, name=f"ending {self.run.name}", daemon=True)
+        self._ending.start()
+
+    def settle(self, finished: bool) -> list[str]:
         """Write down how it ended.
 
         Args:
             finished: its last step is in the metrics.
-            stopped: it was told to end before.
 
         Returns:
             The error where it failed: neither finished nor stopped.
@@ -80,7 +106,7 @@ class Attempt:
         attempt = self._record["attempts"][-1]
         code = self._tree.poll()
         attempt |= {"exit_code": code, "seconds": {"total": time.monotonic() - self._started}}
-        error = [] if finished or stopped else self._error(code)
+        error = [] if finished or self.stopped else self._error(code)
         if error:
             attempt["error"] = error
         run_directory.write_record(self.run.folder, self._record)
@@ -90,9 +116,15 @@ class Attempt:
         with self._log.open("rb") as stream:
             stream.seek(self._log_from)
             said = stream.read().decode(errors="replace")
+        if self._why:
+            return [self._why, *last_error(said)[:5]]
         if code == 0:
             return ["the training ended before its last step without an error"]
         return last_error(said) or [f"exit code {code}, and nothing in {self._log}"]
+
+
+def _size(file: Path) -> int:
+    return file.stat().st_size if file.is_file() else 0
 
 
 def stop_all(attempts: Iterable[Attempt]) -> None:

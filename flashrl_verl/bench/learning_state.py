@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -64,15 +65,15 @@ def state_of(run: Run, steps: int) -> State:
         run=run,
         status=status,
         step=metrics.last_step,
-        resumes_at=_checkpoint(run),
+        resumes_at=checkpoint_of(run.folder),
         failures=len(errors),
         error=tuple(errors[-1]) if errors else (),
     )
 
 
-def process_of(run: Run) -> int | None:
-    """Number of the process of a run that is going on; None where there is none."""
-    attempts = read_record(run.folder).get("attempts", [])
+def process_of(folder: Path) -> int | None:
+    """Number of the process of the run in a folder, if it is going on; None where there is none."""
+    attempts = read_record(folder).get("attempts", [])
     started = attempts[-1].get("process") if attempts else None
     try:
         process = psutil.Process(started["pid"]) if started else None
@@ -93,7 +94,8 @@ def metrics_of(run: Run) -> Metrics:
     return read_metrics(file) if file.is_file() else Metrics(rows={})
 
 
-def _checkpoint(run: Run) -> int:
-    file = run.folder / "checkpoints" / LATEST
+def checkpoint_of(folder: Path) -> int:
+    """Step of the last whole checkpoint of the run in a folder; 0 where there is none."""
+    file = folder / "checkpoints" / LATEST
     text = file.read_text().strip() if file.is_file() else ""
     return int(text) if text.isdecimal() else 0

@@ -156,13 +156,13 @@ def test_a_run_that_ends_early_without_an_error_has_failed(runs):
 def test_a_run_that_a_killed_command_left_behind_is_not_started_beside_it(runs):
     words = ["--wait", str(runs[1].folder)]
     left = Attempt(runs[1], [sys.executable, "-c", "import time; time.sleep(99)", *words], {}, OmegaConf.create({}))
-    pid = process_of(runs[1])
+    pid = process_of(runs[1].folder)
     try:
         with pytest.raises(ConfigError, match=f"int8:tis seed 0 is going on as process {pid}.*kill -INT {pid}"):
             carry_out(runs, limits())
     finally:
         stop_all([left])
-    assert process_of(runs[1]) is None
+    assert process_of(runs[1].folder) is None
     assert set(carry_out(runs, limits()).of(Event.FINISHED)) == {run.name for run in runs}
 
 
