@@ -48,7 +48,8 @@ class Attempt:
         self._ending: threading.Thread | None = None
         self.stopped = False
         """Whether it was told to end before it did by itself."""
-        self._metrics, self._why = metrics, ""
+        self._metrics = metrics
+        self._why: list[str] = []
         self._size, self._heard = _size(metrics), self._started
         self._lines = False
         self.checkpoint: int | None = None
@@ -87,7 +88,8 @@ class Attempt:
         limit, option = (between_s, "--step-limit") if self._lines else (first_s, "--first-step-limit")
         if now - self._heard > limit:
             what = "another" if self._lines else "its first"
-            self._why = f"ended: it had not logged {what} step for {limit:.0f} s ({option})"
+            # What it says when it is ended is not what it waited for.
+            self._why = [f"ended: it had not logged {what} step for {limit:.0f} s ({option})", *last_error(self._said())[-3:]]
             self._end()
 
     def _end(self) -> None:
@@ -113,14 +115,16 @@ class Attempt:
         return error
 
     def _error(self, code: int | None) -> list[str]:
-        with self._log.open("rb") as stream:
-            stream.seek(self._log_from)
-            said = stream.read().decode(errors="replace")
         if self._why:
-            return [self._why, *last_error(said)[:5]]
+            return self._why
         if code == 0:
             return ["the training ended before its last step without an error"]
-        return last_error(said) or [f"exit code {code}, and nothing in {self._log}"]
+        return last_error(self._said()) or [f"exit code {code}, and nothing in {self._log}"]
+
+    def _said(self) -> str:
+        with self._log.open("rb") as stream:
+            stream.seek(self._log_from)
+            return stream.read().decode(errors="replace")
 
 
 def _size(file: Path) -> int:

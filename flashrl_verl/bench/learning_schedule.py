@@ -162,7 +162,7 @@ class Schedule:
             there = checkpoint_of(attempt.run.folder)
             if attempt.checkpoint is None:
                 attempt.checkpoint = there
-            elif there != attempt.checkpoint:
+            elif attempt.checkpoint != there < self._steps:  # the last one is followed by a validation
                 attempt.stop()
 
     def _settle(self, attempt: Attempt) -> Event:
