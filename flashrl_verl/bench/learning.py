@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from flashrl_verl.compat import check_versions
 from flashrl_verl.config import Precision
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.report.run import METRICS_FILE
+from flashrl_verl.run_directory import MAY_CHANGE
 from flashrl_verl.toy.assets import Assets, AssetsConfig, made_before, make_assets
 from flashrl_verl.toy.chain import ChainConfig
 from flashrl_verl.toy.model import ToyModelConfig
@@ -42,6 +43,9 @@ CHOSEN = {
     "trainer.resume_mode": "leave it out, runs go on from their last checkpoint",
 }
 """Keys that are no overrides here, and what is in their place."""
+
+_LASTING = ("trainer.test_freq", "trainer.val_before_train")
+"""May change between the attempts of a run elsewhere; here the mean of a curve is that of its validations."""
 
 CHAIN = ChainConfig()
 
@@ -159,20 +163,19 @@ def seeds_of(words: str) -> tuple[int, ...]:
 
 
 def check_settings(config: LearningConfig) -> None:
-    """Write down what all runs of the folder share, or compare it with what is there.
+    """Compare what all runs of the folder share with what is there, if anything is.
 
     Raises:
         ConfigError: the folder has runs of other settings, versions or another device, or cannot be read.
     """
     file, here = config.output / SETTINGS, shared(config)
     if not file.is_file():
-        config.output.mkdir(parents=True, exist_ok=True)
-        write_whole(file, (json.dumps(here, indent=1) + "\n").encode())
         return
     remedy = "Name another folder in --output, or remove it"
     try:
         there = {part: dict(values) for part, values in json.loads(file.read_text()).items()}
-    except (ValueError, TypeError, AttributeError) as error:
+        there["settings"]["overrides"] = lasting(there["settings"]["overrides"])
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise ConfigError(f"{file} holds no settings ({type(error).__name__}: {error}). {remedy}") from error
     other = [
         f"{key} ({json.dumps(there.get(part, {}).get(key))}, now {json.dumps(value)})"
@@ -184,11 +187,27 @@ def check_settings(config: LearningConfig) -> None:
         raise ConfigError(f"{config.output} has runs of another {', '.join(other)}. {remedy}")
 
 
+def write_settings(config: LearningConfig) -> None:
+    """Write down what all runs of the folder share: when the model is made, for one that cannot be may be given other settings."""
+    write_whole(config.output / SETTINGS, (json.dumps(shared(config), indent=1) + "\n").encode())
+
+
+def lasting(overrides: Sequence[str]) -> list[str]:
+    """Without those that may differ between the attempts of a run: how long, how often saved, where to, how fast."""
+
+    def may_change(word: str) -> bool:
+        key = word.lstrip("+~").partition("=")[0]
+        return key not in _LASTING and any(key == name or key.startswith(f"{name}.") for name in MAY_CHANGE)
+
+    return [word for word in overrides if not may_change(word)]
+
+
 def shared(config: LearningConfig) -> dict[str, Any]:
     """Settings and environment that two runs have to share to stand in one picture. Arms and seeds may be added later."""
     settings = asdict(config)
-    for name in ("output", "arms", "seeds", "parallel", "minutes"):
+    for name in ("output", "arms", "seeds", "parallel", "minutes", "kv_cache_gib"):
         del settings[name]
+    settings["overrides"] = lasting(config.overrides)
     return json.loads(json.dumps({"settings": settings, "environment": environment(config.hardware)}))
 
 

@@ -88,7 +88,9 @@ def pack(output: Path, archive: Path, part_bytes: int) -> list[Path]:
     from flashrl_verl.bench.learning_state import process_of
 
     if not (output / SETTINGS).is_file():
-        raise ConfigError(f"{output} has no {SETTINGS}: it is no --output of flashrl bench learning, or its model was never made")
+        raise ConfigError(
+            f"{output} has no {SETTINGS}: it is no --output of flashrl bench learning, or its model was never made"
+        )
     runs = sorted(path for path in (output / RUNS).glob("*") if path.is_dir())
     for run in runs:
         if (pid := process_of(run)) is not None:
@@ -150,7 +152,9 @@ def unpack(archive: Path, output: Path) -> None:
         scratch.replace(output)
     except (tarfile.TarError, zlib.error, EOFError, gzip.BadGzipFile) as error:
         names = ", ".join(part.name for part in parts)
-        raise FlashRLError(f"{archive}: a part is missing or damaged ({error}); there are {names}. Nothing was unpacked") from error
+        raise FlashRLError(
+            f"{archive}: a part is missing or damaged ({error}); there are {names}. Nothing was unpacked"
+        ) from error
     finally:
         with suppress(OSError):
             shutil.rmtree(scratch, ignore_errors=True)
@@ -167,7 +171,9 @@ def learning_pack(
     """Pack a folder of learning curves into small files, to go on with on another machine."""
     files = pack(output.expanduser().resolve(), archive.expanduser().resolve(), round(part_mb * 1e6))
     size = sum(file.stat().st_size for file in files)
-    new_console().print(f"packed: {size / 1e6:.1f} MB in {len(files)} files from {files[0]} on", highlight=False, soft_wrap=True)
+    new_console().print(
+        f"packed: {size / 1e6:.1f} MB in {len(files)} files from {files[0]} on", highlight=False, soft_wrap=True
+    )
 
 
 def learning_unpack(
