@@ -188,7 +188,7 @@ def check_settings(config: LearningConfig) -> None:
 
 
 def write_settings(config: LearningConfig) -> None:
-    """Write down what all runs of the folder share: when the model is made, for one that cannot be may be given other settings."""
+    """Write down what all runs of the folder share, once the model is made: where that fails, other settings may be tried."""
     write_whole(config.output / SETTINGS, (json.dumps(shared(config), indent=1) + "\n").encode())
 
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``flashrl bench learning-pack`` and ``learning-unpack``: a folder of runs as a few small files, and back on another machine.
+"""``flashrl bench learning-pack`` and ``learning-unpack``: a folder of runs as a few small files, and back elsewhere.
 
-In it is what the same command needs to go on and what cannot be made again: settings, the model that all runs start from and its
-data, every run's metrics, record and the end of its log; of an unfinished run the last checkpoint, of a finished one the weights.
+In it is what the same command needs to go on, and what cannot be made again: settings, the model that all runs start from and
+its data, every run's metrics, record and the end of its log; of an unfinished run the last checkpoint, of a finished one the
+weights.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 
     python -m flashrl_verl.bench.learning_bf16 JOB.json ANSWER.json
 
-A run's own validation asks its own engine, quantized where the arm is: two arms would then differ in what is trained and in what
-is asked (docs/evaluation.md). The pieces are those of ``flashrl eval``; the engine is the rollout's in BF16, whose weights are
+A run's own validation asks its own engine, quantized where the arm is: two arms would then differ in what is trained and in
+what is asked (docs/evaluation.md). The pieces are those of ``flashrl eval``; the engine is the rollout's in BF16, whose weights are
 updated from one checkpoint to the next.
 """
 
@@ -73,8 +73,8 @@ def left_over(config: LearningConfig, finished: Sequence[Run]) -> list[tuple[Pat
 
 
 def keep_weights(run: Run, steps: int) -> None:
-    """Write a finished run's last weights in BF16, once: a twelfth of what its checkpoint takes with FP32 and Adam's moments, and
-    all that is asked for later.
+    """Write a finished run's last weights in BF16, once: a sixth of its checkpoint, which has FP32 and Adam's moments,
+    and all that is asked for later.
 
     Raises:
         FlashRLError: there is no checkpoint of its last step, or it is damaged.

@@ -166,10 +166,11 @@ def _report(config: LearningConfig, left: list[tuple[Path, Path]], console: Cons
     """Tables and files; returns the exit code."""
     from flashrl_verl.bench import learning_report
     from flashrl_verl.bench.learning_board import summary
+    from flashrl_verl.bench.learning_results import collect
     from flashrl_verl.bench.learning_state import Status, state_of
 
     states = [state_of(run, config.steps) for run in config.runs()]
-    report = learning_report.collect(config, states)
+    report = collect(config, states)
     for table in learning_report.tables(report):
         console.print(table)
     for note in learning_report.notes(report):
