@@ -4,8 +4,8 @@
     python -m flashrl_verl.bench.learning_bf16 JOB.json ANSWER.json
 
 A run's own validation asks its own engine, quantized where the arm is: two arms would then differ in what is trained and in
-what is asked (docs/evaluation.md). The pieces are those of ``flashrl eval``; the engine is the rollout's in BF16, whose weights are
-updated from one checkpoint to the next.
+what is asked (docs/evaluation.md). The pieces are those of ``flashrl eval``; the engine is the rollout's in BF16, whose weights
+are updated from one checkpoint to the next.
 """
 
 from __future__ import annotations

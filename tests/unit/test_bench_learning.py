@@ -187,7 +187,7 @@ def test_a_warm_up_that_fails_leaves_the_folder_free_for_other_settings(tmp_path
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(learning, "WARMUP", brief)
         result = CliRunner().invoke(
-            app, ["bench", "learning", *words, "--hidden-size", "128", "--layers", "1", "--chain-steps", "1"]
+            app, ["bench", "learning", *words, "--hidden-size", "128", "--layers", "1", "--chain-steps", "2"]
         )
     assert "short of 1.00" in str(result.exception)
     assert not (tmp_path / learning.SETTINGS).exists()
