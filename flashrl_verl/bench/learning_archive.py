@@ -86,7 +86,7 @@ def pack(output: Path, archive: Path, part_bytes: int) -> list[Path]:
         ConfigError: the folder is none of this bench's, or one of its runs is going on.
     """
     from flashrl_verl.bench.learning import ASSETS, RUNS, SETTINGS
-    from flashrl_verl.bench.learning_state import process_of
+    from flashrl_verl.bench.learning_run import process_of
 
     if not (output / SETTINGS).is_file():
         raise ConfigError(
@@ -110,7 +110,7 @@ def pack(output: Path, archive: Path, part_bytes: int) -> list[Path]:
 
 
 def _kept(run: Path) -> list[Path]:
-    from flashrl_verl.bench.learning_state import checkpoint_of
+    from flashrl_verl.bench.learning_run import checkpoint_of
     from flashrl_verl.run_directory import LATEST
 
     if (run / "model").is_dir():

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from flashrl_verl.bench import engine_process
 from flashrl_verl.bench.engine_child import run_child
 from flashrl_verl.bench.learning import ASSETS, LearningConfig, Run
-from flashrl_verl.bench.learning_state import checkpoint_of
+from flashrl_verl.bench.learning_run import checkpoint_of
 from flashrl_verl.data.source import sha256
 from flashrl_verl.errors import FlashRLError
 from flashrl_verl.whole_file import write_whole

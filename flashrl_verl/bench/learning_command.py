@@ -143,7 +143,7 @@ def _evaluate(config: LearningConfig, over: float, console: Console) -> list[tup
     """Ask the last weights of all runs in BF16 when none is left to run; returns what is still to be asked."""
     from flashrl_verl.bench import learning_bf16 as bf16
     from flashrl_verl.bench.learning_recipe import compose_run
-    from flashrl_verl.bench.learning_state import Status, state_of
+    from flashrl_verl.bench.learning_run import Status, state_of
 
     states = [state_of(run, config.steps) for run in config.runs()]
     finished = [state.run for state in states if state.status is Status.FINISHED]
@@ -167,7 +167,7 @@ def _report(config: LearningConfig, left: list[tuple[Path, Path]], console: Cons
     from flashrl_verl.bench import learning_report
     from flashrl_verl.bench.learning_board import summary
     from flashrl_verl.bench.learning_results import collect
-    from flashrl_verl.bench.learning_state import Status, state_of
+    from flashrl_verl.bench.learning_run import Status, state_of
 
     states = [state_of(run, config.steps) for run in config.runs()]
     report = collect(config, states)

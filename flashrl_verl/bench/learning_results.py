@@ -19,7 +19,7 @@ import numpy as np
 
 from flashrl_verl.bench.learning import Arm, LearningConfig
 from flashrl_verl.bench.learning_bf16 import FILE
-from flashrl_verl.bench.learning_state import State, Status, metrics_of
+from flashrl_verl.bench.learning_run import State, Status, metrics_of
 from flashrl_verl.config import Precision
 from flashrl_verl.report.metrics import HELD_OUT, MISMATCH_KL, STEP_TIME, Metrics
 from flashrl_verl.report.panels import EFFECTIVE, TRUNCATED

@@ -10,8 +10,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from flashrl_verl.bench.learning import Run
-from flashrl_verl.bench.learning_attempt import Attempt, stop_all
-from flashrl_verl.bench.learning_state import TRIES, State, Status, checkpoint_of, process_of, state_of
+from flashrl_verl.bench.learning_run import TRIES, Attempt, State, Status, checkpoint_of, process_of, state_of, stop_all
 from flashrl_verl.errors import ConfigError, FlashRLError
 from flashrl_verl.process_tree import stoppable
 from flashrl_verl.run_directory import LOG_FILE

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from flashrl_verl.bench import learning, learning_recipe
 from flashrl_verl.bench.learning import Arm, arms_of, check_settings, lasting, seeds_of, write_settings
 from flashrl_verl.bench.learning_command import DEFAULT_ARMS, UNFINISHED
+from flashrl_verl.bench.learning_run import Status, state_of
 from flashrl_verl.bench.learning_schedule import Schedule
-from flashrl_verl.bench.learning_state import Status, state_of
 from flashrl_verl.cli import app
 from flashrl_verl.config import Precision
 from flashrl_verl.errors import ConfigError

@@ -8,7 +8,7 @@ from learning_runs import KEY, config, write_metrics, write_record
 from typer.testing import CliRunner
 
 from flashrl_verl.bench.learning_archive import pack, part_of, parts_of, unpack
-from flashrl_verl.bench.learning_state import Status, state_of
+from flashrl_verl.bench.learning_run import Status, state_of
 from flashrl_verl.cli import app
 from flashrl_verl.errors import ConfigError, FlashRLError
 from flashrl_verl.run_directory import LATEST

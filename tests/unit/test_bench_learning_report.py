@@ -14,7 +14,7 @@ from flashrl_verl.bench import learning_report
 from flashrl_verl.bench.learning import arms_of
 from flashrl_verl.bench.learning_report import thin, to_json
 from flashrl_verl.bench.learning_results import collect, estimate, paired, t_quantile, welch
-from flashrl_verl.bench.learning_state import state_of
+from flashrl_verl.bench.learning_run import state_of
 
 STEPS = 4
 ARMS = "bf16:none,bf16:tis,int8:none,int8:tis"

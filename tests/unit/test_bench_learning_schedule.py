@@ -16,10 +16,9 @@ from omegaconf import OmegaConf
 from rich.console import Console
 
 from flashrl_verl.bench.learning import arms_of
-from flashrl_verl.bench.learning_attempt import Attempt, stop_all
 from flashrl_verl.bench.learning_board import Board, summary
+from flashrl_verl.bench.learning_run import Attempt, Status, process_of, state_of, stop_all
 from flashrl_verl.bench.learning_schedule import Event, Limits, Schedule
-from flashrl_verl.bench.learning_state import Status, process_of, state_of
 from flashrl_verl.errors import ConfigError, FlashRLError
 from flashrl_verl.process_tree import Stopped
 from flashrl_verl.run_directory import LATEST
