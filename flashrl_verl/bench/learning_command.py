@@ -57,8 +57,6 @@ def learning(
     every run. Exit code 0: all runs are finished and evaluated in BF16. 3: time was over first. 1: a run failed twice, or the
     first one before its first step.
     """
-    import torch
-
     from flashrl_verl.bench.learning import LearningConfig, arms_of, seeds_of
     from flashrl_verl.run_directory import check_output
 
@@ -66,11 +64,7 @@ def learning(
     for word in context.args:
         if word.startswith("-") or not ("=" in word or word.startswith("~")):
             raise ConfigError(f"{word!r} is neither an option (flashrl bench learning --help) nor an override key=value.")
-    there = torch.cuda.is_available()
-    chosen = hardware or ("cuda" if there else "cpu")
-    if chosen not in ("cuda", "cpu") or (chosen == "cuda" and not there):
-        reason = "PyTorch finds no GPU here" if chosen == "cuda" else "it is neither cuda nor cpu"
-        raise ConfigError(f"--hardware {chosen}: {reason}")
+    chosen = _hardware(hardware)
     check_output(output)
     config = LearningConfig(
         output=output.expanduser().resolve(),
@@ -87,6 +81,17 @@ def learning(
     )
     over = started + 60 * config.minutes
     raise typer.Exit(_learn(config, over, (first_step_limit, step_limit), new_console(), retry=retry))
+
+
+def _hardware(given: str | None) -> str:
+    import torch
+
+    there = torch.cuda.is_available()
+    chosen = given or ("cuda" if there else "cpu")
+    if chosen not in ("cuda", "cpu") or (chosen == "cuda" and not there):
+        reason = "PyTorch finds no GPU here" if chosen == "cuda" else "it is neither cuda nor cpu"
+        raise ConfigError(f"--hardware {chosen}: {reason}")
+    return chosen
 
 
 def _sizes(hidden: int | None, layers: int | None, chain_steps: int | None, target: float | None) -> dict[str, object]:

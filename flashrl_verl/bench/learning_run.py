@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run of ``flashrl bench learning``: how far it is, read from its metrics, its record and its checkpoints, whoever stopped it;
-and one start of it, with its processes."""
+"""A run of ``flashrl bench learning``: how far it is, read from its metrics, its record and its checkpoints, whoever stopped
+it; and one start of it, with its processes."""
 
 from __future__ import annotations
 

@@ -124,9 +124,7 @@ def run(config: EvalConfig, progress: Progress = lambda doing, done, total: None
     )
 
 
-def prompts_of(
-    checkpoint: Checkpoint, problems: list[Problem], config: EvalConfig
-) -> tuple[list[list[int]], list[int], Any]:
+def prompts_of(checkpoint: Checkpoint, problems: list[Problem], config: EvalConfig) -> tuple[list[list[int]], list[int], Any]:
     """Tokens of every prompt, the tokens that end a turn, and the tokenizer.
 
     Raises:
