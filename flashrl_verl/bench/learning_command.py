@@ -149,11 +149,13 @@ def _evaluate(config: LearningConfig, over: float, console: Console) -> list[tup
     from flashrl_verl.bench import learning_bf16 as bf16
     from flashrl_verl.bench.learning_recipe import compose_run
     from flashrl_verl.bench.learning_run import Status, state_of
+    from flashrl_verl.export.command import quiet
 
     states = [state_of(run, config.steps) for run in config.runs()]
     finished = [state.run for state in states if state.status is Status.FINISHED]
-    for run in finished:  # at once, and not when all are: this is small enough to be carried to another machine
-        bf16.keep_weights(run, config.steps)
+    with quiet():
+        for run in finished:  # at once, and not when all are: this is small enough to be carried to another machine
+            bf16.keep_weights(run, config.steps)
     pairs = bf16.left_over(config, finished)
     if not finished or not pairs or len(finished) + sum(s.status is Status.FAILED for s in states) < len(states):
         return []
