@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flashrl_verl.bench.learning_archive import learning_pack, learning_unpack
 from flashrl_verl.bench.learning_command import learning
 from flashrl_verl.bench.rollout_command import rollout
 from flashrl_verl.check.command import check
@@ -110,6 +111,8 @@ bench = typer.Typer(
 app.add_typer(bench, name="bench")
 bench.command()(rollout)
 bench.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(learning)
+bench.command()(learning_pack)
+bench.command()(learning_unpack)
 
 
 @bench.command("refit")

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from flashrl_verl.bench.learning import Run
+from flashrl_verl.bench.learning_run import TRIES, State, Status, metrics_of
 from flashrl_verl.bench.learning_schedule import Event, News
-from flashrl_verl.bench.learning_state import TRIES, State, Status, metrics_of
 from flashrl_verl.report.metrics import HELD_OUT, Metrics
 from flashrl_verl.report.run import METRICS_FILE
 

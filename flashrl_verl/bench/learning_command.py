@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from flashrl_verl.bench.learning import LearningConfig
     from flashrl_verl.toy.warmup import Accuracy
 
-DEFAULT_ARMS = "bf16:none,bf16:tis,int8:none,int8:tis,fp8:none,fp8:tis"
+DEFAULT_ARMS = "bf16:none,int8:none,int8:tis,fp8:none,fp8:tis,fp8:seq_tis"
 UNFINISHED = 3
 """Exit code where time was over before all runs were finished: the same command goes on."""
 
@@ -33,7 +34,7 @@ def learning(
         float, typer.Option(min=5, help="Time for everything; then runs are ended, and the same command goes on.")
     ] = 60.0,
     hardware: Annotated[str | None, typer.Option(help="cuda or cpu; cuda where there is a GPU.")] = None,
-    kv_cache_gib: Annotated[float, typer.Option(min=0.1, help="Each run's KV cache on a GPU, GiB.")] = 2.0,
+    kv_cache_gib: Annotated[float, typer.Option(min=0.1, help="Each run's KV cache on a GPU, GiB.")] = 0.5,
     model_seed: Annotated[int, typer.Option(min=0, help="Seed of the model that all runs start from, and of the chains.")] = 0,
     hidden_size: Annotated[int | None, typer.Option(min=128, help="Channels of the model, a multiple of 64.")] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Decoder layers of the model.")] = None,
@@ -41,6 +42,10 @@ def learning(
     target_accuracy: Annotated[
         float | None, typer.Option(min=0.0, max=1.0, help="Sampled accuracy at which the supervised warm-up stops.")
     ] = None,
+    first_step_limit: Annotated[
+        float, typer.Option(min=1, help="Seconds to a run's first line of metrics; then it is ended, as failed.")
+    ] = 240.0,
+    step_limit: Annotated[float, typer.Option(min=1, help="Seconds from a line of metrics to the next; as above.")] = 120.0,
     retry: Annotated[bool, typer.Option("--retry", help="Try runs once more that failed twice.")] = False,
     output: Annotated[Path, typer.Option(help="Folder for the model, the runs, learning.json and learning.png.")] = Path(
         "outputs/bench_learning"
@@ -49,10 +54,9 @@ def learning(
     """Learning curves on chains of sums, by precision of the rollout and correction, over seeds; in pieces, if need be.
 
     The same command goes on after a stop, and arms and seeds may be added. Words after the options are Hydra overrides for
-    every run. Exit code 0: all runs are finished. 3: time was over first. 1: a run failed twice.
+    every run. Exit code 0: all runs are finished and evaluated in BF16. 3: time was over first. 1: a run failed twice, or the
+    first one before its first step.
     """
-    import torch
-
     from flashrl_verl.bench.learning import LearningConfig, arms_of, seeds_of
     from flashrl_verl.run_directory import check_output
 
@@ -60,11 +64,7 @@ def learning(
     for word in context.args:
         if word.startswith("-") or not ("=" in word or word.startswith("~")):
             raise ConfigError(f"{word!r} is neither an option (flashrl bench learning --help) nor an override key=value.")
-    there = torch.cuda.is_available()
-    chosen = hardware or ("cuda" if there else "cpu")
-    if chosen not in ("cuda", "cpu") or (chosen == "cuda" and not there):
-        reason = "PyTorch finds no GPU here" if chosen == "cuda" else "it is neither cuda nor cpu"
-        raise ConfigError(f"--hardware {chosen}: {reason}")
+    chosen = _hardware(hardware)
     check_output(output)
     config = LearningConfig(
         output=output.expanduser().resolve(),
@@ -79,7 +79,19 @@ def learning(
         overrides=tuple(context.args),
         **_sizes(hidden_size, layers, chain_steps, target_accuracy),
     )
-    raise typer.Exit(_learn(config, started, new_console(), retry=retry))
+    over = started + 60 * config.minutes
+    raise typer.Exit(_learn(config, over, (first_step_limit, step_limit), new_console(), retry=retry))
+
+
+def _hardware(given: str | None) -> str:
+    import torch
+
+    there = torch.cuda.is_available()
+    chosen = given or ("cuda" if there else "cpu")
+    if chosen not in ("cuda", "cpu") or (chosen == "cuda" and not there):
+        reason = "PyTorch finds no GPU here" if chosen == "cuda" else "it is neither cuda nor cpu"
+        raise ConfigError(f"--hardware {chosen}: {reason}")
+    return chosen
 
 
 def _sizes(hidden: int | None, layers: int | None, chain_steps: int | None, target: float | None) -> dict[str, object]:
@@ -89,7 +101,7 @@ def _sizes(hidden: int | None, layers: int | None, chain_steps: int | None, targ
     from flashrl_verl.bench.learning import CHAIN, MODEL, WARMUP
 
     if hidden is not None and hidden % 64:
-        raise ConfigError(f"--hidden-size {hidden} is no multiple of 64, the width of a head")
+        raise ConfigError(f"--hidden-size {hidden} is no multiple of 64, two heads")
     sizes = {"hidden_size": hidden, "intermediate_size": hidden and 2 * hidden, "num_layers": layers}
     return {
         "model": replace(MODEL, **{name: size for name, size in sizes.items() if size is not None}),
@@ -98,42 +110,86 @@ def _sizes(hidden: int | None, layers: int | None, chain_steps: int | None, targ
     }
 
 
-def _learn(config: LearningConfig, started: float, console: Console, *, retry: bool) -> int:
-    """Make what is missing, run, report; returns the exit code."""
+def _learn(config: LearningConfig, over: float, no_news_s: tuple[float, float], console: Console, *, retry: bool) -> int:
+    """Make what is missing, run, evaluate, report; returns the exit code.
+
+    Args:
+        config: what.
+        over: when the time is, by ``time.monotonic``.
+        no_news_s: longest waits for a run's first line of metrics, and for the next one.
+        console: where people read.
+        retry: what failed twice is tried again.
+    """
     from flashrl_verl.bench import learning as bench
-    from flashrl_verl.bench import learning_recipe, learning_report
-    from flashrl_verl.bench.learning_board import Board, summary
+    from flashrl_verl.bench import learning_recipe
+    from flashrl_verl.bench.learning_board import Board
     from flashrl_verl.bench.learning_schedule import Limits, Schedule
-    from flashrl_verl.bench.learning_state import Status, state_of
     from flashrl_verl.process_tree import Stopped
 
     learning_recipe.check_arms(config)
     bench.check_settings(config)
     _make(config, console)
-    limits = Limits(parallel=config.parallel, seconds=60 * config.minutes - (time.monotonic() - started))
-    code = None
-    with Board(console, config.steps) as board:
-        prepare = learning_recipe.preparation(config)
-        schedule = Schedule(config.runs(), config.steps, limits, prepare, board.tell, board.watch, retry=retry)
-        try:
-            schedule.carry_out()
-        except Stopped as stopped:
-            code = stopped.exit_code
+    bench.write_settings(config)
+    first_s, between_s = no_news_s
+    limits = Limits(parallel=config.parallel, seconds=over - time.monotonic(), first_s=first_s, between_s=between_s)
+    code, left = None, []
+    try:
+        with Board(console, config.steps) as board:
+            prepare = learning_recipe.preparation(config)
+            Schedule(config.runs(), config.steps, limits, prepare, board.tell, board.watch, retry=retry).carry_out()
+        left = _evaluate(config, over - limits.ending_s, console)
+    except Stopped as stopped:
+        code = stopped.exit_code
+    found = _report(config, left, console)
+    return found if code is None else code
+
+
+def _evaluate(config: LearningConfig, over: float, console: Console) -> list[tuple[Path, Path]]:
+    """Ask the last weights of all runs in BF16 when none is left to run; returns what is still to be asked."""
+    from flashrl_verl.bench import learning_bf16 as bf16
+    from flashrl_verl.bench.learning_recipe import compose_run
+    from flashrl_verl.bench.learning_run import Status, state_of
+    from flashrl_verl.export.command import quiet
+
     states = [state_of(run, config.steps) for run in config.runs()]
-    report = learning_report.collect(config, states)
+    finished = [state.run for state in states if state.status is Status.FINISHED]
+    with quiet():
+        for run in finished:  # at once, and not when all are: this is small enough to be carried to another machine
+            bf16.keep_weights(run, config.steps)
+    pairs = bf16.left_over(config, finished)
+    if not finished or not pairs or len(finished) + sum(s.status is Status.FAILED for s in states) < len(states):
+        return []
+    left = over - time.monotonic()
+    if left >= bf16.LEAST_S:
+        console.print(
+            f"asking {len(pairs)} models in BF16, log in {config.output / 'bf16.log'}", highlight=False, soft_wrap=True
+        )
+        with suppress(bf16.TimeOver):
+            bf16.ask(config, compose_run(config, finished[0]), pairs, left)
+    return bf16.left_over(config, finished)
+
+
+def _report(config: LearningConfig, left: list[tuple[Path, Path]], console: Console) -> int:
+    """Tables and files; returns the exit code."""
+    from flashrl_verl.bench import learning_report
+    from flashrl_verl.bench.learning_board import summary
+    from flashrl_verl.bench.learning_results import collect
+    from flashrl_verl.bench.learning_run import Status, state_of
+
+    states = [state_of(run, config.steps) for run in config.runs()]
+    report = collect(config, states)
     for table in learning_report.tables(report):
         console.print(table)
     for note in learning_report.notes(report):
         console.print(note, markup=False, highlight=False, style="dim", soft_wrap=True)
     console.print("written: " + ", ".join(map(str, learning_report.write(report))), highlight=False, soft_wrap=True)
     console.print(f"runs: {summary(states)}", highlight=False)
-    if code is not None:
-        return code
-    left = {state.status for state in states}
-    if left & {Status.NEW, Status.UNFINISHED}:
-        console.print("Time was over first: the same command goes on.", highlight=False)
+    there = {state.status for state in states}
+    if left or there & {Status.NEW, Status.UNFINISHED}:
+        what = f": {len(left)} models are to be asked in BF16" if left else ""
+        console.print(f"Time was over first{what}; the same command goes on.", highlight=False)
         return UNFINISHED
-    if Status.FAILED in left:
+    if Status.FAILED in there:
         console.print("Runs that failed twice are tried again with --retry.", highlight=False)
         return 1
     return 0

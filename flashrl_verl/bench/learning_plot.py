@@ -1,31 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The learning curves: mean of the seeds, and their range."""
+"""The learning curves: mean of the seeds, and their range; and what the runs came to, asked in BF16."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flashrl_verl.bench.learning import Arm
+from flashrl_verl.bench.learning_results import accuracy_of
 from flashrl_verl.config import Precision
 from flashrl_verl.report import arms as drawn
 from flashrl_verl.report.figure import new_figure
-from flashrl_verl.report.palette import BLUE, GREEN, LINES, MARKERS, ORANGE, VERMILION, Style
+from flashrl_verl.report.palette import BLUE, GREEN, LINES, MARKERS, ORANGE, TITLE, VERMILION, Style
 from flashrl_verl.report.panels import Kind, Panel, Section, panels
 from flashrl_verl.report.pictures import Drawing, legend_above
 from flashrl_verl.report.run import METRICS_FILE
 from flashrl_verl.report.run import Report as RunReport
 
 if TYPE_CHECKING:
-    from flashrl_verl.bench.learning_report import Report
+    from matplotlib.axes import Axes
+
+    from flashrl_verl.bench.learning_results import Report
 
 COLOURS = {Precision.BF16: GREEN, Precision.INT8: BLUE, Precision.FP8: VERMILION, Precision.FP8_BLOCK: ORANGE}
-WORDS = {"none": "no correction", "tis": "TIS"}
+WORDS = {"none": "no correction", "tis": "TIS", "seq_tis": "sequence TIS"}
 SMOOTH = 5
 """Steps whose mean is drawn of the mismatch, which is noisy; accuracies are drawn as they are."""
 
 
 def plot(report: Report, path: Path) -> bool:
-    """Accuracy by step and by hours, mismatch by step; False where no run has validated yet.
+    """Accuracy by step and by hours, mismatch by step, last weights in BF16; False where no run has validated yet.
 
     An arm's curve goes as far as all of its runs that have begun.
 
@@ -36,13 +40,39 @@ def plot(report: Report, path: Path) -> bool:
     wanted = _panels(arms)
     if not wanted:
         return False
-    figure, drawing = new_figure(4.9 * len(wanted), 4.4), Drawing(arms=arms, smooth=SMOOTH)
-    every = figure.subplots(1, len(wanted), squeeze=False)[0]
-    for axes, panel in zip(every, wanted, strict=True):
+    asked = any(run.bf16 for run in report.runs)
+    columns = len(wanted) + asked
+    figure, drawing = new_figure(4.9 * columns, 4.4), Drawing(arms=arms, smooth=SMOOTH)
+    every = figure.subplots(1, columns, squeeze=False)[0]
+    for axes, panel in zip(every, wanted, strict=False):
         drawing.draw(axes, panel)
-    legend_above(figure, list(every))
+    if asked:
+        _draw_final(every[-1], report, {arm.label: arm.style for arm in arms})
+    legend_above(figure, list(every[: len(wanted)]))
     figure.savefig(path, dpi=150)
     return True
+
+
+def _label(arm: Arm) -> str:
+    return f"{arm.precision.value.upper()}, {WORDS.get(arm.correction, arm.correction)}"
+
+
+def _draw_final(axes: Axes, report: Report, styles: dict[str, Style]) -> None:
+    """A point a seed; mean and interval beside them."""
+    axes.set_title("Last weights, asked in BF16", **TITLE)
+    there = [result for result in report.arms() if result.accuracy is not None]
+    for place, result in enumerate(there):
+        look, found = styles[_label(result.arm)], result.accuracy
+        values = [run.final() for run in report.of(result.arm) if run.finished and run.bf16]
+        axes.plot([place] * len(values), values, look.marker, color=look.colour, alpha=0.5, markersize=5)
+        reach = [[abs(found.mean - end)] for end in found.interval or (found.mean, found.mean)]
+        axes.errorbar([place + 0.2], [found.mean], reach, fmt=look.marker, color=look.colour, capsize=3)
+    if report.start:
+        axes.axhline(accuracy_of(report.start)["value"], color="0.5", linestyle=":", linewidth=1)
+        axes.annotate("start", (0, accuracy_of(report.start)["value"]), color="0.4", fontsize=8, va="bottom")
+    axes.set_xticks(range(len(there)), [str(result.arm) for result in there], rotation=30, ha="right", fontsize=8)
+    axes.set_ylabel("accuracy; mean and 95 % interval over seeds", fontsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _arms(report: Report) -> list[drawn.Arm]:
@@ -66,11 +96,7 @@ def _arms(report: Report) -> list[drawn.Arm]:
             marker=MARKERS[(3 * place + list(Precision).index(arm.precision)) % len(MARKERS)],
         )
         if runs:
-            found.append(
-                drawn.Arm(
-                    label=f"{arm.precision.value.upper()}, {WORDS.get(arm.correction, arm.correction)}", runs=runs, style=style
-                )
-            )
+            found.append(drawn.Arm(label=_label(arm), runs=runs, style=style))
     return found
 
 

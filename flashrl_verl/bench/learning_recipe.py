@@ -53,6 +53,11 @@ def compose_run(config: LearningConfig, run: Run) -> DictConfig:
             f"trainer.logger={trainer.logger}, trainer.test_freq={trainer.test_freq}: curves are read from verl's file logger "
             "and need validation. Remedy: `file` among the loggers, and test_freq from 1 on"
         )
+    if trainer.save_freq < 1:
+        raise ConfigError(
+            f"trainer.save_freq={trainer.save_freq} saves nothing: neither to go on from nor to be evaluated. "
+            "Remedy: leave it out, or from 1 on"
+        )
     return composed
 
 

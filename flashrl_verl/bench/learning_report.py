@@ -6,181 +6,56 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.table import Table
 
-from flashrl_verl.bench.learning import Arm, LearningConfig, environment, shared
-from flashrl_verl.bench.learning_state import State, Status, metrics_of
-from flashrl_verl.bench.learning_statistics import Estimate, estimate, paired
-from flashrl_verl.config import Precision
-from flashrl_verl.report.metrics import HELD_OUT, MISMATCH_KL, STEP_TIME, Metrics
-from flashrl_verl.report.panels import EFFECTIVE, TRUNCATED
+from flashrl_verl.bench.learning import environment, shared
+from flashrl_verl.bench.learning_bf16 import SAMPLES
+from flashrl_verl.bench.learning_results import SERIES, Estimate, Report, RunResult, accuracy_of
 from flashrl_verl.whole_file import write_whole
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 DATA_FILE, PICTURE_FILE = "learning.json", "learning.png"
-
-SERIES = {"k3_kl": MISMATCH_KL, "effective_sample_size": EFFECTIVE, "truncated_share": TRUNCATED, "step_seconds": STEP_TIME}
-"""What is logged at every step, by its name here."""
 
 _POINTS = 100
 """Of a series in the JSON, at most: longer ones are means over equal stretches of steps."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunResult:
-    """One run in figures."""
-
-    arm: Arm
-    seed: int
-    state: State
-    metrics: Metrics
-
-    @property
-    def finished(self) -> bool:
-        return self.state.status is Status.FINISHED
-
-    def accuracy(self) -> tuple[list[int], list[float]]:
-        """Steps of the validations, and the share of right answers there."""
-        keys = self.metrics.keys(HELD_OUT)
-        return self.metrics.series(keys[0]) if keys else ([], [])
-
-    def mean(self, name: str) -> float | None:
-        """Of a series, over all steps; None where it is not logged."""
-        values = self.metrics.series(SERIES[name])[1]
-        return sum(values) / len(values) if values else None
-
-
-@dataclass(frozen=True, kw_only=True)
-class ArmResult:
-    """One arm over its finished runs; None is what was not logged, or has no run."""
-
-    arm: Arm
-    finished: int
-    runs: int
-    accuracy: Estimate | None
-    """Of the validation after the last step."""
-    curve: Estimate | None
-    """Mean accuracy over all validations: who learns faster has more, whatever the end."""
-    k3_kl: Estimate | None
-    effective_sample_size: Estimate | None
-    truncated_share: Estimate | None
-    step_seconds: Estimate | None
-    """Beside the other runs that shared the machine."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Difference:
-    """One arm minus another, seed by seed."""
-
-    arm: Arm
-    baseline: Arm
-    accuracy: Estimate
-    curve: Estimate
-
-
-@dataclass(frozen=True, kw_only=True)
-class Report:
-    """All of it."""
-
-    config: LearningConfig
-    runs: list[RunResult]
-
-    def of(self, arm: Arm) -> list[RunResult]:
-        return [run for run in self.runs if run.arm == arm]
-
-    def arms(self) -> list[ArmResult]:
-        return [_arm_result(arm, self.of(arm)) for arm in self.config.arms]
-
-    def differences(self) -> list[Difference]:
-        """Each correction minus none of the same precision, each precision minus BF16 with the same correction."""
-        found = []
-        for one, other in _pairs(self.config.arms):
-            theirs, mine = ({run.seed: run for run in self.of(arm) if run.finished} for arm in (other, one))
-            final, curve = (
-                paired(*({seed: take(run) for seed, run in runs.items()} for runs in (mine, theirs)))
-                for take in (_final, _curve)
-            )
-            if final is not None and curve is not None:
-                found.append(Difference(arm=one, baseline=other, accuracy=final, curve=curve))
-        return found
-
-
-def collect(config: LearningConfig, states: Sequence[State]) -> Report:
-    """Read the metrics of all runs."""
-    runs = [RunResult(arm=s.run.arm, seed=s.run.seed, state=s, metrics=metrics_of(s.run)) for s in states]
-    return Report(config=config, runs=runs)
-
-
-def _final(run: RunResult) -> float:
-    return run.accuracy()[1][-1]
-
-
-def _curve(run: RunResult) -> float:
-    values = run.accuracy()[1]
-    return sum(values) / len(values)
-
-
-def _arm_result(arm: Arm, runs: Sequence[RunResult]) -> ArmResult:
-    done = [run for run in runs if run.finished]
-    means = {name: [run.mean(name) for run in done] for name in SERIES}
-    return ArmResult(
-        arm=arm,
-        finished=len(done),
-        runs=len(runs),
-        accuracy=estimate([_final(run) for run in done]),
-        curve=estimate([_curve(run) for run in done]),
-        **{name: estimate([v for v in values if v is not None]) for name, values in means.items()},
-    )
-
-
-def _pairs(arms: Sequence[Arm]) -> Iterator[tuple[Arm, Arm]]:
-    for arm in arms:
-        for other in (
-            Arm(precision=arm.precision, correction="none"),
-            Arm(precision=Precision.BF16, correction=arm.correction),
-        ):
-            if other != arm and other in arms:
-                yield arm, other
-
-
-# ---- tables ----
-
-
 def tables(report: Report) -> list[Table]:
-    """One line an arm; one line a difference, where there is any."""
+    """One line an arm; one line a difference and figure, where there is any."""
     device = environment(report.config.hardware)["device"]
     arms = Table(title=f"Learning on {device}: means of finished runs", title_justify="left")
-    columns = ("finished", "final accuracy", "mean of the curve", "k3 KL", "ESS", "truncated", "s/step", "steps/hour")
+    columns = ("finished", "final, BF16", "own engine", "mean of curve", "k3 KL", "ESS", "truncated", "s/step")
     for name in ("arm", *columns):
         arms.add_column(name, justify="left" if name == "arm" else "right")
     for result in report.arms():
-        hourly = result.step_seconds and result.step_seconds.mean
         arms.add_row(
             str(result.arm),
-            f"{result.finished}/{result.runs}",
+            f"{result.finished}/{result.runs}" + (f", {result.failed} FAILED" if result.failed else ""),
             _with_error(result.accuracy),
+            _with_error(result.own),
             _with_error(result.curve),
             _mean(result.k3_kl, ".2e"),
             _mean(result.effective_sample_size, ".4f"),
             _mean(result.truncated_share, ".2g"),
             _mean(result.step_seconds, ".2f"),
-            f"{3600 / hourly:.0f}" if hourly else "-",
         )
     found = report.differences()
     if not found:
         return [arms]
-    pairs = Table(title="Differences, seed by seed (95 % interval, Student's t)", title_justify="left")
-    for name in ("arm", "minus", "seeds", "final accuracy", "mean of the curve"):
-        pairs.add_column(name, justify="left" if name in ("arm", "minus") else "right")
+    pairs = Table(title="Differences (95 % intervals, Student's t)", title_justify="left")
+    for name in ("arm", "minus", "figure", "seeds", "difference", "SE", "interval", "detectable", "Welch's interval"):
+        pairs.add_column(name, justify="left" if name in ("arm", "minus", "figure") else "right")
     for pair in found:
-        words = (str(pair.arm), str(pair.baseline), str(pair.accuracy.seeds))
-        pairs.add_row(*words, _with_interval(pair.accuracy), _with_interval(pair.curve))
+        pairs.add_row(
+            *(str(pair.arm), str(pair.baseline), pair.figure, str(pair.paired.seeds), f"{pair.paired.mean:+.3f}"),
+            _number(pair.paired.standard_error),
+            _interval(pair.paired),
+            _number(pair.paired.detectable),
+            _interval(pair.welch),
+        )
     return [arms, pairs]
 
 
@@ -188,14 +63,28 @@ def notes(report: Report) -> list[str]:
     """How to read the tables, and what went wrong."""
     others = report.config.parallel - 1
     lines = [
-        "accuracy: sampled at temperature 1 from the rollout's own engine, in the arm's precision (docs/evaluation.md); means "
-        "over seeds, with one standard error. Seconds: checkpoints included"
-        + (f", of runs that share the machine with up to {others} more." if others else ".")
+        f"final, BF16: the last weights in one BF16 engine, mean@{SAMPLES} over the held-out chains; own engine and curve: "
+        "sampled from the rollout's own engine, in the arm's precision (docs/evaluation.md). Means over seeds, with one "
+        "standard error."
     ]
+    if report.start:
+        found = accuracy_of(report.start)
+        lines.append(f"The start, in BF16: {found['value']:.3f} [{found['low']:.3f}, {found['high']:.3f}] over chains.")
+    lines.append(
+        "All runs start from one warmed-up model and share its chains: intervals are over the order of chains and the "
+        "sampling, not over models or tasks."
+    )
+    if others > 0:
+        lines.append(
+            f"Seconds, and the picture over hours, are of runs that share the machine with up to {others} more, checkpoints "
+            "included: how fast an arm is cannot be read off them."
+        )
     if len(report.differences()) > 1:
         lines.append(
             f"{len(report.differences())} differences: where nothing differs, one interval in twenty leaves out 0 all the "
-            "same; one that holds 0 is no proof of equality."
+            "same; one that holds 0 is no proof of equality. Difference, SE and interval are paired by seed; detectable: how "
+            "large a true difference has to be for four of five such experiments to leave out 0. Where Welch's interval is "
+            "narrower, pairing gained nothing."
         )
     for run in report.runs:
         if run.state.error and not run.finished:
@@ -214,11 +103,12 @@ def _with_error(value: Estimate | None) -> str:
     return f"{value.mean:.3f}" + ("" if value.standard_error is None else f" ± {value.standard_error:.3f}")
 
 
-def _with_interval(value: Estimate) -> str:
-    if value.interval is None:
-        return f"{value.mean:+.3f}"
-    low, high = value.interval
-    return f"{value.mean:+.3f} [{low:+.3f}, {high:+.3f}]"
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def _interval(value: Estimate) -> str:
+    return "-" if value.interval is None else "[{:+.3f}, {:+.3f}]".format(*value.interval)
 
 
 # ---- files ----
@@ -248,13 +138,15 @@ def to_json(report: Report) -> dict[str, Any]:
                 {
                     "arm": str(pair.arm),
                     "minus": str(pair.baseline),
+                    "figure": pair.figure,
                     **{
-                        name: {**asdict(value), "interval": value.interval}
-                        for name, value in (("accuracy", pair.accuracy), ("curve", pair.curve))
+                        name: {**asdict(value), "interval": value.interval, "detectable": value.detectable}
+                        for name, value in (("paired", pair.paired), ("welch", pair.welch))
                     },
                 }
                 for pair in report.differences()
             ],
+            "start": report.start and report.start["metrics"],
             "runs": [_run_json(run) for run in report.runs],
         }
     )
@@ -268,6 +160,7 @@ def _run_json(run: RunResult) -> dict[str, Any]:
         "status": run.state.status.value,
         "step": run.state.step,
         "error": list(run.state.error),
+        "bf16": run.bf16 and run.bf16["metrics"],
         "series": {name: {"step": steps, "value": values} for name, (steps, values) in series.items()},
     }
 

@@ -10,10 +10,10 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from flashrl_verl.bench.learning import Run
-from flashrl_verl.bench.learning_attempt import Attempt, stop_all
-from flashrl_verl.bench.learning_state import TRIES, State, Status, process_of, state_of
-from flashrl_verl.errors import ConfigError
+from flashrl_verl.bench.learning_run import TRIES, Attempt, State, Status, checkpoint_of, process_of, state_of, stop_all
+from flashrl_verl.errors import ConfigError, FlashRLError
 from flashrl_verl.process_tree import stoppable
+from flashrl_verl.run_directory import LOG_FILE
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -33,6 +33,12 @@ class Limits:
     """With less than this left no run is started: start-up alone may take a minute where several runs share the cores."""
     ending_s: float = 45.0
     """Kept for ending what runs: ``process_tree.PATIENCE`` comes to 35 s, and the report is still to be written."""
+    closing_s: float = 40.0
+    """Before time is over: from then on a run is ended as soon as it has saved, so that less is done twice."""
+    first_s: float = 240.0
+    """To a run's first line of metrics, its start-up and its first validation included."""
+    between_s: float = 120.0
+    """From a line of metrics to the next. Whoever waits longer waits for something that does not come."""
     poll_s: float = 1.0
     """Between two looks."""
 
@@ -86,11 +92,12 @@ class Schedule:
         retry: bool = False,
     ):
         for run in runs:
-            if (pid := process_of(run)) is not None:
+            if (pid := process_of(run.folder)) is not None:
                 raise ConfigError(
                     f"{run.name} is going on as process {pid}: another command has this --output, or was killed and left it. "
                     f"Wait for it, or end it: kill -INT {pid}"
                 )
+        self._runs = runs
         self._steps, self._limits, self._prepare, self._tell, self._watch = steps, limits, prepare, tell, watch
         states = [state_of(run, steps) for run in runs]
         wanted = (Status.NEW, Status.UNFINISHED, *([Status.FAILED] if retry else []))
@@ -105,6 +112,7 @@ class Schedule:
 
         Raises:
             Stopped: Ctrl-C or SIGTERM.
+            FlashRLError: a run failed before its first step, and no run has ever trained one.
         """
         over = time.monotonic() + self._limits.seconds - self._limits.ending_s
         with stoppable():
@@ -115,6 +123,8 @@ class Schedule:
                         break
                     self._start_one(left)
                     self._look()
+                    if left <= self._limits.closing_s:
+                        self._close()
                     self._watch([attempt.run for attempt in self._going])
                     time.sleep(min(self._limits.poll_s, max(0.0, left)))
             finally:
@@ -131,25 +141,39 @@ class Schedule:
         self._tell(News(event=Event.STARTED, state=state_of(run, self._steps)))
 
     def _look(self) -> None:
+        for attempt in self._going:
+            attempt.watch(self._limits.first_s, self._limits.between_s)
         for attempt in [attempt for attempt in self._going if attempt.poll()]:
             self._going.remove(attempt)
-            if self._settle(attempt, stopped=False) is Event.FAILED and self._failures(attempt.run) < TRIES:
+            if self._settle(attempt) is not Event.FAILED:
+                continue
+            state = state_of(attempt.run, self._steps)
+            if not any(state_of(run, self._steps).step for run in self._runs):
+                raise FlashRLError(
+                    f"{state.run.name} failed before its first step, as any run would: none has trained a step yet. What it "
+                    f"said is above and in {state.run.folder / LOG_FILE}"
+                )
+            if state.failures < TRIES:
                 self._waiting.append(attempt.run)
 
-    def _failures(self, run: Run) -> int:
-        return state_of(run, self._steps).failures
+    def _close(self) -> None:
+        for attempt in self._going:
+            there = checkpoint_of(attempt.run.folder)
+            if attempt.checkpoint is None:
+                attempt.checkpoint = there
+            elif attempt.checkpoint != there < self._steps:  # the last one is followed by a validation
+                attempt.stop()
 
-    def _settle(self, attempt: Attempt, *, stopped: bool) -> Event:
+    def _settle(self, attempt: Attempt) -> Event:
         finished = state_of(attempt.run, self._steps).status is Status.FINISHED
-        attempt.settle(finished, stopped)
-        event = Event.FINISHED if finished else Event.STOPPED if stopped else Event.FAILED
+        attempt.settle(finished)
+        event = Event.FINISHED if finished else Event.STOPPED if attempt.stopped else Event.FAILED
         self._tell(News(event=event, state=state_of(attempt.run, self._steps)))
         return event
 
     def _end(self) -> None:
         """End what runs. What ended by itself just now is settled as such: its failure is not to be lost."""
         going, self._going = self._going, []
-        over = [attempt for attempt in going if attempt.ended_by_itself()]
         stop_all(going)
         for attempt in going:
-            self._settle(attempt, stopped=attempt not in over)
+            self._settle(attempt)

@@ -125,7 +125,7 @@ def work(job: Job) -> Answer:
     (layers,) = llm.collective_rpc("flashrl_layers")
     llm.collective_rpc("monkey_patch_model", kwargs={"vocab_size": job.vocab_size})  # as verl's server does
     ready = time.monotonic()
-    (updated,) = llm.collective_rpc(_update, args=(job.model,))
+    (updated,) = llm.collective_rpc(update_from, args=(job.model,))
     llm.reset_prefix_cache()
     loaded = time.monotonic()
     responses, log_probs = _sample(llm, job)
@@ -163,11 +163,11 @@ def _start(job: Job) -> Any:
     )
 
 
-def _update(worker: Any, model: str) -> int:
-    """Two weight updates of a vLLM worker's model from a checkpoint; returns how many tensors one brings."""
+def update_from(worker: Any, model: str, updates: int = 2) -> int:
+    """Weight updates of a vLLM worker's model from a checkpoint; returns how many tensors one brings."""
     sent = _sent_weights(model)
     device = next(worker.model_runner.model.parameters()).device
-    return update(worker.model_runner, len(sent), (_buckets(sent, device) for _ in range(2)))
+    return update(worker.model_runner, len(sent), (_buckets(sent, device) for _ in range(updates)))
 
 
 def _buckets(sent: list[tuple[str, torch.Tensor]], device: torch.device) -> Iterator[Bucket]:

@@ -127,7 +127,7 @@ def work(job: Job, count: Path) -> Answer:
     require_engine(Precision(job.precision), workers)
     llm.collective_rpc("monkey_patch_model", kwargs={"vocab_size": job.vocab_size})  # as verl's server does
     ready = time.monotonic()
-    outputs = _generate(llm, job, count)
+    outputs = generate(llm, job, count)
     ended = time.monotonic()
     grouped = [outputs[first : first + job.samples] for first in range(0, len(outputs), job.samples)]
     first = workers[0]
@@ -163,8 +163,8 @@ def _start(job: Job) -> Any:
     )
 
 
-def _generate(llm: Any, job: Job, count: Path) -> list[Any]:
-    """The responses, problem by problem."""
+def generate(llm: Any, job: Job, count: Path) -> list[Any]:
+    """The responses, problem by problem; the file gets their number so far."""
     from tqdm import tqdm
     from vllm import SamplingParams
 

@@ -89,7 +89,7 @@ def run(config: EvalConfig, progress: Progress = lambda doing, done, total: None
         score(reward, problem, "")  # a source that the reward does not know is found out before hours of generation
     checkpoint = open_checkpoint(config.checkpoint)
     output = config.output.expanduser().resolve()
-    prompts, stops, tokenizer = _prompts(checkpoint, problems, config)
+    prompts, stops, tokenizer = prompts_of(checkpoint, problems, config)
     settings = {precision: _settings(config, checkpoint, prompts, precision) for precision in config.precisions}
     left = [precision for precision in settings if not _finished(output, precision, settings[precision], config.force)]
     model = _in_bf16(checkpoint, output, progress) if left else None
@@ -124,7 +124,12 @@ def run(config: EvalConfig, progress: Progress = lambda doing, done, total: None
     )
 
 
-def _prompts(checkpoint: Checkpoint, problems: list[Problem], config: EvalConfig) -> tuple[list[list[int]], list[int], Any]:
+def prompts_of(checkpoint: Checkpoint, problems: list[Problem], config: EvalConfig) -> tuple[list[list[int]], list[int], Any]:
+    """Tokens of every prompt, the tokens that end a turn, and the tokenizer.
+
+    Raises:
+        ConfigError: the longest prompt and response are beyond the model.
+    """
     from transformers import AutoConfig
 
     from flashrl_verl.bench.mismatch_prompts import encode, load_tokenizer, stop_token_ids

@@ -104,6 +104,12 @@ class ChainConfig:
         if not 1 <= self.max_term <= _LARGEST // 2:
             raise ConfigError(f"max_term={self.max_term} must be from 1 to {_LARGEST // 2}, or some number has no next step.")
 
+        wanted, there = self.test + self.probe + self.train, _LARGEST * self.max_term**self.steps
+        if wanted > there:  # at least as many can be drawn as there are
+            raise ConfigError(
+                f"{wanted} different chains of {self.steps} steps are too many. Remedy: more steps, or fewer chains."
+            )
+
     @property
     def data_source(self) -> str:
         """verl groups its validation metrics by this name."""

@@ -10,10 +10,10 @@ from learning_runs import KEY, config, write_metrics, write_record
 from typer.testing import CliRunner
 
 from flashrl_verl.bench import learning, learning_recipe
-from flashrl_verl.bench.learning import Arm, arms_of, check_settings, seeds_of
+from flashrl_verl.bench.learning import Arm, arms_of, check_settings, lasting, seeds_of, write_settings
 from flashrl_verl.bench.learning_command import DEFAULT_ARMS, UNFINISHED
+from flashrl_verl.bench.learning_run import Status, state_of
 from flashrl_verl.bench.learning_schedule import Schedule
-from flashrl_verl.bench.learning_state import Status, state_of
 from flashrl_verl.cli import app
 from flashrl_verl.config import Precision
 from flashrl_verl.errors import ConfigError
@@ -62,6 +62,7 @@ def test_the_first_seed_of_every_arm_comes_first(tmp_path):
         (["nonsense"], "'nonsense' is neither"),
         (["actor_rollout_ref.actor.optim.lrr=1"], "there is no key"),
         (["trainer.logger=[console]"], "`file` among the loggers"),
+        (["trainer.save_freq=-1"], "saves nothing"),
     ],
 )
 def test_words_that_cannot_be_are_refused_before_anything_is_made(tmp_path, words, part):
@@ -74,6 +75,7 @@ def test_words_that_cannot_be_are_refused_before_anything_is_made(tmp_path, word
 def test_the_exit_code_says_whether_all_is_done(tmp_path, monkeypatch):
     """3 while a run is unfinished, 1 where one has failed twice, 0 when all are finished; no process is started here."""
     words = ["--hardware", "cpu", "--arm", "bf16:none", "--seed", "0,1", "--steps", "4", "--output", str(tmp_path)]
+    monkeypatch.setattr("flashrl_verl.bench.learning_bf16.LEAST_S", float("inf"))
     words += ["--hidden-size", "128", "--layers", "1", "--chain-steps", "2", "--target-accuracy", "0"]
     one, other = config(tmp_path, arms=arms_of("bf16:none")).runs()
     monkeypatch.setattr(Schedule, "carry_out", lambda self: None)
@@ -86,12 +88,19 @@ def test_the_exit_code_says_whether_all_is_done(tmp_path, monkeypatch):
     code, said = call()
     assert code == UNFINISHED == 3 and "runs: 2 not started" in said and "the same command goes on" in said
     write_metrics(one, {0: {KEY: 0.3}, 4: {KEY: 0.5}})
+    (one.folder / "model").mkdir()
     write_record(other, {"error": ["ValueError: no"]})
     assert call()[0] == UNFINISHED
     write_record(other, *[{"error": ["ValueError: no"]}] * 2)
     code, said = call()
+    assert code == UNFINISHED and "2 models are to be asked in BF16" in said
+    for file in (tmp_path / "bf16.json", one.folder / "bf16.json"):
+        file.write_text(json.dumps({"samples": 8, "metrics": {"mean@8": {"value": 0.5, "low": 0.4, "high": 0.6}}}))
+    code, said = call()
     assert code == 1 and "--retry" in said and "bf16:none seed 1 failed 2 times: ValueError: no" in said
     write_metrics(other, {0: {KEY: 0.3}, 4: {KEY: 0.6}})
+    (other.folder / "model").mkdir()
+    (other.folder / "bf16.json").write_text((one.folder / "bf16.json").read_text())
     code, said = call()
     assert code == 0 and "runs: 2 finished" in said and "0.550 ± 0.050" in said
 
@@ -152,11 +161,13 @@ def test_the_longest_chain_that_is_accepted_fits_into_the_response(tmp_path):
 
 def test_a_folder_takes_more_arms_seeds_and_time_but_no_other_settings(tmp_path):
     cfg = config(tmp_path)
-    check_settings(cfg)
-    check_settings(replace(cfg, arms=arms_of("fp8:none"), seeds=(5,), parallel=7, minutes=5.0))
+    check_settings(cfg)  # nothing is there
+    write_settings(cfg)
+    check_settings(replace(cfg, arms=arms_of("fp8:none"), seeds=(5,), parallel=7, minutes=5.0, kv_cache_gib=1.0))
+    check_settings(replace(cfg, overrides=("trainer.save_freq=1", "actor_rollout_ref.rollout.max_num_seqs=64")))
     for other, named in (
         ({"steps": 5}, "steps (4, now 5)"),
-        ({"overrides": ("trainer.save_freq=1",)}, 'overrides ([], now ["trainer.save_freq=1"])'),
+        ({"overrides": ("trainer.save_freq=1", "data.shuffle=false")}, 'overrides ([], now ["data.shuffle=false"])'),
         ({"chain": ChainConfig(steps=2)}, "chain"),
     ):
         with pytest.raises(ConfigError) as refused:
@@ -164,8 +175,26 @@ def test_a_folder_takes_more_arms_seeds_and_time_but_no_other_settings(tmp_path)
         assert named in str(refused.value) and "--output" in str(refused.value)
 
 
+def test_what_may_change_between_the_attempts_of_a_run_may_change_here_but_for_its_validations():
+    may = ["trainer.save_freq=1", "+ray_kwargs.ray_init.x=1", "~flashrl.guard", "flashrl.guard.action=stop"]
+    must_not = ["trainer.test_freq=5", "trainer.val_before_train=false", "trainer.save_freq_x=1", "data.seed=1"]
+    assert lasting([*may, *must_not]) == must_not
+
+
+def test_a_warm_up_that_fails_leaves_the_folder_free_for_other_settings(tmp_path):
+    words = ["--hardware", "cpu", "--arm", "bf16:none", "--seed", "0", "--steps", "4", "--output", str(tmp_path)]
+    brief = WarmupConfig(target_accuracy=1.0, max_steps=1, probe_every=1, batch_size=8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(learning, "WARMUP", brief)
+        result = CliRunner().invoke(
+            app, ["bench", "learning", *words, "--hidden-size", "128", "--layers", "1", "--chain-steps", "2"]
+        )
+    assert "short of 1.00" in str(result.exception)
+    assert not (tmp_path / learning.SETTINGS).exists()
+
+
 def test_a_folder_of_other_versions_is_refused(tmp_path):
-    check_settings(config(tmp_path))
+    write_settings(config(tmp_path))
     file = tmp_path / learning.SETTINGS
     there = json.loads(file.read_text())
     there["environment"]["torch"] = "1.0"
