@@ -64,6 +64,8 @@ def test_on_a_cpu_no_gpu_is_called_ok():
         ("int8", "cuda", [90, 90], OK, "cutlass for linear layers, triton"),
         ("int8", "cuda", [100], OK, "triton for linear"),
         ("fp8", "cuda", [80], FAIL, "at least 8.9"),
+        ("fp8_block", "cuda", [90], OK, "cutlass for linear layers, triton"),
+        ("fp8_block", "cuda", [89], OK, "triton for linear layers, triton"),
         ("fp8", "cuda", [90, 80], FAIL, "8.0"),  # one of them is enough
         ("int8", "cuda", [70], FAIL, "7.0"),
     ],
@@ -82,7 +84,7 @@ def test_no_device_is_a_failure_with_vllms_words():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("precision", [Precision.INT8, Precision.FP8])
+@pytest.mark.parametrize("precision", [Precision.INT8, Precision.FP8, Precision.FP8_BLOCK])
 def test_the_row_kernel_of_this_gpu_is_bit_exact(precision):
     from flashrl_verl.compat import cuda_gpus
 
