@@ -32,6 +32,11 @@ class Precision(str, Enum):
     BF16 = "bf16"
     """No quantization: the baseline, on the same server and the same weight update."""
 
+    @property
+    def block(self) -> int | None:
+        """Rows and columns of a weight that share a scale, and columns of a token; None where each row has one, or none has."""
+        return 128 if self is Precision.FP8_BLOCK else None
+
 
 class KVCache(str, Enum):
     """Number format of the rollout engine's KV cache, in vLLM's words (``kv_cache_dtype``)."""

@@ -11,7 +11,7 @@ from flashrl_verl.bench.learning_results import accuracy_of
 from flashrl_verl.config import Precision
 from flashrl_verl.report import arms as drawn
 from flashrl_verl.report.figure import new_figure
-from flashrl_verl.report.palette import BLUE, GREEN, LINES, MARKERS, ORANGE, TITLE, VERMILION, Style
+from flashrl_verl.report.palette import LINES, MARKERS, OF_PRECISION, TITLE, Style
 from flashrl_verl.report.panels import Kind, Panel, Section, panels
 from flashrl_verl.report.pictures import Drawing, legend_above
 from flashrl_verl.report.run import METRICS_FILE
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from flashrl_verl.bench.learning_results import Report
 
-COLOURS = {Precision.BF16: GREEN, Precision.INT8: BLUE, Precision.FP8: VERMILION, Precision.FP8_BLOCK: ORANGE}
 WORDS = {"none": "no correction", "tis": "TIS", "seq_tis": "sequence TIS"}
 SMOOTH = 5
 """Steps whose mean is drawn of the mismatch, which is noisy; accuracies are drawn as they are."""
@@ -90,7 +89,7 @@ def _arms(report: Report) -> list[drawn.Arm]:
         )
         place = corrections.index(arm.correction)
         style = Style(
-            colour=COLOURS[arm.precision],
+            colour=OF_PRECISION[arm.precision],
             line=LINES[place % len(LINES)],
             # Precisions differ in their markers too, for whoever sees no colours.
             marker=MARKERS[(3 * place + list(Precision).index(arm.precision)) % len(MARKERS)],

@@ -13,13 +13,12 @@ from flashrl_verl.bench.mismatch import PrecisionResult, Report
 from flashrl_verl.bench.mismatch_metrics import CORRELATION, K3_ERROR, K3_KL, PROBS_DIFF
 from flashrl_verl.bench.mismatch_noise import Spread
 from flashrl_verl.report.figure import new_figure
-from flashrl_verl.report.palette import BLUE, FAINT, GREEN, HEALTHY_KL, ORANGE, TITLE, VERMILION
+from flashrl_verl.report.palette import FAINT, HEALTHY_KL, OF_PRECISION, TITLE
 from flashrl_verl.whole_file import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-COLOURS = {"bf16": GREEN, "int8": BLUE, "fp8": VERMILION, "fp8_block": ORANGE}
 SETS = {"own": "own samples", "common": "common tokens"}
 EMULATED = "emulated"
 
@@ -199,7 +198,7 @@ def _draw_noise(axes: Axes, report: Report) -> None:
 
 
 def _colour(result: PrecisionResult) -> str:
-    return COLOURS.get(result.precision, "#666666")
+    return OF_PRECISION[result.arm.precision]
 
 
 def _label(result: PrecisionResult) -> str:

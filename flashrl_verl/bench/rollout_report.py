@@ -18,10 +18,8 @@ from flashrl_verl.plan.schedule import Work, simulate
 from flashrl_verl.plan.shape import shape_of
 from flashrl_verl.plan.step import COMPUTE, Clock
 from flashrl_verl.report.figure import new_figure
-from flashrl_verl.report.palette import BLUE, GREEN, ORANGE, VERMILION
+from flashrl_verl.report.palette import OF_PRECISION
 from flashrl_verl.whole_file import write_whole
-
-COLOURS = {Precision.BF16: GREEN, Precision.INT8: BLUE, Precision.FP8: VERMILION, Precision.FP8_BLOCK: ORANGE}
 
 
 class Prediction:
@@ -176,7 +174,7 @@ def _plot(config: RolloutConfig, report: Report, path: Path) -> None:
             middle = statistics.median(speeds)
             error = [[middle - min(speeds)], [max(speeds) - middle]]
             hatch = None if arm.kv_cache is KVCache.AUTO else "///"  # told apart without colours too
-            axes.barh(at, middle, xerr=error, color=COLOURS[arm.precision], hatch=hatch, edgecolor="white", capsize=3)
+            axes.barh(at, middle, xerr=error, color=OF_PRECISION[arm.precision], hatch=hatch, edgecolor="white", capsize=3)
             axes.annotate(f" {middle:.0f}", (max(speeds), at), va="center", xytext=(4, 0), textcoords="offset points")
             places.append(at)
             names.append(f"{_words(work)}, {arm}")

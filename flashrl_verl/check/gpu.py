@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -17,14 +18,18 @@ from flashrl_verl.quantization.formats import weight_format
 from flashrl_verl.quantization.gemm import choose_kernel
 from flashrl_verl.quantization.kernels import quantize_into
 from flashrl_verl.quantization.numerics import WeightFormat, as_bytes
+from flashrl_verl.quantization.row_table import RowJob, RowTable
 
 _FREE = 0.9
 """Share of a GPU's memory that should be free before a run, as nothing of it has started: engines take
 ``gpu_memory_utilization`` of all of it, and the trainer the rest."""
 
 _ROWS, _LENGTHS = 16, (5120, 13824)
-"""Rows and their lengths: one that stays in registers, one that is read twice (``quantization/kernels.py``); of a format with
-blocks, as many rows as one has."""
+"""Rows of a run and their lengths: one that stays in registers, one that is read twice (``quantization/kernels.py``); of a
+format with blocks, as many rows as one has."""
+
+_RUNS = 3
+"""Runs of rows, or rows of blocks."""
 
 
 def check_driver(devices: int, driver: tuple[int, int] | None, built: tuple[int, int] | None) -> Iterator[Finding]:
@@ -121,7 +126,8 @@ def check_row_kernel(precisions: Sequence[Precision], gpus: Sequence[Gpu]) -> It
     if not gpus or not formats:
         yield skipped(ROW_KERNEL, "there is no GPU" if formats else "no 8-bit precision was asked for")
         return
-    wrong = [f"{fmt.name} on GPU {g.index}" for g in gpus for fmt in formats if not _same_codes(fmt, g.index)]
+    places = [(g.index, torch.device("cuda", g.index)) for g in gpus]
+    wrong = [f"{fmt.name} on GPU {index}" for index, place in places for fmt in formats if not _same_codes(fmt, place)]
     if wrong:
         text = f"other codes or scales than the reference: {', '.join(wrong)}"
         yield fail(ROW_KERNEL, text, "another GPU; `rm -r ~/.triton/cache`; tested versions of torch and Triton")
@@ -131,15 +137,38 @@ def check_row_kernel(precisions: Sequence[Precision], gpus: Sequence[Gpu]) -> It
         )
 
 
-def _same_codes(fmt: WeightFormat, index: int) -> bool:
-    device = torch.device("cuda", index)
+def _same_codes(fmt: WeightFormat, device: torch.device) -> bool:
+    """Whole rows, then those of the second of two ranks that share the columns, as the first update of an engine quantizes them
+    and, on a GPU, as later ones do: all in one launch, by a table of places."""
+    rows = _RUNS * (fmt.block or _ROWS)
     for length in _LENGTHS:
-        weight = torch.randn(fmt.block or _ROWS, length, generator=torch.Generator().manual_seed(length)).bfloat16()
-        codes = torch.zeros(weight.shape, dtype=fmt.dtype, device=device)
-        scales = torch.zeros(fmt.scale_shape(*weight.shape), device=device)
-        with torch.cuda.device(device):
-            quantize_into(weight.to(device), codes, scales, fmt)
+        weight = torch.randn(rows, length, generator=torch.Generator().manual_seed(length))
+        # Each row and block has a size of its own, so that no scale passes for another's.
+        weight = (weight * torch.logspace(-3, 0, rows).unsqueeze(1) * torch.logspace(0, -2, length)).bfloat16()
         expected, expected_scales = numerics.quantize(weight, fmt)
-        if not torch.equal(as_bytes(codes.cpu()), as_bytes(expected)) or not torch.equal(scales.cpu(), expected_scales):
-            return False
+        for first in (0, length // 2):
+            wanted = expected[:, first:], expected_scales[:, first // fmt.block :] if fmt.block else expected_scales
+            for by_table in (False, True)[: 2 if device.type == "cuda" else 1]:
+                codes, scales = _written(fmt, weight.to(device), first, by_table)
+                if not torch.equal(as_bytes(codes), as_bytes(wanted[0].contiguous())) or not torch.equal(scales, wanted[1]):
+                    return False
     return True
+
+
+def _written(fmt: WeightFormat, weight: torch.Tensor, first: int, by_table: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales, on the host, that the kernels write of the columns from ``first`` on."""
+    codes = torch.zeros(len(weight), weight.shape[1] - first, dtype=fmt.dtype, device=weight.device)
+    scales = torch.zeros(fmt.scale_shape(*codes.shape), device=weight.device)
+    if not by_table:
+        with torch.cuda.device(weight.device) if weight.is_cuda else contextlib.nullcontext():
+            quantize_into(weight, codes, scales, fmt, first)
+        return codes.cpu(), scales.cpu()
+    run, step = len(weight) // _RUNS, len(scales) // _RUNS
+    # Two jobs of different length, in another order than they lie.
+    jobs = [
+        RowJob(weight[run:], codes[run:], scales[step:], fmt, first),
+        RowJob(weight[:run], codes[:run], scales[:step], fmt, first),
+    ]
+    with torch.cuda.device(weight.device):
+        RowTable(jobs).launch(jobs[0].weight, None)
+    return codes.cpu(), scales.cpu()

@@ -14,14 +14,14 @@ from flashrl_verl.check.findings import Finding, fail, ok
 from flashrl_verl.check.subjects import numerics
 from flashrl_verl.config import FlashRLConfig, Precision
 from flashrl_verl.quantization.formats import weight_format
-from flashrl_verl.quantization.numerics import sqnr_db
+from flashrl_verl.quantization.numerics import spread, sqnr_db
 
 LIMIT_DB = {Precision.INT8: 35.0, Precision.FP8: 24.0, Precision.FP8_BLOCK: 24.0, Precision.BF16: 45.0}
 """Least signal-to-noise ratio of the layer's output, dB. Of Gaussian rows of some 200 values the largest is about 2.9
 deviations: an INT8 step is 2.9/127 of one, its rounding noise step^2/12, 43.6 dB; weights and activations together 40.6. E4M3
-rounds to 3 bits behind the leading one, about 31.5 dB, together 28.5. BF16 rounds the output, 55 dB. Seen on a CPU: 39.9 to
-40.5, 28.6 to 28.7, 55.5. The limits are 4 to 10 dB lower: more than twice the noise in power, which no kernel that does what
-it says has; a scale that is wrong by a factor of 2 gives 0 to 6 dB, another weight less than 0."""
+rounds to 3 bits behind the leading one, about 31.5 dB, together 28.5. BF16 rounds the output, 55 dB. Seen on a CPU: 39.7 to
+40.7, 27.6 (one token) to 29.5, 54.5 to 56.0. The limits are 3.6 to 10 dB lower: more than twice the noise in power, which no
+kernel that does what it says has; a scale that is wrong by a factor of 2 gives 0 to 6 dB, another weight less than 0."""
 
 _SHAPES = ((384, 256), (200, 136))
 """[N, K] of the layers: one with multiples of 16, which CUTLASS needs, and one without, for the kernel behind it."""
@@ -29,7 +29,14 @@ _SHAPES = ((384, 256), (200, 136))
 _BLOCK_SHAPES = ((384, 256), (128, 640))
 """The same for a format with blocks: whole ones, several both ways and a single row of them."""
 
-_TOKENS = 32
+_TOKENS = (1, 32, 257)
+"""Tokens of a call: one sequence that is decoded, a small batch, and a prefill of no round number. Kernels differ by it."""
+
+_DECADES = 3.0
+"""Sizes of the rows, or blocks, differ by up to 1000, in an order of chance: a scale that is read for another one shows."""
+
+_ALIKE_DB = 10.0
+"""From which ratio on an output is called that of a weight; codes with the scales of a weight of the same sizes are at 20."""
 
 
 def check_layer(precision: Precision, device: str, gpus: int) -> Iterator[Finding]:
@@ -65,30 +72,69 @@ def _remedy(precision: Precision) -> str:
 
 
 def _look(precision: Precision, device: torch.device, rows: int, columns: int) -> tuple[float, str | None]:
-    """The lower ratio of two loads in dB, and what is wrong, None if nothing is."""
+    """The lowest ratio of two loads in dB, and what is wrong, None if nothing is."""
     generator = torch.Generator().manual_seed(rows)
     layer = _layer(precision, device, rows, columns)
     if (fmt := weight_format(precision)) and layer.weight.dtype != fmt.dtype:
         return 0.0, f"holds {layer.weight.dtype}, not {fmt.dtype}: it is not quantized"
-    before, address, least = None, layer.weight.data_ptr(), float("inf")
+    block = None if fmt is None else fmt.block
+    before, sizes_before, address, least = None, None, layer.weight.data_ptr(), float("inf")
     for _ in range(2):
-        weight = torch.randn(rows, columns, generator=generator).mul(0.02).bfloat16()
-        x = torch.randn(_TOKENS, columns, generator=generator).bfloat16()
+        values, sizes = torch.randn(rows, columns, generator=generator), _sizes(rows, columns, block, generator)
+        weight = (values * sizes).bfloat16()
         with torch.no_grad(), torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
             layer.weight.weight_loader(layer.weight, weight.to(device))
             layer.quant_method.process_weights_after_loading(layer)
-            output = layer(x.to(device)).cpu()
-        if not output.isfinite().all():
-            return 0.0, "gives NaN or Inf"
-        ratio = sqnr_db(x.double() @ weight.double().T, output)
-        if ratio < LIMIT_DB[precision]:
-            stale = before is not None and sqnr_db(x.double() @ before.double().T, output) > ratio
-            why = ": it computes with the weights before" if stale else ""
-            return 0.0, f"is at {ratio:.1f} dB against float64, below {LIMIT_DB[precision]:g}{why}"
+        for count in _TOKENS:
+            x = _tokens(count, columns, block, generator)
+            with torch.no_grad(), torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+                output = layer(x.to(device)).cpu()
+            if not output.isfinite().all():
+                return 0.0, f"gives NaN or Inf for {count} token(s)"
+            ratio = _ratio(x, weight, output)
+            if ratio < LIMIT_DB[precision]:
+                # Whole, or its codes with the new scales, which a packed copy may read where they lie.
+                stale = [] if before is None else [before * sizes_before, before * sizes]
+                old = any(_ratio(x, other, output) > _ALIKE_DB for other in stale)
+                why = ": it computes with the weights before" if old else ""
+                return 0.0, f"is at {ratio:.1f} dB against float64 for {count} token(s), below {LIMIT_DB[precision]:g}{why}"
+            least = min(least, ratio)
         if layer.weight.data_ptr() != address:
             return 0.0, "moved its weight while it was loaded, which CUDA graphs would not see"
-        before, least = weight, min(least, ratio)
+        before, sizes_before = values, sizes
     return least, None
+
+
+def _sizes(rows: int, columns: int, block: int | None, generator: torch.Generator) -> torch.Tensor:
+    """A factor for each row or block of a weight [N, K], the largest ``10**_DECADES`` times the smallest."""
+    places = (rows, 1) if block is None else (rows // block, columns // block)
+    count = places[0] * places[1]
+    sizes = torch.logspace(-_DECADES, 0, count)[torch.randperm(count, generator=generator)].view(places)
+    return spread(sizes, (rows, columns)) * 0.02
+
+
+def _tokens(count: int, columns: int, block: int | None, generator: torch.Generator) -> torch.Tensor:
+    """[count, K] bfloat16. With blocks, a token has one group of columns ``10**_DECADES`` times the others, each group in turn:
+    there the smallest block is as much of the product as the largest of the other columns."""
+    x = torch.randn(count, columns, generator=generator)
+    if block is not None:
+        groups = columns // block
+        large = torch.arange(count).unsqueeze(1) % groups == torch.arange(columns).unsqueeze(0) // block
+        x = torch.where(large, x * 10**_DECADES, x)
+    return x.bfloat16()
+
+
+def _ratio(x: torch.Tensor, weight: torch.Tensor, output: torch.Tensor) -> float:
+    """Signal to noise in dB; an output counts in units of what such a sum is by chance: small rows and blocks as large ones.
+
+    Args:
+        x: [tokens, K].
+        weight: [N, K].
+        output: [tokens, N].
+    """
+    x, weight = x.double(), weight.double()
+    sizes = (x.square() @ weight.square().T).sqrt()
+    return sqnr_db(x @ weight.T / sizes, output.double() / sizes)
 
 
 def _layer(precision: Precision, device: torch.device, rows: int, columns: int) -> torch.nn.Module:

@@ -102,7 +102,14 @@ def _say_result(console: Any, folder: Path, record: dict[str, Any]) -> None:
     of = f" of step {record['step']}" if record["step"] is not None else ""
     say(console, f"{folder}: {record['format']}{of}, {size / 1e9:.2f} GB in {len(record['files'])} files")
     if layers := record.get("quantized_layers"):
-        say(console, f"  {layers} layers as codes; the rest BF16. Serve it: vllm serve {folder}")
+        variables = "".join(f"{name}={value} " for name, value in record["serve_with"].items())
+        say(console, f"  {layers} layers as codes; the rest BF16. Serve it: {variables}vllm serve {folder}")
+        if variables:
+            say(
+                console,
+                "  without that variable vLLM on Hopper and Blackwell, where it finds DeepGEMM, quantizes these codes again: "
+                "its scales are powers of two",
+            )
     if (record["settings"] or {}).get("fp32_lm_head"):
         say(
             console,

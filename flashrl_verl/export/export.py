@@ -182,6 +182,8 @@ def _record(checkpoint: Checkpoint, request: Request, layers: Any, fingerprint: 
             "quantized_layers": len(layers.quantized),
             "quantized_experts": layers.experts,
             "layers": request.layers,
+            # DeepGEMM comes first where vLLM finds it, and then scales become powers of two (deep_gemm.py, 0.24 to 0.27).
+            "serve_with": {"VLLM_USE_DEEP_GEMM": "0"} if blocks else {},
         }
     return {
         "source": str(checkpoint.path),

@@ -3,7 +3,9 @@
 
 vLLM and transformers read it without this package. vLLM keeps ``weight_scale`` in FP32, so what it multiplies is bit by bit
 what the rollout multiplied; it quantizes activations by token, or group of a token's values, when it runs, as the rollout does.
-Of ``fp8_block`` that holds unless vLLM takes DeepGEMM, which on Blackwell rounds the scales to powers of two.
+Of ``fp8_block`` that holds unless vLLM takes DeepGEMM, which it prefers on Hopper and Blackwell where it finds it: there it
+quantizes the codes again, to scales that are powers of two, and rounds those of activations up. ``VLLM_USE_DEEP_GEMM=0`` keeps
+it from that.
 """
 
 from __future__ import annotations

@@ -35,7 +35,12 @@ class GPU:
 
     def compute(self, precision: Precision) -> float | None:
         """Operations/s of the linear layers in a precision; None where there is no tensor core for it."""
-        return {Precision.BF16: self.bf16, Precision.INT8: self.int8}.get(precision, self.fp8)
+        return {
+            Precision.BF16: self.bf16,
+            Precision.INT8: self.int8,
+            Precision.FP8: self.fp8,
+            Precision.FP8_BLOCK: self.fp8,
+        }[precision]
 
 
 # NVIDIA's data sheets: A100 (June 2021), RTX A6000 (May 2022), L40 and L40S (2023), H100 (SXM and PCIe 2023, NVL 2024), H200

@@ -20,9 +20,6 @@ FIXED_BYTES = 1.0 * GIB
 SCALE_BYTES = 4
 """One FP32 scale per output channel, or per block."""
 
-SCALE_BLOCK = 128
-"""Rows and columns of a block of ``fp8_block``."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
@@ -75,8 +72,8 @@ def weight_bytes(shape: ModelShape, choice: Choice, tensor_parallel: int = 1) ->
     quantized = shape.linear + shape.expert
     if choice.precision is Precision.BF16:
         bytes_quantized = quantized * BF16
-    elif choice.precision is Precision.FP8_BLOCK:
-        bytes_quantized = quantized + quantized / SCALE_BLOCK**2 * SCALE_BYTES
+    elif choice.precision.block is not None:
+        bytes_quantized = quantized + quantized / choice.precision.block**2 * SCALE_BYTES
     else:
         bytes_quantized = quantized + shape.linear_rows * SCALE_BYTES
     return (bytes_quantized + (shape.head + shape.embedding) * BF16) / tensor_parallel + shape.other * BF16

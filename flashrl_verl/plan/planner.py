@@ -13,6 +13,7 @@ from flashrl_verl.plan.memory import BF16, Choice, Engine, memory_of, weight_byt
 from flashrl_verl.plan.schedule import Work, simulate
 from flashrl_verl.plan.shape import ModelShape
 from flashrl_verl.plan.step import Clock
+from flashrl_verl.quantization.rank_layers import attention, mlp
 
 
 def choices(gpu: GPU) -> list[Choice]:
@@ -40,6 +41,8 @@ class Plan:
     advice: tuple[str, ...]
     not_planned: tuple[str, ...]
     """Settings of the run that change memory or speed and are not in these figures."""
+    blocks_refused: str | None
+    """Why an engine refuses scales by block; None where it does not."""
 
     def as_json(self) -> dict[str, Any]:
         """The plan as JSON takes it; bytes and seconds."""
@@ -104,6 +107,7 @@ def make_plan(
         },
         advice=(*advise(outcomes, shape, engine), *_layouts(outcomes, shape, gpu, gpus, engine, work)),
         not_planned=tuple(not_planned),
+        blocks_refused=_blocks_refused(shape, engine.tensor_parallel),
     )
 
 
@@ -127,6 +131,17 @@ def _layouts(outcomes: Sequence[Outcome], shape: ModelShape, gpu: GPU, gpus: int
             f"With the best --tensor-parallel of each, all {gpus} GPUs make {bf16:.0f} tokens/s in BF16 ({bf16_size} in an "
             f"engine) and {int8:.0f} in INT8 ({int8_size}): {int8 / bf16:.2f}x."
         )
+
+
+def _blocks_refused(shape: ModelShape, ranks: int) -> str | None:
+    layers = attention(shape.hidden, shape.heads, shape.kv_heads, shape.head_dim, ranks)
+    layers += mlp(shape.hidden, shape.width, ranks, experts=bool(shape.experts))
+    try:
+        for layer in layers:
+            layer.require_whole_blocks(Precision.FP8_BLOCK, layer.name)
+    except ConfigError as error:
+        return str(error)
+    return None
 
 
 def _divides(shape: ModelShape, size: int) -> bool:

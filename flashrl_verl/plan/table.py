@@ -39,7 +39,9 @@ def render(plan: Plan) -> Group:
     )
     lines.append(f"A weight update sends {plan.sent_bytes / GIB:.1f} GiB of BF16 to each GPU, which writes (GiB): {written}.")
     lines.extend(plan.advice)
-    if plan.gpu.compute(Precision.FP8_BLOCK) is not None:
+    if plan.gpu.compute(Precision.FP8_BLOCK) is not None and plan.blocks_refused:
+        lines.append(f"fp8_block: not possible, {plan.blocks_refused}.")
+    elif plan.gpu.compute(Precision.FP8_BLOCK) is not None:
         weights = plan.written_bytes[Precision.FP8_BLOCK.value] / GIB
         lines.append(
             f"fp8_block: {weights:.1f} GiB of weights; its speed is not measured, so it is in no row and in no advice."

@@ -8,6 +8,7 @@ from vllm.model_executor.layers.linear import (
     register_weight_loader_v2_supported_method,
 )
 
+from flashrl_verl.config import Precision
 from flashrl_verl.quantization.gemm import linear_gemm
 from flashrl_verl.quantization.numerics import WeightFormat
 from flashrl_verl.quantization.parameter import QuantizedWeight
@@ -37,8 +38,11 @@ class QuantizedLinearMethod(LinearMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs,
     ) -> None:
-        require_whole_blocks(self.format, self._prefix, output_partition_sizes, input_size_per_partition)
         shape = sum(output_partition_sizes), input_size_per_partition
+        require_whole_blocks(
+            Precision(self.format.name), self._prefix, output_partition_sizes, input_size_per_partition,
+            row_ranks=output_size // shape[0], column_ranks=input_size // shape[1],
+        )  # fmt: skip
         # A plain Parameter without a loader: no checkpoint tensor is ever copied into it, only `QuantizedWeight` writes it.
         scales = torch.nn.Parameter(torch.ones(self.format.scale_shape(*shape), dtype=torch.float32), requires_grad=False)
         weight = QuantizedWeight(

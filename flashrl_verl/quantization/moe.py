@@ -12,6 +12,7 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.utils.deep_gemm import is_deep_gemm_e8m0_used
 
+from flashrl_verl.config import Precision
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.quantization.formats import Kernel
 from flashrl_verl.quantization.gemm import device_kernels, emulated_multiply, onednn_handle, onednn_multiply
@@ -142,12 +143,12 @@ class QuantizedMoEMethod(FusedMoEMethodBase):
         **extra_weight_attrs,
     ) -> None:
         # One check for both: rows of one are columns of the other.
-        require_whole_blocks(self.format, self._prefix, [intermediate_size_per_partition], hidden_size)
+        parallel, rows = self.moe.moe_parallel_config, intermediate_size_per_partition
+        require_whole_blocks(Precision(self.format.name), self._prefix, [rows], hidden_size, row_ranks=parallel.tp_size)
         shapes = {
             "w13_weight": (num_experts, 2 * intermediate_size_per_partition, hidden_size),
             "w2_weight": (num_experts, hidden_size, intermediate_size_per_partition),
         }
-        parallel = self.moe.moe_parallel_config
         for name, shape in shapes.items():
             scales = torch.nn.Parameter(torch.ones(self.format.scale_shape(*shape), dtype=torch.float32), requires_grad=False)
             weight = QuantizedExperts(

@@ -52,7 +52,7 @@ class WeightFormat:
     @property
     def storage(self) -> str:
         """What storage of the format is, in words: ``QuantizedStorage.kind`` says the same of storage that is there."""
-        return storage_kind(self.dtype, self.block or 1)
+        return storage_kind(self.dtype, self.block or 1, self.block)
 
     def scale_shape(self, *shape: int) -> tuple[int, ...]:
         """Shape of the scales of codes [..., N, K]: [..., N, 1], or with blocks [..., N / B, K / B], which must be whole."""
@@ -63,10 +63,10 @@ class WeightFormat:
         return *outer, rows // self.block, columns // self.block
 
 
-def storage_kind(dtype: torch.dtype, rows: int) -> str:
-    """Name of codes of a dtype with a scale for each row, or for squares of so many rows."""
+def storage_kind(dtype: torch.dtype, rows: int, columns: int | None) -> str:
+    """Name of codes of a dtype with a scale for so many rows and columns; columns None is a whole row."""
     name = str(dtype).removeprefix("torch.")
-    return name if rows == 1 else f"{name} by {rows}x{rows}"
+    return name if (rows, columns) == (1, None) else f"{name} by {rows}x{columns or 'all'}"
 
 
 def row_scales(weight: torch.Tensor, fmt: WeightFormat) -> torch.Tensor:

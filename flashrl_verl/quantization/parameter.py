@@ -71,8 +71,10 @@ class QuantizedStorage:
 
     @property
     def kind(self) -> str:
-        """Dtype of the codes, and the rows that share a scale if several do: read off the tensors, not off the format."""
-        return storage_kind(self.data.dtype, self.data.shape[-2] // self.scales.shape[-2])
+        """Dtype of the codes, and the rows and columns that share a scale: read off the tensors, not off the format."""
+        rows, columns = (whole // scales for whole, scales in zip(self.data.shape[-2:], self.scales.shape[-2:], strict=True))
+        one_a_row = rows == 1 and self.scales.shape[-1] == 1
+        return storage_kind(self.data.dtype, rows, None if one_a_row else columns)
 
     def reset_account(self) -> None:
         self.loaded_elements = 0

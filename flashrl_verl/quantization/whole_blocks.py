@@ -1,36 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which layers a format with blocks can hold: those that every rank and every fused projection has whole blocks of.
+"""Which layers a precision with blocks can hold: those that every rank and every fused projection has whole blocks of.
 
 Then no block spans two of the checkpoint's tensors, which arrive one after another, or two ranks, which would need each other's
 absmax; and the codes do not depend on the tensor-parallel size. A head of 64 rows needs a second one beside it: two KV heads of
 64 are one block on one rank and none on two, and where ranks share a KV head, each holds that head's rows alone.
+
+Asked by the engine as it makes a layer, and where a run is composed or planned (``rank_layers.py``): without torch.
 """
 
 from collections.abc import Sequence
 
+from flashrl_verl.config import Precision
 from flashrl_verl.errors import ConfigError
-from flashrl_verl.quantization.numerics import WeightFormat
 
 
-def require_whole_blocks(fmt: WeightFormat, name: str, parts: Sequence[int], columns: int) -> None:
-    """Refuse a layer that is not made of whole blocks; formats with a scale a row take any.
+def require_whole_blocks(
+    precision: Precision, name: str, parts: Sequence[int], columns: int, *, row_ranks: int = 1, column_ranks: int = 1
+) -> None:
+    """Refuse a layer that is not made of whole blocks; precisions with a scale a row take any.
 
     Args:
-        fmt: format of the codes.
+        precision: of the codes.
         name: vLLM's, of the layer.
         parts: output rows of each fused projection that this rank has.
         columns: input columns that it has.
+        row_ranks: ranks among which tensor parallelism cuts the rows.
+        column_ranks: and the columns.
 
     Raises:
         ConfigError: the block divides one of them not.
     """
-    block = fmt.block or 1
+    block = precision.block or 1
     rows = next((rows for rows in parts if rows % block), parts[0])
     if rows % block == 0 and columns % block == 0:
         return
+    cut = row_ranks > 1 or column_ranks > 1
+    on_one_rank = cut and not any(part * row_ranks % block for part in parts) and columns * column_ranks % block == 0
+    fewer = "or a smaller actor_rollout_ref.rollout.tensor_model_parallel_size, " if on_one_rank else ""
     raise ConfigError(
-        f"{name}: flashrl.precision={fmt.name} has a scale for every {block} x {block} block of a weight, but of a "
+        f"{name}: flashrl.precision={precision.value} has a scale for every {block} x {block} block of a weight, but of a "
         f"projection here a rank holds {rows} output rows x {columns} input columns, not whole blocks. Set "
-        "flashrl.precision=fp8, which takes any shape, or another actor_rollout_ref.rollout.tensor_model_parallel_size, "
-        "or name the layer in flashrl.ignore"
+        f"flashrl.precision=fp8, which takes any shape, {fewer}or name the layer in flashrl.ignore"
     )

@@ -5,10 +5,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flashrl_verl.config import Precision
+
 # Okabe and Ito's palette (https://jfly.uni-koeln.de/color), black and yellow left out: yellow is faint on
 # white.
 BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9"
 GREY = "#BBBBBB"
+OF_PRECISION = {Precision.BF16: GREEN, Precision.INT8: BLUE, Precision.FP8: VERMILION, Precision.FP8_BLOCK: ORANGE}
+"""Where colours mean precisions: in the pictures of the benchmarks."""
 TITLE = {"loc": "left", "fontsize": 11, "fontweight": "bold"}
 
 PHASES = {

@@ -24,10 +24,11 @@ def poison(parameters: dict[str, torch.nn.Parameter]) -> None:
 def deaf_layers(
     model: torch.nn.Module, parameters: dict[str, torch.nn.Parameter], process_weights: Callable[[], None]
 ) -> list[str]:
-    """Names of the linear layers and experts whose products are the same for weights of 1 and of 2.
+    """Names of the linear layers and experts whose products are the same for weights of 1 and 2, by codes or by scales.
 
-    Such a layer computes with something that does not follow its parameters: a packed copy that is not made again. (NaN would
-    not tell: a packed copy of old codes may read the scales where they lie.) All weights are overwritten.
+    Such a layer computes with something that does not follow its parameters: a packed copy that is not made again. Of codes and
+    scales one may be such a copy while the other is read where it lies, so each is changed alone. (NaN would not tell that.)
+    All weights are overwritten.
 
     Args:
         model: a vLLM model.
@@ -35,20 +36,23 @@ def deaf_layers(
         process_weights: vLLM's post-processing of it.
     """
     products: list[dict[str, list[torch.Tensor]]] = []
-    for value in (1.0, 2.0):
-        for parameter in parameters.values():
+    # Scales are in `parameters` too: their weights come after them, and say what they are.
+    stored = sorted(parameters.values(), key=lambda parameter: isinstance(parameter, QuantizedStorage))
+    for value, scale in ((1.0, 1.0), (2.0, 1.0), (1.0, 2.0)):
+        for parameter in stored:
             if isinstance(parameter, QuantizedStorage):
                 code = torch.tensor(value).to(parameter.format.dtype)
                 as_bytes(parameter.data).fill_(int(as_bytes(code)))
-                parameter.scales.data.fill_(1.0)
+                parameter.scales.data.fill_(scale)
             elif parameter.is_floating_point() and parameter.dtype.itemsize > 1:
-                parameter.data.fill_(value)
+                parameter.data.fill_(value * scale)
         process_weights()
         products.append(_products(model))
     names, equal = [], []
     for name, ones in products[0].items():
         names.append(name)
-        equal.append(torch.stack([(a == b).any() for a, b in zip(ones, products[1][name], strict=True)]).any())
+        twos = [two for other in products[1:] for two in other[name]]
+        equal.append(torch.stack([(a == b).any() for a, b in zip(ones * 2, twos, strict=True)]).any())
     return [name for name, deaf in zip(names, to_host(equal), strict=True) if deaf]
 
 

@@ -99,14 +99,26 @@ def test_experts_of_a_hugging_face_folder_load_in_plain_vllm(tmp_path, precision
     assert same >= 0.8 * len(PROMPTS), same
 
 
+@pytest.mark.gpu
+def test_a_block_export_gives_the_rollouts_greedy_tokens_in_plain_vllm_without_deep_gemm(tmp_path):
+    model = make("qwen2.5", **sizes("qwen2.5", "fp8_block"))  # with biases, which no kernel by block adds
+    model.save_pretrained(tmp_path / "model")
+    held, tokens, log_probs = rollout(tmp_path / "model", wire(model), {"precision": "fp8_block"})
+    folder, record = export(Request(checkpoint=tmp_path / "model", output=tmp_path / "out", format=Precision.FP8_BLOCK))
+    assert (held["quantized_layers"], record["quantized_layers"]) == (8, 14)
+    answer = plain_vllm.ask(folder, PROMPTS, TOKENS, tmp_path, **record["serve_with"])
+    assert answer["quantization"] == "compressed-tensors"
+    assert_same(answer, tokens, log_probs, 1e-3)
+
+
 @pytest.mark.skipif(not CUDA and not torch.cpu._is_amx_tile_supported(), reason="vLLM's CPU kernel for block scales needs AMX")
 def test_a_block_export_computes_with_the_rollouts_codes_and_scales_in_plain_vllm(tmp_path):
     """Against a Hugging Face model that holds codes x scales: vLLM's kernel for CPUs leaves the activations in BF16, where GPUs
     quantize them. Qwen3 has no biases, of which that kernel takes none in BF16 (0.27.1)."""
     model = make("qwen3", **sizes("qwen3", "fp8_block"))
     model.to(torch.bfloat16).save_pretrained(tmp_path / "model")
-    folder, _ = export(Request(checkpoint=tmp_path / "model", output=tmp_path / "out", format=Precision.FP8_BLOCK))
-    answer = plain_vllm.ask(folder, PROMPTS, 1, tmp_path)
+    folder, record = export(Request(checkpoint=tmp_path / "model", output=tmp_path / "out", format=Precision.FP8_BLOCK))
+    answer = plain_vllm.ask(folder, PROMPTS, 1, tmp_path, **record["serve_with"])
     assert answer["quantization"] == "compressed-tensors"
     theirs = torch.tensor(answer["log_probs"])[:, 0]
     before = _first_log_probs(model, answer["tokens"])

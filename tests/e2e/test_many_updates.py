@@ -36,7 +36,7 @@ def fresh_outputs(path: Path, precision: str) -> list:
     return [tuple(pair) for pair in json.loads(line.removeprefix("RESULT "))]
 
 
-@pytest.mark.parametrize("precision", ["int8", pytest.param("fp8", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("precision", ["int8", *(pytest.param(name, marks=pytest.mark.gpu) for name in ("fp8", "fp8_block"))])
 def test_after_twenty_updates_the_engine_samples_as_one_loaded_with_the_last_weights(tmp_path, precision, record_property):
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         seen = pool.submit(course, tmp_path, precision).result()

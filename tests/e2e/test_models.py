@@ -47,6 +47,23 @@ def test_codes_scales_and_copies_equal_a_recomputation_and_log_probs_follow_the_
         assert (torch.tensor(log_probs) - expected).abs().max() < (0.15 if precision == "int8" else 0.4)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp8", "fp8_block"])
+def test_experts_under_cuda_graphs_follow_every_update(tmp_path, precision):
+    models = [make("qwen3-moe", seed=seed, **sizes("qwen3-moe", precision)) for seed in (0, 1)]
+    save(models[0], tmp_path / "model")
+    outputs = []
+    with engine(tmp_path / "model", {"precision": precision}, compiled=True) as llm:
+        refit = Refit(llm)
+        for step in range(4):  # the first is careful, the others are not
+            weights = wire(models[step % 2])
+            refit(weights, step)
+            counts = assert_storage(dict(refit.model.named_parameters()), weights, precision)
+            assert counts["experts"] == 2 * LAYERS
+            outputs.append([greedy(llm, prompt) for prompt in PROMPTS])
+    assert outputs[0] == outputs[2] != outputs[1] == outputs[3]
+
+
 PROMPTS = ((5, 6, 7, 8), (100, 3, 50), tuple(range(20, 60)))
 
 

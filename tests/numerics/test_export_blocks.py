@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``--format fp8_block``: codes and scales of an independent recomputation, which compressed-tensors reads, or a refusal."""
 
+import io
 import json
 from pathlib import Path
 
@@ -33,6 +34,7 @@ def test_codes_and_scales_are_an_independent_recomputation_and_compressed_tensor
     scheme = QuantizationConfig.model_validate(settings).config_groups["group_0"]
     assert scheme.weights.block_structure == [128, 128] and scheme.input_activations.group_size == 128
     assert scheme.input_activations.dynamic and "by block" in record["scheme"] and "by group" in record["scheme"]
+    assert record["serve_with"] == {"VLLM_USE_DEEP_GEMM": "0"}
     quantized = [name for name in weights if f"{name}_scale" in found]
     assert len(quantized) == 7 * LAYERS and all(name.endswith("_proj.weight") for name in quantized)
     for name, tensor in weights.items():
@@ -46,6 +48,22 @@ def test_codes_and_scales_are_an_independent_recomputation_and_compressed_tensor
         theirs = dequantize(found[name], found[f"{name}_scale"], args=scheme.weights, dtype=torch.float32)
         spread = torch.from_numpy(scales).repeat_interleave(128, 0).repeat_interleave(128, 1)
         assert torch.equal(theirs, torch.from_numpy(codes).float() * spread), name
+
+
+@pytest.mark.parametrize(
+    "precision, command", [("fp8_block", "VLLM_USE_DEEP_GEMM=0 vllm serve out"), ("fp8", "vllm serve out")]
+)
+def test_the_command_that_serves_it_keeps_vllm_from_other_scales(tmp_path, precision, command):
+    from rich.console import Console
+
+    from flashrl_verl.export.command import _say_result
+
+    saved(tmp_path / "model", **sizes("qwen2.5", precision))
+    _, record = export(Request(checkpoint=tmp_path / "model", output=tmp_path / "out", format=Precision(precision)))
+    said = io.StringIO()
+    _say_result(Console(file=said), Path("out"), record)
+    assert f"Serve it: {command}\n" in said.getvalue()
+    assert ("powers of two" in said.getvalue()) == (precision == "fp8_block")
 
 
 def test_a_weight_that_is_not_whole_blocks_is_refused_and_nothing_is_written(tmp_path):

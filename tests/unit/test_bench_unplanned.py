@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """`flashrl bench rollout` of a precision whose speed `flashrl plan` does not know."""
 
-from flashrl_verl.bench import learning_plot, mismatch_report, rollout_report
+from flashrl_verl.bench import rollout_report
 from flashrl_verl.bench.arms import Arm
 from flashrl_verl.bench.rollout import Report, Result, RolloutConfig
 from flashrl_verl.bench.rollout_engine import Answer, Timing
 from flashrl_verl.config import Precision
 from flashrl_verl.plan.schedule import Work
+from flashrl_verl.report.palette import OF_PRECISION
 
 WORK = Work(sequences=10, prompt=100, response=51)
 ARMS = tuple(Arm(precision=precision) for precision in (Precision.BF16, Precision.FP8_BLOCK))
@@ -36,6 +37,5 @@ def test_a_precision_of_unknown_speed_is_measured_and_not_planned(tmp_path):
 
 
 def test_every_precision_has_a_colour_of_its_own():
-    for colours in (rollout_report.COLOURS, mismatch_report.COLOURS, learning_plot.COLOURS):
-        assert set(colours) == {precision.value for precision in Precision}
-        assert len(set(colours.values())) == len(colours)
+    assert set(OF_PRECISION) == set(Precision)
+    assert len(set(OF_PRECISION.values())) == len(OF_PRECISION)

@@ -9,6 +9,7 @@ import torch
 from vllm.model_executor.layers.linear import QKVParallelLinear
 
 from flashrl_verl.bench.shapes import load_config
+from flashrl_verl.config import FlashRLConfig, Precision
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.quantization.formats.fp8_block import FORMAT
 from flashrl_verl.quantization.numerics import as_bytes, quantize
@@ -109,28 +110,41 @@ def test_rows_that_are_not_whole_blocks_are_never_written():
 )
 def test_what_is_not_whole_blocks_is_refused_with_the_layer_both_numbers_and_the_remedy(parts, columns, rows_said):
     with pytest.raises(ConfigError) as caught:
-        require_whole_blocks(FORMAT, "model.layers.0.mlp.x_proj", parts, columns)
+        require_whole_blocks(Precision.FP8_BLOCK, "model.layers.0.mlp.x_proj", parts, columns)
     said = str(caught.value)
     assert said.startswith("model.layers.0.mlp.x_proj: flashrl.precision=fp8_block")
     assert f"{rows_said} output rows x {columns} input columns" in said
-    assert "Set flashrl.precision=fp8," in said and "tensor_model_parallel_size" in said and "flashrl.ignore" in said
+    assert "Set flashrl.precision=fp8," in said and "flashrl.ignore" in said
+
+
+@pytest.mark.parametrize(
+    "parts, columns, ranks, helps",
+    [
+        ([256, 64, 64], 512, (2, 1), True),
+        ([256, 64, 64], 136, (2, 1), False),
+        ([512], 1728, (1, 8), True),
+        ([512], 172, (1, 2), False),
+        ([64], 128, (1, 1), False),
+    ],
+)
+def test_another_tensor_parallel_size_is_named_only_where_one_rank_would_have_whole_blocks(parts, columns, ranks, helps):
+    with pytest.raises(ConfigError) as caught:
+        require_whole_blocks(Precision.FP8_BLOCK, "x", parts, columns, row_ranks=ranks[0], column_ranks=ranks[1])
+    assert ("or a smaller actor_rollout_ref.rollout.tensor_model_parallel_size" in str(caught.value)) == helps
 
 
 @pytest.mark.parametrize("parts, columns", [([256, 128, 128], 896), ([4864, 4864], 896), ([128], 128)])
 def test_whole_blocks_are_taken_whatever_their_number(parts, columns):
-    require_whole_blocks(FORMAT, "x", parts, columns)
+    require_whole_blocks(Precision.FP8_BLOCK, "x", parts, columns)
 
 
 def test_formats_with_a_scale_a_row_take_any_shape():
-    from flashrl_verl.quantization.formats import fp8, int8
-
-    for fmt in (int8.FORMAT, fp8.FORMAT):
-        require_whole_blocks(fmt, "x", [37, 5], 11)
+    for precision in (Precision.INT8, Precision.FP8):
+        require_whole_blocks(precision, "x", [37, 5], 11)
 
 
 def test_a_real_layer_of_other_shapes_is_refused_when_its_weights_are_made(tmp_path):
     from flashrl_verl.bench import engine_model, shapes
-    from flashrl_verl.config import FlashRLConfig
     from flashrl_verl.plugin_vllm import register
     from flashrl_verl.quantization.config import FlashRLQuantizationConfig, quantization_config_dict
 
@@ -143,6 +157,14 @@ def test_a_real_layer_of_other_shapes_is_refused_when_its_weights_are_made(tmp_p
             QKVParallelLinear(256, 64, 4, 1, bias=False, quant_config=config, prefix="model.layers.0.self_attn.qkv_proj")
         made = QKVParallelLinear(256, 64, 4, 2, bias=False, quant_config=config, prefix="model.layers.0.self_attn.qkv_proj")
         assert made.weight.shape == (512, 256) and made.weight_scale.shape == (4, 2)
+
+
+def test_storage_says_how_many_rows_and_columns_share_a_scale():
+    assert shard(4 * B, 2 * B, 0, 1).kind == shard(B, B, 0, 1).kind == FORMAT.storage == "float8_e4m3fn by 128x128"
+    weight = shard(4 * B, 2 * B, 0, 1)
+    for shape, kind in (((4, 1), "by 128x256"), ((4 * B, 2), "by 1x128"), ((4 * B, 1), "")):
+        weight.scales = torch.nn.Parameter(torch.ones(shape), requires_grad=False)
+        assert weight.kind == f"float8_e4m3fn {kind}".strip()
 
 
 CHANGES = {
@@ -192,7 +214,7 @@ def takes(config, size: int) -> bool:
     layers += [([width // size, width // size], config.hidden_size), ([config.hidden_size], width // size)]
     try:
         for parts, columns in layers:
-            require_whole_blocks(FORMAT, "x", parts, columns)
+            require_whole_blocks(Precision.FP8_BLOCK, "x", parts, columns)
     except ConfigError:
         return False
     return True

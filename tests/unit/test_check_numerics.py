@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layer check passes on real vLLM layers and finds kernels that give NaN, wrong scales, or the weights of before."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from flashrl_verl.check import numerics
 from flashrl_verl.check.findings import Verdict
@@ -96,3 +99,47 @@ def test_one_wrong_scale_of_a_row_or_block_is_found(monkeypatch, precision, grou
 
     monkeypatch.setattr(parameter, "quantize_into", one_wrong)
     assert look(precision).verdict is Verdict.FAIL
+
+
+LAYOUTS = {
+    "column by column": lambda scales: scales.t().contiguous().view(scales.shape),
+    "rows of blocks in another order": lambda scales: scales.flip(0),
+    "columns of blocks in another order": lambda scales: scales.flip(1),
+    "two blocks exchanged": lambda scales: scales.flatten()[[1, 0, *range(2, scales.numel())]].view(scales.shape),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_kernel_that_reads_the_blocks_scales_in_another_layout_is_found(monkeypatch, layout):
+    apply = gemm.EmulatedGemm.apply
+
+    def elsewhere(self, layer, x, bias):
+        return apply(self, SimpleNamespace(weight=layer.weight, weight_scale=LAYOUTS[layout](layer.weight_scale.data)), x, bias)
+
+    monkeypatch.setattr(gemm.EmulatedGemm, "apply", elsewhere)
+    finding = look(Precision.FP8_BLOCK)
+    assert finding.verdict is Verdict.FAIL and "below 24" in finding.text
+
+
+def test_a_kernel_that_reads_the_scales_of_other_rows_is_found(monkeypatch):
+    apply = gemm.EmulatedGemm.apply
+
+    def elsewhere(self, layer, x, bias):
+        return apply(self, SimpleNamespace(weight=layer.weight, weight_scale=layer.weight_scale.data.roll(1, 0)), x, bias)
+
+    monkeypatch.setattr(gemm.EmulatedGemm, "apply", elsewhere)
+    assert look(Precision.FP8).verdict is Verdict.FAIL
+
+
+@pytest.mark.parametrize("count", [1, 257])
+@pytest.mark.parametrize("precision", EIGHT_BITS)
+def test_a_kernel_that_is_wrong_for_one_number_of_tokens_is_found(monkeypatch, precision, count):
+    apply = kernel(precision).apply
+
+    def wrong_once(self, layer, x, bias):
+        out = apply(self, layer, x, bias)
+        return torch.zeros_like(out) if len(x) == count else out
+
+    monkeypatch.setattr(kernel(precision), "apply", wrong_once)
+    finding = look(precision)
+    assert finding.verdict is Verdict.FAIL and f"for {count} token(s)" in finding.text

@@ -9,6 +9,7 @@ Nothing here has been run on a GPU yet.
 
 import torch
 
+from flashrl_verl.config import Precision
 from flashrl_verl.quantization.formats import Kernel, KernelChoice
 from flashrl_verl.quantization.numerics import WeightFormat
 
@@ -17,7 +18,7 @@ FORMAT = WeightFormat(
     dtype=torch.float8_e4m3fn,
     code_max=448.0,
     unwritten=0x7F,  # NaN
-    block=128,
+    block=Precision.FP8_BLOCK.block,
 )
 
 KERNELS = (

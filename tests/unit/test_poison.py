@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers that compute with a copy of their codes, of their scales, or of both, are named; sound ones are not."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from flashrl_verl.bench import engine_model, shapes
+from flashrl_verl.check import numerics
+from flashrl_verl.config import Precision
+from flashrl_verl.plugin_vllm import register
+from flashrl_verl.quantization import gemm
+from flashrl_verl.rollout.poison import deaf_layers
+
+CPU = torch.device("cpu")
+
+
+def deaf(folder, precision: Precision) -> list[str]:
+    """What is said of a model of one linear layer."""
+    register()
+    path = shapes.save_config(shapes.load_config("tiny"), folder)
+    with engine_model.vllm_config(path), engine_model.process_group():
+        layer = numerics._layer(precision, CPU, 256, 384)
+        model = torch.nn.ModuleDict({"down_proj": layer})
+        return deaf_layers(
+            model, dict(model.named_parameters()), lambda: layer.quant_method.process_weights_after_loading(layer)
+        )
+
+
+@pytest.mark.parametrize("precision", list(Precision))
+def test_a_sound_layer_is_not_named(tmp_path, precision):
+    assert deaf(tmp_path, precision) == []
+
+
+@pytest.mark.parametrize("precision", [Precision.FP8, Precision.FP8_BLOCK])
+@pytest.mark.parametrize("copied", [("weight",), ("weight_scale",), ("weight", "weight_scale")], ids="+".join)
+def test_a_layer_that_computes_with_a_copy_is_named_whatever_it_copied(tmp_path, monkeypatch, precision, copied):
+    apply, copies = gemm.EmulatedGemm.apply, {}
+
+    def stale(self, layer, x, bias):
+        now = {name: getattr(layer, name).data for name in ("weight", "weight_scale")}
+        for name in copied:
+            now[name] = copies.setdefault(name, now[name].clone())
+        return apply(self, SimpleNamespace(**now), x, bias)
+
+    monkeypatch.setattr(gemm.EmulatedGemm, "apply", stale)
+    assert deaf(tmp_path, precision) == ["down_proj"]
+
+
+def test_a_packed_copy_that_is_not_made_again_is_named(tmp_path, monkeypatch):
+    changed = gemm.OneDnnGemm.weights_changed
+
+    def once(self, layer):
+        if not hasattr(layer, "onednn_handle"):
+            changed(self, layer)
+
+    monkeypatch.setattr(gemm.OneDnnGemm, "weights_changed", once)
+    assert deaf(tmp_path, Precision.INT8) == ["down_proj"]
