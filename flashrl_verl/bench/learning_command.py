@@ -44,7 +44,7 @@ def learning(
     ] = None,
     first_step_limit: Annotated[
         float, typer.Option(min=1, help="Seconds to a run's first line of metrics; then it is ended, as failed.")
-    ] = 240.0,
+    ] = 600.0,
     step_limit: Annotated[float, typer.Option(min=1, help="Seconds from a line of metrics to the next; as above.")] = 120.0,
     retry: Annotated[bool, typer.Option("--retry", help="Try runs once more that failed twice.")] = False,
     output: Annotated[Path, typer.Option(help="Folder for the model, the runs, learning.json and learning.png.")] = Path(

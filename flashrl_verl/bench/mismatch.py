@@ -59,6 +59,8 @@ class MismatchConfig:
     """Longest response, in tokens; at least 1."""
     data: Path | None = None
     """Parquet file in verl's format; None asks the toy task's additions."""
+    gpu_memory_utilization: float | None = None
+    """Share of the GPU for an engine; None for most of what is free."""
     seed: int = 0
     """Of the prompts, the sampling and the toy model."""
     output: Path = Path("outputs/bench_mismatch")
@@ -260,6 +262,7 @@ def _answers(
             tokens=config.tokens,
             stop_token_ids=prompts.stop_token_ids,
             vocab_size=prompts.vocab_size,
+            gpu_memory_utilization=config.gpu_memory_utilization,
             seed=config.seed,
             common=answers[_BF16].responses if answers else None,
         )
@@ -268,7 +271,7 @@ def _answers(
 
 
 def _left_alone(answers: dict[Arm, Answer]) -> set[str]:
-    """Names of the layers that no 8-bit engine quantized."""
+    """Layers that no 8-bit engine quantized."""
     kept = [set(answer.layers["unquantized_layers"]) for arm, answer in answers.items() if arm.precision is not Precision.BF16]
     return set.intersection(*kept) if kept else set()
 
@@ -285,9 +288,7 @@ def _some(sequences: list[list[int]], tokens: int) -> list[list[int]]:
 
 
 def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name()
-    return f"CPU ({platform.machine()}, {os.cpu_count()} cores)"
+    return torch.cuda.get_device_name() if device.type == "cuda" else f"CPU ({platform.machine()}, {os.cpu_count()} cores)"
 
 
 def _finite(value: Any) -> Any:

@@ -46,6 +46,8 @@ class Job:
     stop_token_ids: list[int]
     vocab_size: int
     """Length of the tokenizer."""
+    gpu_memory_utilization: float | None
+    """Share of the GPU for the engine; None for most of what is free."""
     seed: int
     common: list[list[int]] | None
     """A response to each prompt, to be scored; None for the engine's own."""
@@ -153,6 +155,7 @@ def _start(job: Job) -> Any:
         job.model,
         FlashRLConfig(precision=Precision(job.precision), kv_cache=KVCache(job.kv_cache)),
         in_process=True,  # the weight update reaches the model without crossing another border
+        gpu_memory_utilization=job.gpu_memory_utilization,
         load_format="dummy",
         enforce_eager=True,
         logprobs_mode="processed_logprobs",

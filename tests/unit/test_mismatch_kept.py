@@ -9,7 +9,16 @@ from flashrl_verl.bench.mismatch_engine import Answer, Job
 from flashrl_verl.bench.mismatch_kept import KeptAnswers, forget
 
 JOB = Job(
-    model="", precision="int8", kv_cache="auto", prompts=[[1]], tokens=2, stop_token_ids=[2], vocab_size=9, seed=0, common=[[3]]
+    model="",
+    precision="int8",
+    kv_cache="auto",
+    prompts=[[1]],
+    tokens=2,
+    stop_token_ids=[2],
+    vocab_size=9,
+    gpu_memory_utilization=None,
+    seed=0,
+    common=[[3]],
 )
 ANSWER = Answer(
     responses=[[3]], log_probs=[[-0.5]], common_log_probs=[[-0.25]], layers={}, kernels={}, updated=1, seconds={"start": 1.5}
