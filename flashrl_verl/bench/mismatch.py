@@ -26,6 +26,7 @@ from flashrl_verl.bench.arms import Arm
 from flashrl_verl.bench.mismatch_engine import Answer, Job
 from flashrl_verl.bench.mismatch_kept import KeptAnswers
 from flashrl_verl.bench.mismatch_metrics import log_prob_metrics
+from flashrl_verl.bench.mismatch_model import TOY, checkpoint, model_name, require_room
 from flashrl_verl.bench.mismatch_noise import NoiseMeter, TypeNoise, measure
 from flashrl_verl.bench.mismatch_prompts import Prompts, load_prompts
 from flashrl_verl.bench.mismatch_trainer import Trainer
@@ -33,9 +34,6 @@ from flashrl_verl.compat import check_versions, vllm_device
 from flashrl_verl.config import KVCache, Precision
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.quantization.formats import weight_format
-
-TOY = "toy"
-"""Value of ``--model`` for the quickstart's model, made and warmed up on the spot."""
 
 _BF16 = Arm(precision=Precision.BF16)
 
@@ -141,9 +139,9 @@ def run(config: MismatchConfig, progress: Progress = lambda text: None) -> Repor
     activate(OmegaConf.create({"trainer": {"device": device.type}}))
     arms = _ordered(config.arms)
     config.output.mkdir(parents=True, exist_ok=True)
-    model = _model(config, progress)
+    model = checkpoint(config, progress)
     prompts = load_prompts(model, config.data, config.prompts, config.seed)
-    _check_length(model, prompts, config.tokens)
+    require_room(model, prompts, config.tokens)
     kept = KeptAnswers(config.output, _device_name(device))
     answers = _answers(config, model, prompts, arms, kept, progress)
     progress("trainer: loading the model")
@@ -159,7 +157,7 @@ def run(config: MismatchConfig, progress: Progress = lambda text: None) -> Repor
     sequences = _some([[*p, *r] for p, r in zip(prompts.tokens, common, strict=True)], _ACTIVATION_TOKENS)
     measure(trainer, meter, sequences, _left_alone(answers))
     return Report(
-        model=str(config.model),
+        model=model_name(config),
         prompts=prompts.source,
         device=_device_name(device),
         trainer=f"transformers, BF16 weights under autocast to BF16, SDPA, log-probs in {trainer.log_prob_dtype}",
@@ -208,44 +206,6 @@ def _ordered(arms: Sequence[Arm]) -> list[Arm]:
         except ConfigError as error:
             raise ConfigError(f"--precision: {arm}: {error}") from error
     return chosen
-
-
-def _model(config: MismatchConfig, progress: Progress) -> Path:
-    """The checkpoint's folder; makes the toy model.
-
-    Raises:
-        ConfigError: there is none, or not in high precision.
-    """
-    if config.model == TOY:
-        from flashrl_verl.toy.assets import AssetsConfig, make_assets
-
-        progress("toy model: supervised warm-up")
-        assets = make_assets(
-            config.output / "assets",
-            AssetsConfig(seed=config.seed),
-            on_probe=lambda step, a: progress(f"toy model: supervised warm-up, update {step}, accuracy {a.sampled:.2f}"),
-        )
-        return assets.model.resolve()
-    folder = Path(config.model).expanduser().resolve()
-    if not (folder / "config.json").is_file():
-        raise ConfigError(f"--model {config.model} is neither {TOY!r} nor a folder with a config.json")
-    if "quantization_config" in json.loads((folder / "config.json").read_text()):
-        raise ConfigError(f"--model {config.model} is a quantized checkpoint; the trainer needs the high-precision one")
-    if not [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]:
-        raise ConfigError(f"--model {config.model} holds no weights (*.safetensors)")
-    return folder
-
-
-def _check_length(model: Path, prompts: Prompts, tokens: int) -> None:
-    from transformers import AutoConfig
-
-    longest = max(map(len, prompts.tokens))
-    limit = getattr(AutoConfig.from_pretrained(model).get_text_config(), "max_position_embeddings", None)
-    if limit is not None and longest + tokens >= limit:  # one token more is asked for when responses are scored
-        raise ConfigError(
-            f"--tokens {tokens}: with the longest prompt's {longest} tokens that reaches the model's limit of {limit}; set "
-            f"--tokens below {limit - longest}"
-        )
 
 
 def _answers(
