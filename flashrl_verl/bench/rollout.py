@@ -154,24 +154,35 @@ def _write(file: Path, report: Report) -> None:
     write_whole(file, ("\n".join(lines) + "\n").encode())
 
 
+def load(file: Path) -> Report | None:
+    """Results that a command wrote; None where it wrote none.
+
+    Raises:
+        OSError: the file cannot be read.
+        KeyError, TypeError, ValueError, AttributeError: it is another kind of file, or of another release.
+    """
+    text = file.read_text()
+    lines = text[: text.rfind("\n") + 1].splitlines()  # a line that a full disk or a copy cut short is measured again
+    if not lines:
+        return None
+    head, *rows = map(json.loads, lines)
+    return Report(
+        settings=head["settings"],
+        environment=head["environment"],
+        results=[Result(round=row["round"], arm=row["arm"], answer=_answer(row["answer"])) for row in rows],
+    )
+
+
 def _read(file: Path, settings: dict[str, Any], software: dict[str, Any]) -> Report | None:
     """What was measured before; None where nothing was.
 
     Raises:
         ConfigError: it was measured with something else, or cannot be read.
     """
-    text = file.read_text() if file.is_file() else ""
-    lines = text[: text.rfind("\n") + 1].splitlines()  # a line that a full disk or a copy cut short is measured again
-    if not lines:
-        return None
     remedy = "Name another folder in --output, or remove it"
     try:
-        head, *rows = map(json.loads, lines)
-        report = Report(
-            settings=head["settings"],
-            environment=head["environment"],
-            results=[Result(round=row["round"], arm=row["arm"], answer=_answer(row["answer"])) for row in rows],
-        )
+        if not file.is_file() or (report := load(file)) is None:
+            return None
         other = _different(report.settings, settings) + _different(report.environment, software)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{file} holds no results of this release ({type(error).__name__}: {error}). {remedy}") from error

@@ -63,50 +63,65 @@ def _choice(arm: Arm) -> Choice:
     return Choice(precision=arm.precision, kv_cache=arm.kv_cache)
 
 
-def memory_table(config: RolloutConfig, report: Report) -> Table:
-    """Weights and KV cache of every arm, measured and planned."""
-    prediction = Prediction(config, report)
-    table = Table(title="Memory of one worker", title_justify="left")
-    for name in ("arm", "weights GB", "KV GB", "KV tokens", "planned", "measured / planned"):
-        table.add_column(name, justify="left" if name == "arm" else "right")
+MEMORY_COLUMNS = ("arm", "weights GB", "KV GB", "KV tokens", "planned", "measured / planned")
+SPEED_COLUMNS = (
+    "work",
+    "arm",
+    "tokens/s (range)",
+    "x BF16",
+    "planned",
+    "decode tokens/s",
+    "x BF16",
+    "planned",
+    "step ms",
+    "n",
+)
+
+
+def memory_rows(config: RolloutConfig, report: Report) -> list[list[str]]:
+    """A row of ``MEMORY_COLUMNS`` for every arm that was measured."""
+    prediction, rows = Prediction(config, report), []
     for arm in config.arms:
         for answer in report.of(arm)[:1]:
             memory, planned = answer.memory, prediction.kv_tokens(arm)
-            table.add_row(
-                str(arm),
-                f"{memory['weight_bytes'] / 1e9:.4g}",
-                f"{memory['kv_bytes'] / 1e9:.4g}",
-                str(memory["kv_tokens"]),
-                "-" if planned is None else str(planned),
-                "-" if not planned else f"{memory['kv_tokens'] / planned:.3f}",
+            rows.append(
+                [
+                    str(arm),
+                    f"{memory['weight_bytes'] / 1e9:.4g}",
+                    f"{memory['kv_bytes'] / 1e9:.4g}",
+                    str(memory["kv_tokens"]),
+                    "-" if planned is None else str(planned),
+                    "-" if not planned else f"{memory['kv_tokens'] / planned:.3f}",
+                ]
             )
+    return rows
+
+
+def speed_rows(config: RolloutConfig, report: Report) -> list[list[str]]:
+    """A row of ``SPEED_COLUMNS`` for every work and arm that was measured."""
+    prediction, base = Prediction(config, report), Arm(precision=Precision.BF16)
+    found = [(work, arm, _row(report, prediction, arm, base, work)) for work in config.works for arm in config.arms]
+    return [[_words(work), str(arm), *row] for work, arm, row in found if row is not None]
+
+
+def memory_table(config: RolloutConfig, report: Report) -> Table:
+    """Weights and KV cache of every arm, measured and planned."""
+    table = Table(title="Memory of one worker", title_justify="left")
+    for name in MEMORY_COLUMNS:
+        table.add_column(name, justify="left" if name == "arm" else "right")
+    for row in memory_rows(config, report):
+        table.add_row(*row)
     return table
 
 
 def speed_table(config: RolloutConfig, report: Report) -> Table:
     """Every work and arm: median and range, ratio to BF16 with the model's KV dtype, and the planned ratio."""
-    prediction = Prediction(config, report)
     device = report.environment["device"]
     table = Table(title=f"Rollout of {config.model} on {device}", title_justify="left")
-    for name in (
-        "work",
-        "arm",
-        "tokens/s (range)",
-        "x BF16",
-        "planned",
-        "decode tokens/s",
-        "x BF16",
-        "planned",
-        "step ms",
-        "n",
-    ):
+    for name in SPEED_COLUMNS:
         table.add_column(name, justify="left" if name in ("work", "arm") else "right")
-    base = Arm(precision=Precision.BF16)
-    for work in config.works:
-        for arm in config.arms:
-            row = _row(report, prediction, arm, base, work)
-            if row is not None:
-                table.add_row(_words(work), str(arm), *row)
+    for row in speed_rows(config, report):
+        table.add_row(*row)
     return table
 
 

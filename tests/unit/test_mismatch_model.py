@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The model of `flashrl bench mismatch` where an arm has scales by block: whole blocks, or a refusal before an engine starts."""
+"""The model of `flashrl bench mismatch` where an arm has scales by block: whole blocks, or a refusal before engines start."""
 
 from pathlib import Path
 
