@@ -48,6 +48,8 @@ class RolloutConfig:
     layers: int | None
     seed: int
     output: Path
+    profile: bool = True
+    """Record the kernels of some decode steps, in one more rollout of each work."""
 
     def __post_init__(self) -> None:
         for option, chosen in (("--arm", self.arms), ("--work", self.works)):
@@ -85,7 +87,8 @@ class Report:
         if not found:
             return None
         joined = {field: [s for t in found for s in getattr(t, field)] for field in ("seconds", "prefill_seconds")}
-        return Timing(work=wanted, **joined)
+        profiles = [t.profile for t in found if t.profile is not None]
+        return Timing(work=wanted, **joined, profile=profiles[-1] if profiles else None)
 
 
 def tokens_per_second(timing: Timing) -> list[float]:
@@ -136,6 +139,7 @@ def _measure(config: RolloutConfig, arm: Arm, model: Path, device: str | None) -
         kv_cache=arm.kv_cache.value,
         works=[[work.sequences, work.prompt, work.response] for work in config.works],
         repeats=config.repeats,
+        profile=config.profile,
         gpu_memory_utilization=config.gpu_memory_utilization,
         tensor_parallel=config.tensor_parallel,
         max_num_seqs=config.max_num_seqs,
@@ -206,7 +210,7 @@ def _answer(record: dict[str, Any]) -> Answer:
 def _settings(config: RolloutConfig, shape: PretrainedConfig) -> dict[str, Any]:
     """What two results have to share to stand in one table, the model's shape among it: a folder's may have changed."""
     settings = asdict(config) | {"config.json": shape.to_dict()}
-    for name in ("output", "arms", "rounds"):  # more arms and rounds may be added later
+    for name in ("output", "arms", "rounds", "profile"):  # more arms and rounds may be added later
         del settings[name]
     return json.loads(json.dumps(settings))
 

@@ -35,6 +35,7 @@ def rollout(
     max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prefill.")] = 8192,
     layers: Annotated[int | None, typer.Option(min=1, help="Decoder layers instead of the model's.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of weights, prompts and sampling.")] = 0,
+    profile: Annotated[bool, typer.Option(help="Record which kernels a decode step consists of, in one more rollout.")] = True,
     output: Annotated[
         Path, typer.Option(help="Folder for rollout.jsonl, rollout.json, rollout.png and the engines' logs.")
     ] = Path("outputs/bench_rollout"),
@@ -61,6 +62,7 @@ def rollout(
         layers=layers,
         seed=seed,
         output=output.expanduser().resolve(),
+        profile=profile,
     )
     _measure(config)
 
@@ -68,7 +70,7 @@ def rollout(
 def _measure(config: RolloutConfig) -> None:
     """Run, print the tables, write the files."""
     from flashrl_verl.bench import rollout as bench
-    from flashrl_verl.bench import rollout_report
+    from flashrl_verl.bench import rollout_report, rollout_steps
     from flashrl_verl.process_tree import Stopped
 
     console = new_console()
@@ -86,6 +88,8 @@ def _measure(config: RolloutConfig) -> None:
     written = rollout_report.write(config, report)
     console.print(rollout_report.memory_table(config, report))
     console.print(rollout_report.speed_table(config, report))
+    if steps := rollout_steps.table(config, report):
+        console.print(steps)
     if note := rollout_report.note(config, report):
         console.print(note, markup=False, highlight=False, style="dim", soft_wrap=True)
     console.print("written: " + ", ".join(map(str, written)), highlight=False, soft_wrap=True)

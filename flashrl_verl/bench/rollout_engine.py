@@ -7,6 +7,7 @@ The engine's core runs in another process again (vLLM's default), so that schedu
 """
 
 import json
+import math
 import random
 import time
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from flashrl_verl.errors import FlashRLError
 
 _WARM_UP_TOKENS = 8
 """Of a first rollout of each work, which is not measured: kernels of these sizes are chosen or compiled in it."""
+
+_RECORDED_STEPS = 8
 
 _BF16_KV = ("bfloat16",)
 _FP8_KV = ("uint8", "float8_e4m3fn", "float8_e5m2")
@@ -42,6 +45,7 @@ class Job:
     works: list[list[int]]
     """Sequences, prompt and response tokens of each."""
     repeats: int
+    profile: bool
     gpu_memory_utilization: float
     tensor_parallel: int
     max_num_seqs: int
@@ -60,6 +64,9 @@ class Timing:
     """Of whole rollouts, one a repeat."""
     prefill_seconds: list[float]
     """Of the same prompts with one token each."""
+    profile: dict[str, Any] | None = None
+    """A ``StepProfile`` of the first worker, as a dictionary: of decode steps in the middle of a further rollout. None without
+    ``--profile``, and where never all sequences were decoded together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +103,8 @@ def work(job: Job) -> Answer:
             prompts = _prompts(draw, sequences, prompt, vocabulary)
             prefill.append(_generate(llm, prompts, 1))
             whole.append(_generate(llm, prompts, response))
-        timings.append(Timing(work=[sequences, prompt, response], seconds=whole, prefill_seconds=prefill))
+        recorded = _record(llm, job, _prompts(draw, sequences, prompt, vocabulary), response) if job.profile else None
+        timings.append(Timing(work=[sequences, prompt, response], seconds=whole, prefill_seconds=prefill, profile=recorded))
     return Answer(layers=layers, memory=memory, weights=weights, device=device, timings=timings)
 
 
@@ -157,6 +165,15 @@ def _start(job: Job) -> Any:
 
 def _prompts(draw: random.Random, sequences: int, length: int, vocabulary: int) -> list[list[int]]:
     return [[draw.randrange(vocabulary) for _ in range(length)] for _ in range(sequences)]
+
+
+def _record(llm: Any, job: Job, prompts: list[list[int]], response: int) -> dict[str, Any] | None:
+    """Kernels of decode steps in the middle of one more rollout, between the last prompt's end and the first response's."""
+    reading = math.ceil(sum(map(len, prompts)) / job.max_num_batched_tokens)
+    skip = max(0, (response - reading - _RECORDED_STEPS) // 2)
+    llm.collective_rpc("bench_record", args=(len(prompts), skip, _RECORDED_STEPS))
+    _generate(llm, prompts, response)
+    return llm.collective_rpc("bench_recorded")[0]
 
 
 def _generate(llm: Any, prompts: list[list[int]], tokens: int) -> float:

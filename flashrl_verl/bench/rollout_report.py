@@ -46,6 +46,13 @@ class Prediction:
         """Tokens of the KV cache."""
         return None if self._gpu is None else memory_of(self._shape, _choice(arm), self._gpu, self._engine).tokens
 
+    def floor_seconds(self, arm: Arm, sequences: float, context: float) -> float | None:
+        """Of a decode step: to read what it has to read, at the speed of a copy."""
+        if self._gpu is None:
+            return None
+        clock = Clock(shape=self._shape, choice=_choice(arm), gpu=self._gpu, tensor_parallel=self._engine.tensor_parallel)
+        return clock.floor(sequences, context)
+
     def seconds(self, arm: Arm, work: Work, tokens: int) -> tuple[float, float] | None:
         """Of a whole rollout and of its decoding, with a KV cache of so many tokens; None too of a precision whose speed
         ``flashrl plan`` does not know."""
@@ -101,7 +108,7 @@ def speed_rows(config: RolloutConfig, report: Report) -> list[list[str]]:
     """A row of ``SPEED_COLUMNS`` for every work and arm that was measured."""
     prediction, base = Prediction(config, report), Arm(precision=Precision.BF16)
     found = [(work, arm, _row(report, prediction, arm, base, work)) for work in config.works for arm in config.arms]
-    return [[_words(work), str(arm), *row] for work, arm, row in found if row is not None]
+    return [[words(work), str(arm), *row] for work, arm, row in found if row is not None]
 
 
 def memory_table(config: RolloutConfig, report: Report) -> Table:
@@ -172,7 +179,8 @@ def write(config: RolloutConfig, report: Report) -> list[Path]:
     return [data, picture]
 
 
-def _words(work: Work) -> str:
+def words(work: Work) -> str:
+    """A work, as the tables name it."""
     return f"{work.sequences} x ({work.prompt} -> {work.response})"
 
 
@@ -192,7 +200,7 @@ def _plot(config: RolloutConfig, report: Report, path: Path) -> None:
             axes.barh(at, middle, xerr=error, color=OF_PRECISION[arm.precision], hatch=hatch, edgecolor="white", capsize=3)
             axes.annotate(f" {middle:.0f}", (max(speeds), at), va="center", xytext=(4, 0), textcoords="offset points")
             places.append(at)
-            names.append(f"{_words(work)}, {arm}")
+            names.append(f"{words(work)}, {arm}")
             at += 1
         at += 0.6
     axes.set_yticks(places, names, fontsize=8)

@@ -4,6 +4,7 @@
 import json
 import platform
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from flashrl_verl.bench.engine_child import Bucket, update
+from flashrl_verl.bench.rollout_profile import StepRecorder
 from flashrl_verl.rollout.worker import FlashRLWorkerExtension
 
 _BUCKET_BYTES = 1 << 30
@@ -58,6 +60,16 @@ class BenchWorkerExtension(FlashRLWorkerExtension):
             "zeros": 1 - written / sum(m.numel() for m in plain),
             "std": float(first[:_STD_ROWS].float().std()),
         }
+
+    def bench_record(self, sequences: int, skip: int, steps: int) -> None:
+        """Record, in the next rollout, ``steps`` steps that decode so many sequences, after ``skip`` such."""
+        self._recorder = StepRecorder(self, sequences, skip, steps)
+
+    def bench_recorded(self) -> dict[str, Any] | None:
+        """What was recorded, a ``StepProfile``; None where no step was."""
+        self._recorder.stop()
+        result = self._recorder.result
+        return None if result is None else asdict(result)
 
     def bench_device(self) -> dict[str, Any]:
         """Name of this worker's device, and bytes of its memory (None on a CPU)."""

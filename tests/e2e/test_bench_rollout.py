@@ -40,4 +40,10 @@ def test_three_arms_are_measured_and_their_memory_is_the_shapes(tmp_path):
         assert answer["weights"]["zeros"] < 0.03 and answer["weights"]["std"] == pytest.approx(0.02, rel=0.05)
         (timing,) = answer["timings"]
         assert len(timing["seconds"]) == 2 and min(timing["seconds"]) > 0
-    assert "x BF16" in done.stdout and "int8 + fp8 KV" in done.stdout
+        profile = timing["profile"]
+        # 8 tokens are 7 decode steps; the first prompts may be a step or two ahead when the last one arrives.
+        assert profile["sequences"] == 4 and 4 <= profile["steps"] <= 7 and 16 <= profile["context"] <= 16 + 7
+        assert profile["milliseconds"]["linear layers"] > 0 and profile["milliseconds"]["attention"] > 0
+        longest = sum(milliseconds for _, _, milliseconds, _ in profile["kernels"])
+        assert 0.5 < longest / sum(profile["milliseconds"].values()) <= 1 + 1e-9
+    assert "A decode step" in done.stdout and "x BF16" in done.stdout and "int8 + fp8 KV" in done.stdout

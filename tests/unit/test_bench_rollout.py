@@ -160,7 +160,7 @@ def looked_at(
     """`require_arm` of an engine on an H200 that was to be INT8."""
     job = Job(
         model="m", precision=precision, kv_cache=kv_cache, works=[], repeats=1, gpu_memory_utilization=0.9, tensor_parallel=1,
-        max_num_seqs=1, max_num_batched_tokens=1, seed=0, device=there,
+        max_num_seqs=1, max_num_batched_tokens=1, profile=False, seed=0, device=there,
     )  # fmt: skip
     cache = {"dtypes": {held: 2}, "backends": ["FLASH_ATTN"], "unfollowed": unfollowed or {}}
     layers = {"precision": quantized, "quantized": {} if quantized == "bf16" else {"int8": 8}, "kv_cache": cache}

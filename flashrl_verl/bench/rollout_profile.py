@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which kernels a decode step of a vLLM worker spends its time in, by class."""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+CLASSES = {
+    "KV write": r"reshape_and_cache|concat_and_cache",
+    "attention": r"flash|fmha|attention|attn|reduce_segments|paged|prepare_varlen",
+    "activation quantization": r"(scaled|dynamic|static|per_token|group).*quant|quant_(fp8|int8)|per_token_group",
+    "linear layers": r"gemm|gemv|nvjet|cutlass|cublas|xmma|wgmma|splitk|scaled_mm|fused_moe|moe_align|matmul|onednn"
+    r"|aten::(mm|addmm|bmm)",
+    "norms, rope, activation": r"rms_?norm|layer_?norm|rotary|silu|gelu|act_and_mul|triton_",
+    "sampling": r"sort|topk|top_k|gumbel|softmax|argmax|exponential|multinomial|scatter|gather|cumsum|rejection|penalt"
+    r"|logprob|rank",
+    "copies": r"memcpy|memset|copy_kernel|aten::copy_",
+}
+"""Name to what the names of its kernels contain; the first that fits has it. Names of vLLM 0.24, FlashAttention 3, CUTLASS,
+cuBLAS, Triton as ``torch.compile`` names its kernels, and ATen's operators on a CPU."""
+
+OTHER = "other"
+
+_PATTERNS = {name: re.compile(pattern, re.IGNORECASE) for name, pattern in CLASSES.items()}
+_KERNELS_KEPT = 40
+"""Of a step, those that take longest: with their names, so that classes can be drawn otherwise later."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepProfile:
+    """Means over the recorded decode steps."""
+
+    steps: int
+    sequences: int
+    context: float
+    """Tokens of a sequence, mean."""
+    milliseconds: dict[str, float]
+    """Class to the time of its kernels in a step."""
+    launches: dict[str, float]
+    """Class to how many kernels of it ran in a step."""
+    kernels: list[tuple[str, str, float, float]]
+    """Class, name, milliseconds and launches a step of those that take longest."""
+
+
+def class_of(kernel: str) -> str:
+    """A kernel's class, by its name."""
+    return next((name for name, pattern in _PATTERNS.items() if pattern.search(kernel)), OTHER)
+
+
+class StepRecorder:
+    """Records the kernels of some steps of a worker in which every sequence gets one token.
+
+    It takes the place of ``worker.execute_model`` and gives it back when it is done. Kernels of sampling, which vLLM calls
+    afterwards, are within the recorded time too.
+
+    Args:
+        worker: vLLM's.
+        sequences: that a step must decode to be recorded; a rollout has its first such step when the last prompt is read.
+        skip: such steps before the recorded ones.
+        steps: to record.
+    """
+
+    def __init__(self, worker: Any, sequences: int, skip: int, steps: int):
+        self._worker, self._execute = worker, worker.execute_model
+        self._sequences, self._first, self._steps = sequences, skip + 1, steps
+        self._seen, self._contexts = 0, []
+        self._profile: profile | None = None
+        self.result: StepProfile | None = None
+        worker.execute_model = self._step
+
+    def stop(self) -> None:
+        """Give the worker its method back, whatever was recorded."""
+        if self._profile is not None:
+            self._finish(self._profile)
+            self._profile = None
+        self._worker.__dict__.pop("execute_model", None)
+
+    def _step(self, scheduled: Any, *arguments: Any, **named: Any) -> Any:
+        full = len(scheduled.num_scheduled_tokens) == self._sequences == scheduled.total_num_scheduled_tokens
+        self._seen += full
+        if self._profile is not None and (not full or len(self._contexts) == self._steps):
+            self.stop()
+        elif full and self._seen >= self._first:
+            if self._profile is None:
+                self._begin()
+            lengths = scheduled.scheduled_cached_reqs.num_computed_tokens
+            self._contexts.append(sum(lengths) / len(lengths))
+        return self._execute(scheduled, *arguments, **named)
+
+    def _begin(self) -> None:
+        self._settle()
+        self._profile = profile(activities=[ProfilerActivity.CUDA if self._on_gpu() else ProfilerActivity.CPU])
+        self._profile.start()
+
+    def _finish(self, recorded: profile) -> None:
+        self._settle()
+        recorded.stop()
+        steps, total = len(self._contexts), "self_device_time_total" if self._on_gpu() else "self_cpu_time_total"
+        milliseconds, launches = dict.fromkeys([*CLASSES, OTHER], 0.0), dict.fromkeys([*CLASSES, OTHER], 0.0)
+        kernels = [
+            (class_of(event.key), event.key, getattr(event, total) / 1e3 / steps, event.count / steps)
+            for event in recorded.key_averages()
+            if getattr(event, total) > 0
+        ]
+        for name, _, time, count in kernels:
+            milliseconds[name] += time
+            launches[name] += count
+        self.result = StepProfile(
+            steps=steps,
+            sequences=self._sequences,
+            context=sum(self._contexts) / steps,
+            milliseconds=milliseconds,
+            launches=launches,
+            kernels=sorted(kernels, key=lambda kernel: -kernel[2])[:_KERNELS_KEPT],
+        )
+
+    def _on_gpu(self) -> bool:
+        return next(self._worker.model_runner.model.parameters()).is_cuda
+
+    def _settle(self) -> None:
+        if self._on_gpu():
+            torch.cuda.synchronize()

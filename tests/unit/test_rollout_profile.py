@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a decode step goes: classes of kernels, which steps are recorded, and the table by hand.
+
+Real engines are recorded in `tests/e2e/test_bench_rollout.py`.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from flashrl_verl.bench import rollout_steps
+from flashrl_verl.bench.arms import Arm
+from flashrl_verl.bench.rollout import Report, Result, RolloutConfig
+from flashrl_verl.bench.rollout_engine import Answer, Timing
+from flashrl_verl.bench.rollout_profile import StepRecorder, class_of
+from flashrl_verl.bench.rollout_report import Prediction
+from flashrl_verl.config import Precision
+from flashrl_verl.plan.schedule import Work
+
+
+@pytest.mark.parametrize(
+    "kernel, expected",
+    # As torch's profiler names them for vLLM 0.24 on Hopper, and as ATen does on a CPU.
+    [
+        ("nvjet_sm90_tst_128x64_64x8_1x2_h_bz_TNT", "linear layers"),
+        (
+            "void cutlass::device_kernel<vllm::enable_sm90_or_later<cutlass::gemm::kernel::GemmUniversal<...> > >",
+            "linear layers",
+        ),
+        ("fused_moe_kernel", "linear layers"),
+        ("void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<...> > >", "attention"),
+        ("void flash::prepare_varlen_num_blocks_kernel<...>(int)", "attention"),
+        ("kernel_unified_attention_2d", "attention"),
+        ("void vllm::reshape_and_cache_flash_kernel<__nv_bfloat16, unsigned char>(...)", "KV write"),
+        ("void vllm::dynamic_scaled_int8_quant_kernel<c10::BFloat16, float>(...)", "activation quantization"),
+        ("void vllm::dynamic_per_token_scaled_fp8_quant_kernel_strided<...>", "activation quantization"),
+        ("_per_token_group_quant_fp8", "activation quantization"),
+        ("void vllm::fused_add_rms_norm_kernel<c10::BFloat16, 8>(...)", "norms, rope, activation"),
+        ("triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_0", "norms, rope, activation"),
+        ("void vllm::rotary_embedding_kernel<c10::BFloat16, true>(...)", "norms, rope, activation"),
+        ("void at::native::(anonymous namespace)::cunn_SoftMaxForward<8, float, float, float>(...)", "sampling"),
+        ("void at::native::radixSortKVInPlace<...>", "sampling"),
+        ("Memcpy DtoH (Device -> Pinned)", "copies"),
+        ("Memset (Device)", "copies"),
+        ("aten::addmm", "linear layers"),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<int> >", "other"),
+    ],
+)
+def test_a_kernels_class_is_that_of_what_it_does(kernel, expected):
+    assert class_of(kernel) == expected
+
+
+class Worker:
+    """What the recorder asks of a worker; a step is a product for each sequence."""
+
+    def __init__(self):
+        self.model_runner = SimpleNamespace(model=torch.nn.Linear(4, 4))
+        self.executed = 0
+
+    def execute_model(self, scheduled):
+        self.executed += 1
+        for _ in scheduled.num_scheduled_tokens:
+            torch.mm(torch.ones(64, 64), torch.ones(64, 64))
+        return "output"
+
+
+def step(*tokens: int, context: int = 0):
+    return SimpleNamespace(
+        num_scheduled_tokens={str(i): count for i, count in enumerate(tokens)},
+        total_num_scheduled_tokens=sum(tokens),
+        scheduled_cached_reqs=SimpleNamespace(num_computed_tokens=[context] * len(tokens)),
+    )
+
+
+def test_steps_in_which_every_sequence_gets_a_token_are_recorded_after_those_that_are_skipped():
+    worker = Worker()
+    recorder = StepRecorder(worker, sequences=3, skip=2, steps=4)
+    for scheduled in (step(16, 16), step(16, 1, 1), step(3), step(1, 1)):  # prompts, and fewer sequences, do not count
+        assert worker.execute_model(scheduled) == "output"
+    for context in range(10, 20):
+        worker.execute_model(step(1, 1, 1, context=context))
+    assert worker.executed == 14 and "execute_model" not in vars(worker)
+    result = recorder.result
+    assert (result.steps, result.sequences, result.context) == (4, 3, pytest.approx(12 + 1.5))
+    assert result.launches["linear layers"] == pytest.approx(3) and result.milliseconds["linear layers"] > 0
+    assert ("linear layers", "aten::mm", result.milliseconds["linear layers"], 3.0) in result.kernels
+
+
+def test_a_rollout_that_ends_early_is_a_profile_of_what_there_was():
+    worker = Worker()
+    recorder = StepRecorder(worker, sequences=2, skip=0, steps=9)
+    for scheduled in (step(1, 1, context=5), step(1, 1, context=6), step(1)):
+        worker.execute_model(scheduled)
+    assert "execute_model" not in vars(worker)
+    assert (recorder.result.steps, recorder.result.context) == (2, pytest.approx(5.5))
+
+
+def test_a_rollout_without_such_a_step_is_no_profile():
+    worker = Worker()
+    recorder = StepRecorder(worker, sequences=2, skip=0, steps=1)
+    worker.execute_model(step(1))
+    recorder.stop()
+    assert recorder.result is None and "execute_model" not in vars(worker)
+
+
+def test_the_table_has_the_step_its_floor_and_what_no_kernel_is_by_hand(tmp_path):
+    arm, work = Arm(precision=Precision.BF16), Work(sequences=10, prompt=100, response=51)
+    config = RolloutConfig(
+        model="qwen2.5-7b", arms=(arm,), works=(work,), rounds=1, repeats=1, gpu_memory_utilization=0.9, tensor_parallel=1,
+        max_num_seqs=64, max_num_batched_tokens=512, layers=None, seed=0, output=tmp_path,
+    )  # fmt: skip
+    parts = {"attention": 2.0, "linear layers": 15.5, "sampling": 0.0}
+    profile = {"steps": 8, "sequences": 10, "context": 125.0, "milliseconds": parts, "launches": {}, "kernels": []}
+    timing = Timing(work=[10, 100, 51], seconds=[1.1], prefill_seconds=[0.1], profile=profile)
+    answer = Answer(layers={}, memory={}, weights={}, device={}, timings=[timing])
+    environment = {"device": "NVIDIA H200", "memory_bytes": None}
+    report = Report(settings={}, environment=environment, results=[Result(round=0, arm="bf16", answer=answer)])
+    columns = ["work", "arm", "context", "step ms", "floor ms", "floor / step", "attention", "linear layers", "no kernel"]
+    assert rollout_steps.columns(report) == columns
+    floor = Prediction(config, report).floor_seconds(arm, 10, 125.0)
+    # 7.07e9 parameters of the layers and the head in 2 bytes, and 28 layers x 4 heads x 128 x 2 x 2 bytes a token.
+    assert floor == pytest.approx((14.14e9 + 1250 * 57344) / 4.3e12, rel=0.03)
+    (row,) = rollout_steps.rows(config, report)
+    assert row[1:] == ["bf16", "125", "20.00", f"{1e3 * floor:.2f}", f"{floor / 0.02:.0%}", "2.00", "15.50", "2.50"]
+
+
+def test_without_a_profile_there_is_no_table(tmp_path):
+    report = Report(settings={}, environment={}, results=[])
+    assert rollout_steps.columns(report) == []
