@@ -23,6 +23,7 @@ from flashrl_verl.bench.arms import Arm
 from flashrl_verl.bench.rollout_engine import Answer, Job, Timing
 from flashrl_verl.bench.shapes import load_config, save_config
 from flashrl_verl.compat import check_versions
+from flashrl_verl.config import KVCache, Precision
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.plan.schedule import Work
 from flashrl_verl.whole_file import write_whole
@@ -175,6 +176,24 @@ def load(file: Path) -> Report | None:
         environment=head["environment"],
         results=[Result(round=row["round"], arm=row["arm"], answer=_answer(row["answer"])) for row in rows],
     )
+
+
+def measured(file: Path) -> tuple[RolloutConfig, Report]:
+    """Results, and what was asked for them: the arms that are there.
+
+    Raises:
+        OSError: the file cannot be read.
+        KeyError, TypeError, ValueError, AttributeError: it holds no results, or those of another release.
+    """
+    report = load(file)
+    if report is None:
+        raise ValueError("no results")
+    settings = {key: value for key, value in report.settings.items() if key != "config.json"}
+    works = tuple(Work(**work) for work in settings.pop("works"))
+    named = {str(arm): arm for arm in (Arm(precision=p, kv_cache=k) for p in Precision for k in KVCache)}
+    arms = tuple(named[name] for name in dict.fromkeys(result.arm for result in report.results))
+    rounds = 1 + max((result.round for result in report.results), default=0)
+    return RolloutConfig(**settings, works=works, arms=arms, rounds=rounds, output=file.parent), report
 
 
 def _read(file: Path, settings: dict[str, Any], software: dict[str, Any]) -> Report | None:

@@ -9,9 +9,6 @@ import pytest
 
 from flashrl_verl.bench import rollout as bench
 from flashrl_verl.bench import rollout_report
-from flashrl_verl.bench.arms import Arm
-from flashrl_verl.config import KVCache, Precision
-from flashrl_verl.plan.schedule import Work
 from flashrl_verl.report import comparison
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
@@ -134,20 +131,10 @@ def _mismatch(metrics) -> list[str]:
     ]
 
 
-def rollout(file: Path) -> tuple[bench.RolloutConfig, bench.Report]:
-    """A measurement as its command had it."""
-    report = bench.load(file)
-    settings = {key: value for key, value in report.settings.items() if key != "config.json"}
-    settings["works"] = tuple(Work(**work) for work in settings["works"])
-    named = {str(arm): arm for arm in (Arm(precision=p, kv_cache=k) for p in Precision for k in KVCache)}
-    arms = tuple(named[name] for name in dict.fromkeys(result.arm for result in report.results))
-    return bench.RolloutConfig(**settings, arms=arms, rounds=1, output=file.parent), report
-
-
 def test_every_rollout_is_in_the_tables_with_its_figures():
     memory, speed = [], []
     for file in sorted((RESULTS / "rollout").glob("*.jsonl")):
-        config, report = rollout(file)
+        config, report = bench.measured(file)
         memory += rollout_report.memory_rows(config, report)
         speed += rollout_report.speed_rows(config, report)
     shown_memory, shown_speed = tables("rollout.md")
@@ -157,7 +144,7 @@ def test_every_rollout_is_in_the_tables_with_its_figures():
 
 def test_the_plan_is_within_5_percent_of_every_measured_kv_cache_and_within_20_of_every_ratio():
     for file in sorted((RESULTS / "rollout").glob("*.jsonl")):
-        config, report = rollout(file)
+        config, report = bench.measured(file)
         for row in rollout_report.memory_rows(config, report):
             assert float(row[-1]) == pytest.approx(1, abs=0.05), row
         for _, _, _, whole, whole_planned, _, decode, decode_planned, *_ in rollout_report.speed_rows(config, report):

@@ -184,7 +184,9 @@ def test_setup_refuses_a_word_before_it_makes_anything(tmp_path):
 
 
 @pytest.mark.parametrize("word", ["--help", "-h"])
-@pytest.mark.parametrize(("script", "says"), [("setup_env.sh", "FLASHRL_DEVICE"), ("test.sh", "--slow")])
+@pytest.mark.parametrize(
+    ("script", "says"), [("setup_env.sh", "FLASHRL_DEVICE"), ("test.sh", "--slow"), ("figure_throughput.sh", "FIGURE_ARMS")]
+)
 def test_a_script_explains_itself_and_makes_nothing(tmp_path, script, says, word):
     environment = {**os.environ, "FLASHRL_VENV": str(tmp_path / "venv")}
     command = ["bash", ROOT / "scripts" / script, word]
@@ -235,7 +237,9 @@ def test_a_relative_output_of_the_quickstart_starts_where_the_caller_is(tmp_path
     assert process.returncode == 1 and process.stderr.startswith(f"ConfigError: --output {tmp_path}/taken: ")
 
 
-@pytest.mark.parametrize("script", ["scripts/setup_env.sh", "scripts/test.sh", "scripts/quickstart.sh", ".ci/run"])
+@pytest.mark.parametrize(
+    "script", ["scripts/setup_env.sh", "scripts/test.sh", "scripts/quickstart.sh", "scripts/figure_throughput.sh", ".ci/run"]
+)
 def test_scripts_are_executable_bash(script):
     path = ROOT / script
     assert os.access(path, os.X_OK) and path.read_text().startswith("#!/usr/bin/env bash\n")

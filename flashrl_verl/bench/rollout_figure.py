@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``flashrl bench rollout-figure``: several results of ``flashrl bench rollout`` in one picture and one table: speed by model,
+memory, work and arm, beside BF16."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flashrl_verl.console import new_console
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from rich.table import Table
+
+    from flashrl_verl.bench.arms import Arm
+    from flashrl_verl.plan.schedule import Work
+
+COLUMNS = ("model", "GPU", "memory GiB", "work", "arm", "tokens/s", "x BF16", "decode x BF16", "sequences fit", "n")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    """One arm's speed at one work of one measurement."""
+
+    model: str
+    device: str
+    memory_gib: float | None
+    """Of the GPU, for vLLM; None on a CPU."""
+    work: Work
+    arm: Arm
+    seconds: tuple[float, ...]
+    """Of whole rollouts."""
+    decode_seconds: float | None
+    """Median; None where the prefill took as long as the whole."""
+    fit: int
+    """Sequences of this work that the KV cache holds at their full length."""
+
+    @property
+    def tokens_per_second(self) -> list[float]:
+        """Generated tokens over the whole time, prefill included; one a rollout."""
+        return [self.work.sequences * self.work.response / s for s in self.seconds]
+
+    @property
+    def place(self) -> tuple[str, str, float | None, Work]:
+        """What two bars share that are to be compared."""
+        return self.model, self.device, self.memory_gib, self.work
+
+
+def rollout_figure(
+    results: Annotated[
+        list[Path],
+        typer.Argument(metavar="FOLDER_OR_JSONL...", help="Outputs of flashrl bench rollout, or their rollout.jsonl."),
+    ],
+    output: Annotated[Path, typer.Option(help="The picture, .png or .svg; the table is written beside it, as .md.")] = Path(
+        "outputs/rollout.png"
+    ),
+) -> None:
+    """Put several results of `flashrl bench rollout` (models, GPU memories) in one picture and one table."""
+    found = [bar for path in results for bar in bars(path)]
+    output.parent.mkdir(parents=True, exist_ok=True)
+    written = write(found, output)
+    console = new_console()
+    console.print(_table(found))
+    console.print("written: " + ", ".join(map(str, written)), highlight=False, soft_wrap=True)
+
+
+def bars(path: Path) -> list[Bar]:
+    """All that was measured in one folder.
+
+    Raises:
+        ConfigError: it holds no results of ``flashrl bench rollout``, or of another release.
+    """
+    from flashrl_verl.bench import rollout
+    from flashrl_verl.errors import ConfigError
+
+    file = path / rollout.RESULTS if path.is_dir() else path
+    try:
+        config, report = rollout.measured(file)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{path} holds no results of flashrl bench rollout ({type(error).__name__}: {error}). Name its --output"
+        ) from error
+    memory = report.environment["memory_bytes"]
+    found = []
+    for work in config.works:
+        for arm in config.arms:
+            if (timing := report.timing(arm, work)) is None:
+                continue
+            decode = statistics.median(rollout.decode_seconds(timing))
+            found.append(
+                Bar(
+                    model=Path(config.model).name,
+                    device=report.environment["device"],
+                    memory_gib=None if memory is None else memory * config.gpu_memory_utilization / 2**30,
+                    work=work,
+                    arm=arm,
+                    seconds=tuple(timing.seconds),
+                    decode_seconds=decode if decode > 0 else None,
+                    fit=report.of(arm)[0].memory["kv_tokens"] // (work.prompt + work.response),
+                )
+            )
+    return found
+
+
+def base_of(bar: Bar, among: list[Bar]) -> Bar | None:
+    """BF16 with the model's KV dtype at the same place; None where it was not measured."""
+    from flashrl_verl.bench.arms import Arm
+    from flashrl_verl.config import Precision
+
+    return next((other for other in among if other.arm == Arm(precision=Precision.BF16) and other.place == bar.place), None)
+
+
+def speed_up(bar: Bar, among: list[Bar]) -> float | None:
+    """Median seconds of BF16 over this arm's."""
+    base = base_of(bar, among)
+    return None if base is None else statistics.median(base.seconds) / statistics.median(bar.seconds)
+
+
+def rows(found: list[Bar]) -> list[list[str]]:
+    """A row of ``COLUMNS`` for every bar."""
+    from flashrl_verl.bench.rollout_report import words
+
+    table = []
+    for bar in found:
+        base, whole, speeds = base_of(bar, found), speed_up(bar, found), bar.tokens_per_second
+        decode = None
+        if base is not None and base.decode_seconds is not None and bar.decode_seconds is not None:
+            decode = base.decode_seconds / bar.decode_seconds
+        table.append(
+            [
+                bar.model,
+                bar.device,
+                "-" if bar.memory_gib is None else f"{bar.memory_gib:.0f}",
+                words(bar.work),
+                str(bar.arm),
+                f"{statistics.median(speeds):.0f} ({min(speeds):.0f}-{max(speeds):.0f})",
+                "-" if whole is None else f"{whole:.2f}",
+                "-" if decode is None else f"{decode:.2f}",
+                str(bar.fit),
+                str(len(speeds)),
+            ]
+        )
+    return table
+
+
+def write(found: list[Bar], picture: Path) -> list[Path]:
+    """Write the picture and, beside it, the table in Markdown; returns their paths.
+
+    Raises:
+        FlashRLError: matplotlib is not installed.
+        OSError: no space, no rights, ...
+    """
+    from flashrl_verl.whole_file import write_whole
+
+    lines = ["| " + " | ".join(row) + " |" for row in (list(COLUMNS), ["---"] * len(COLUMNS), *rows(found))]
+    table = picture.with_suffix(".md")
+    write_whole(table, ("\n".join(lines) + "\n").encode())
+    _plot(found, picture)
+    return [picture, table]
+
+
+def _table(found: list[Bar]) -> Table:
+    from rich.table import Table
+
+    table = Table(title="Rollout speed", title_justify="left")
+    for name in COLUMNS:
+        table.add_column(name, justify="left" if name in ("model", "GPU", "work", "arm") else "right")
+    for row in rows(found):
+        table.add_row(*row)
+    return table
+
+
+def _plot(found: list[Bar], path: Path) -> None:
+    """Panels: memory down, work across; in each, groups of bars by model, as multiples of BF16's speed where all have one."""
+    from flashrl_verl.bench.rollout_report import words
+    from flashrl_verl.report.figure import new_figure
+
+    memories = sorted({bar.memory_gib for bar in found}, key=lambda gib: -(gib or 0))
+    works = list(dict.fromkeys(bar.work for bar in found))
+    models = list(dict.fromkeys(bar.model for bar in found))
+    relative = all(base_of(bar, found) is not None for bar in found)
+    figure = new_figure(1.2 + 4.0 * len(works), 0.8 + 2.6 * len(memories))
+    grid = figure.subplots(len(memories), len(works), squeeze=False, sharey=relative)
+    for line, memory in zip(grid, memories, strict=True):
+        for axes, work in zip(line, works, strict=True):
+            _draw(axes, [bar for bar in found if (bar.memory_gib, bar.work) == (memory, work)], models, relative)
+            size = "" if memory is None else f", {memory:.0f} GiB"
+            axes.set_title(f"{words(work)}{size}", fontsize=9, loc="left")
+        line[0].set_ylabel("generated tokens/s, BF16 = 1" if relative else "generated tokens/s", fontsize=8)
+    handles = {label: handle for axes in grid.flat for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=len(handles), fontsize=8, frameon=False)
+    figure.suptitle(", ".join(dict.fromkeys(bar.device for bar in found)), fontsize=9, x=0.01, ha="left")
+    figure.savefig(path, dpi=150)
+
+
+def _draw(axes: Axes, here: list[Bar], models: list[str], relative: bool) -> None:
+    from flashrl_verl.config import KVCache
+    from flashrl_verl.report.palette import OF_PRECISION
+
+    arms = list(dict.fromkeys(bar.arm for bar in here))
+    width = 0.84 / max(1, len(arms))
+    for bar in here:
+        at = models.index(bar.model) + (arms.index(bar.arm) - (len(arms) - 1) / 2) * width
+        unit = statistics.median(base_of(bar, here).tokens_per_second) if relative else 1.0
+        speeds = [speed / unit for speed in bar.tokens_per_second]
+        middle = statistics.median(speeds)
+        axes.bar(
+            at,
+            middle,
+            width,
+            yerr=[[middle - min(speeds)], [max(speeds) - middle]],
+            color=OF_PRECISION[bar.arm.precision],
+            hatch=None if bar.arm.kv_cache is KVCache.AUTO else "///",  # told apart without colours too
+            edgecolor="white",
+            capsize=2,
+            label=str(bar.arm),
+        )
+        said = f"{middle:.2f}" if relative and middle != 1 else f"{statistics.median(bar.tokens_per_second):.0f}/s"
+        axes.annotate(said, (at, max(speeds)), ha="center", va="bottom", xytext=(0, 2), textcoords="offset points", fontsize=6)
+    axes.set_xticks(range(len(models)), models, fontsize=8)
+    axes.tick_params(axis="y", labelsize=8)
+    axes.margins(y=0.15)
+    axes.spines[["top", "right"]].set_visible(False)

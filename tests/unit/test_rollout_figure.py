@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several results of `flashrl bench rollout` side by side: ratios by hand, within one model, memory and work."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from flashrl_verl.bench.rollout_figure import COLUMNS, bars, rows
+from flashrl_verl.cli import app
+from flashrl_verl.errors import ConfigError
+
+WORKS = [{"sequences": 10, "prompt": 100, "response": 51}, {"sequences": 2, "prompt": 8, "response": 3}]
+
+
+def results(folder: Path, model="qwen2.5-7b", share=0.9, arms=("bf16", "int8 + fp8 KV"), seconds=(6.0, 3.0)) -> Path:
+    """As `flashrl bench rollout` writes them; the prefill of the second work took as long as the whole."""
+    settings = dict(
+        model=model, works=WORKS, repeats=1, gpu_memory_utilization=share, tensor_parallel=1, max_num_seqs=64,
+        max_num_batched_tokens=512, layers=None, seed=0,
+    )  # fmt: skip
+    head = {"settings": settings | {"config.json": {}}, "environment": {"device": "NVIDIA H200", "memory_bytes": 100 << 30}}
+    lines = [head]
+    for arm, s in zip(arms, seconds, strict=True):
+        timings = [
+            {"work": [10, 100, 51], "seconds": [s], "prefill_seconds": [1.0]},
+            {"work": [2, 8, 3], "seconds": [1.0], "prefill_seconds": [1.0]},
+        ]
+        answer = dict(layers={}, memory={"kv_tokens": 1000 * int(s)}, weights={}, device={}, timings=timings)
+        lines.append({"round": 0, "arm": arm, "answer": answer})
+    folder.mkdir()
+    (folder / "rollout.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def test_ratios_are_to_bf16_at_the_same_model_memory_and_work(tmp_path):
+    full, small = results(tmp_path / "full"), results(tmp_path / "small", share=0.5, seconds=(12.0, 3.0))
+    table = [dict(zip(COLUMNS, row, strict=True)) for row in rows([*bars(full), *bars(small)])]
+    assert [row["memory GiB"] for row in table] == ["90"] * 4 + ["50"] * 4
+    first, second, _, unknown = table[:4]
+    assert (first["tokens/s"], first["x BF16"], first["sequences fit"]) == ("85 (85-85)", "1.00", "39")  # 510 / 6; 6000 / 151
+    # 6 s for 3, and 5 s of decoding for 2.
+    assert (second["arm"], second["x BF16"], second["decode x BF16"]) == ("int8 + fp8 KV", "2.00", "2.50")
+    assert (unknown["x BF16"], unknown["decode x BF16"]) == ("1.00", "-")
+    assert (table[5]["x BF16"], table[5]["decode x BF16"]) == ("4.00", "5.50")
+
+
+def test_without_bf16_there_is_no_ratio(tmp_path):
+    (row, _) = rows(bars(results(tmp_path / "one", arms=("int8",), seconds=(3.0,))))
+    assert dict(zip(COLUMNS, row, strict=True))["x BF16"] == "-"
+
+
+def test_the_command_writes_picture_and_table(tmp_path):
+    folders = [str(results(tmp_path / name, model=name)) for name in ("qwen2.5-7b", "qwen2.5-14b")]
+    done = CliRunner().invoke(app, ["bench", "rollout-figure", *folders, "--output", str(tmp_path / "out" / "r.png")])
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "out" / "r.png").stat().st_size > 10_000
+    assert (tmp_path / "out" / "r.md").read_text().count("qwen2.5-14b") == 4
+
+
+@pytest.mark.parametrize("text", ["", "{}\n", "no json\n"])
+def test_what_is_no_result_is_named(tmp_path, text):
+    (tmp_path / "rollout.jsonl").write_text(text)
+    with pytest.raises(ConfigError, match=r"holds no results of flashrl bench rollout.*--output"):
+        bars(tmp_path)
