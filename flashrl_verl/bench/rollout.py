@@ -89,7 +89,10 @@ class Report:
             return None
         joined = {field: [s for t in found for s in getattr(t, field)] for field in ("seconds", "prefill_seconds")}
         profiles = [t.profile for t in found if t.profile is not None]
-        return Timing(work=wanted, **joined, profile=profiles[-1] if profiles else None)
+        reasons = [t.unrecorded for t in found if t.unrecorded is not None]
+        return Timing(
+            work=wanted, **joined, profile=profiles[-1] if profiles else None, unrecorded=reasons[-1] if reasons else None
+        )
 
 
 def tokens_per_second(timing: Timing) -> list[float]:

@@ -10,7 +10,7 @@ import json
 import math
 import random
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +65,9 @@ class Timing:
     prefill_seconds: list[float]
     """Of the same prompts with one token each."""
     profile: dict[str, Any] | None = None
-    """A ``StepProfile`` of the first worker, as a dictionary: of decode steps in the middle of a further rollout. None without
-    ``--profile``, and where never all sequences were decoded together."""
+    """A ``StepProfile`` of the first worker, as a dictionary: of decode steps in the middle of a further rollout."""
+    unrecorded: str | None = None
+    """Why there is no profile; None where nobody asked for one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,8 +104,9 @@ def work(job: Job) -> Answer:
             prompts = _prompts(draw, sequences, prompt, vocabulary)
             prefill.append(_generate(llm, prompts, 1))
             whole.append(_generate(llm, prompts, response))
-        recorded = _record(llm, job, _prompts(draw, sequences, prompt, vocabulary), response) if job.profile else None
-        timings.append(Timing(work=[sequences, prompt, response], seconds=whole, prefill_seconds=prefill, profile=recorded))
+        timings.append(Timing(work=[sequences, prompt, response], seconds=whole, prefill_seconds=prefill))
+    if job.profile:  # when all is timed: a GPU that has been traced may stay slower until the process ends
+        timings = [_recorded(llm, job, timing, _prompts(draw, *timing.work[:2], vocabulary)) for timing in timings]
     return Answer(layers=layers, memory=memory, weights=weights, device=device, timings=timings)
 
 
@@ -167,13 +169,16 @@ def _prompts(draw: random.Random, sequences: int, length: int, vocabulary: int) 
     return [[draw.randrange(vocabulary) for _ in range(length)] for _ in range(sequences)]
 
 
-def _record(llm: Any, job: Job, prompts: list[list[int]], response: int) -> dict[str, Any] | None:
-    """Kernels of decode steps in the middle of one more rollout, between the last prompt's end and the first response's."""
+def _recorded(llm: Any, job: Job, timing: Timing, prompts: list[list[int]]) -> Timing:
+    """With the kernels of decode steps in the middle of one more rollout, between the last prompt's end and the first
+    response's."""
+    response = timing.work[2]
     reading = math.ceil(sum(map(len, prompts)) / job.max_num_batched_tokens)
     skip = max(0, (response - reading - _RECORDED_STEPS) // 2)
     llm.collective_rpc("bench_record", args=(len(prompts), skip, _RECORDED_STEPS))
     _generate(llm, prompts, response)
-    return llm.collective_rpc("bench_recorded")[0]
+    profile, unrecorded = llm.collective_rpc("bench_recorded")[0]
+    return replace(timing, profile=profile, unrecorded=unrecorded)
 
 
 def _generate(llm: Any, prompts: list[list[int]], tokens: int) -> float:

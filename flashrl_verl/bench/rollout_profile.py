@@ -9,18 +9,21 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 CLASSES = {
-    "KV write": r"reshape_and_cache|concat_and_cache",
-    "attention": r"flash|fmha|attention|attn|reduce_segments|paged|prepare_varlen",
+    "communication": r"nccl|all_?reduce|all_?gather|reduce_?scatter|cross_device|multimem",
+    "experts": r"moe|topk_?gating|expert",
+    "KV write": r"reshape_(and_)?cache|concat_and_cache",
+    # FlashInfer's kernels of every kind have "flash" in their namespace.
+    "attention": r"flash(::|_?attn|_fwd)|fmha|attention|reduce_segments|paged_|prepare_varlen",
     "activation quantization": r"(scaled|dynamic|static|per_token|group).*quant|quant_(fp8|int8)|per_token_group",
-    "linear layers": r"gemm|gemv|nvjet|cutlass|cublas|xmma|wgmma|splitk|scaled_mm|fused_moe|moe_align|matmul|onednn"
-    r"|aten::(mm|addmm|bmm)",
+    "linear layers": r"gemm|gemv|nvjet|cutlass|cublas|xmma|wgmma|splitk|scaled_mm|matmul|onednn|aten::(mm|addmm|bmm)",
+    "sampling": r"sort|topk|top_k|top_p|gumbel|softmax|argmax|exponential|distribution|multinomial|_temperature|penalt"
+    r"|logprob|ranks?_kernel|sampl",
     "norms, rope, activation": r"rms_?norm|layer_?norm|rotary|silu|gelu|act_and_mul|triton_",
-    "sampling": r"sort|topk|top_k|gumbel|softmax|argmax|exponential|multinomial|scatter|gather|cumsum|rejection|penalt"
-    r"|logprob|rank",
     "copies": r"memcpy|memset|copy_kernel|aten::copy_",
 }
-"""Name to what the names of its kernels contain; the first that fits has it. Names of vLLM 0.24, FlashAttention 3, CUTLASS,
-cuBLAS, Triton as ``torch.compile`` names its kernels, and ATen's operators on a CPU."""
+"""Name to what the names of its kernels contain; the first that fits has it. Names are those of vLLM 0.24, FlashAttention 3,
+CUTLASS, cuBLAS, NCCL and ATen. What ``torch.compile`` makes (``triton_...``) is told from what is around it by no name: beside
+norms and activations it may hold the quantization behind them, and parts of sampling."""
 
 OTHER = "other"
 
@@ -73,13 +76,27 @@ class StepRecorder:
 
     def stop(self) -> None:
         """Give the worker its method back, whatever was recorded."""
-        if self._profile is not None:
-            self._finish(self._profile)
-            self._profile = None
         self._worker.__dict__.pop("execute_model", None)
+        recorded, self._profile = self._profile, None
+        if recorded is not None:
+            self._finish(recorded)
+
+    @property
+    def reason(self) -> str | None:
+        """Why nothing was recorded; None where something was."""
+        if self.result is not None:
+            return None
+        if not self._contexts:
+            return (
+                f"all {self._sequences} sequences were decoded together in {self._seen} steps, and {self._first} are needed: "
+                "a longer response, a larger --max-num-seqs or a larger KV cache"
+            )
+        return "the profiler saw no kernel: another one may be attached to the GPU (Nsight, DCGM), or CUPTI may not be allowed"
 
     def _step(self, scheduled: Any, *arguments: Any, **named: Any) -> Any:
-        full = len(scheduled.num_scheduled_tokens) == self._sequences == scheduled.total_num_scheduled_tokens
+        # A new request with one token is the end of a prompt, though it looks like a decode step.
+        decoding = len(scheduled.scheduled_cached_reqs.num_computed_tokens)
+        full = decoding == self._sequences == scheduled.total_num_scheduled_tokens
         self._seen += full
         if self._profile is not None and (not full or len(self._contexts) == self._steps):
             self.stop()
@@ -108,6 +125,8 @@ class StepRecorder:
         for name, _, time, count in kernels:
             milliseconds[name] += time
             launches[name] += count
+        if not kernels:
+            return
         self.result = StepProfile(
             steps=steps,
             sequences=self._sequences,

@@ -58,3 +58,15 @@ def table(config: RolloutConfig, report: Report) -> Table | None:
     for row in rows(config, report):
         drawn.add_row(*row)
     return drawn
+
+
+def notes(config: RolloutConfig, report: Report) -> list[str]:
+    """Of what was measured without a profile, and why."""
+    found = []
+    for work in config.works:
+        for arm in config.arms:
+            timing = report.timing(arm, work)
+            if config.profile and timing is not None and timing.profile is None:
+                reason = timing.unrecorded or "it was measured with --no-profile; name another --output to record it"
+                found.append(f"no profile of {words(work)}, {arm}: {reason}")
+    return found

@@ -65,11 +65,11 @@ class BenchWorkerExtension(FlashRLWorkerExtension):
         """Record, in the next rollout, ``steps`` steps that decode so many sequences, after ``skip`` such."""
         self._recorder = StepRecorder(self, sequences, skip, steps)
 
-    def bench_recorded(self) -> dict[str, Any] | None:
-        """What was recorded, a ``StepProfile``; None where no step was."""
+    def bench_recorded(self) -> tuple[dict[str, Any] | None, str | None]:
+        """What was recorded, a ``StepProfile``, or why nothing was."""
         self._recorder.stop()
         result = self._recorder.result
-        return None if result is None else asdict(result)
+        return None if result is None else asdict(result), self._recorder.reason
 
     def bench_device(self) -> dict[str, Any]:
         """Name of this worker's device, and bytes of its memory (None on a CPU)."""

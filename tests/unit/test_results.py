@@ -2,6 +2,7 @@
 """The tables in docs/results are those of the raw data beside them."""
 
 import json
+import re
 import statistics
 from pathlib import Path
 
@@ -14,10 +15,14 @@ from flashrl_verl.report import comparison
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
 
-def tables(page: str) -> list[list[list[str]]]:
+def page(name: str) -> str:
+    return (RESULTS / name).read_text()
+
+
+def tables(name: str) -> list[list[list[str]]]:
     """Every table of a page as rows of cells, header first."""
     found, rows = [], []
-    for line in [*(RESULTS / page).read_text().splitlines(), ""]:
+    for line in [*page(name).splitlines(), ""]:
         if line.startswith("|"):
             rows.append([cell.strip() for cell in line.strip("|").split("|")])
         elif rows:
@@ -121,14 +126,24 @@ def _mismatch(metrics) -> list[str]:
         assert list(steps) == list(range(1, 11)), key
         return found
 
-    kl, score = values("rollout_corr/k3_kl"), values("critic/score/mean")
+    kl, perplexity, score = map(values, ("rollout_corr/k3_kl", "rollout_corr/rollout_ppl", "critic/score/mean"))
     return [
-        *(f"{value:.1e}" for value in (kl[0], statistics.median(kl), kl[-1])),
+        f"{statistics.mean(kl[:4]):.1e}",
+        f"{kl[-1]:.1e}",
+        f"{perplexity[0]:.0f} -> {perplexity[-1]:.1f}",
         f"{min(values('training/rollout_actor_probs_pearson_corr')):.4f}",
         f"{min(values('rollout_corr/rollout_is_eff_sample_size')):.4f}",
         f"{sum(values('flashrl/receipts_verified')):.0f}",
         f"{score[0]:.2f} -> {score[-1]:.2f}",
     ]
+
+
+def test_how_far_the_recipes_runs_are_in_words():
+    runs = sorted(path for path in (RESULTS / "recipe").iterdir() if path.is_dir())
+    far = {run.label: statistics.mean(run.metrics.series("rollout_corr/k3_kl")[1][:4]) for run in comparison.compare(runs).runs}
+    words = re.search(r"INT8 is (\d+) times .* BF16, INT8 with an FP8 KV cache (\d+) times, FP8 (\d+)", page("recipe.md"), re.S)
+    for said, name in zip(words.groups(), ("int8", "int8-kv-fp8", "fp8"), strict=True):
+        assert float(said) == pytest.approx(far[name] / far["bf16"], rel=0.05)
 
 
 def test_every_rollout_is_in_the_tables_with_its_figures():

@@ -21,14 +21,28 @@ from flashrl_verl.plan.schedule import Work
 
 @pytest.mark.parametrize(
     "kernel, expected",
-    # As torch's profiler names them for vLLM 0.24 on Hopper, and as ATen does on a CPU.
+    # Names of the sources of vLLM 0.24, FlashAttention 3, FlashInfer, NCCL and ATen; template arguments are left out.
     [
         ("nvjet_sm90_tst_128x64_64x8_1x2_h_bz_TNT", "linear layers"),
         (
             "void cutlass::device_kernel<vllm::enable_sm90_or_later<cutlass::gemm::kernel::GemmUniversal<...> > >",
             "linear layers",
         ),
-        ("fused_moe_kernel", "linear layers"),
+        ("fused_moe_kernel", "experts"),
+        ("void vllm::moe::topkGating<8, 128, 4, 16, 32, int>(...)", "experts"),
+        ("void vllm::moe::count_and_sort_expert_tokens_kernel<int>(...)", "experts"),
+        ("void vllm::moe_sum_kernel<c10::BFloat16, 8>(...)", "experts"),
+        ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "communication"),
+        ("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "communication"),
+        ("void vllm::cross_device_reduce_1stage<__nv_bfloat16, 2>(...)", "communication"),
+        ("flashinfer::trtllm_allreduce_fusion::allreduce_fusion_kernel_oneshot_lamport<...>", "communication"),
+        ("void flashinfer::norm::RMSNormKernel<8u, __nv_bfloat16>(...)", "norms, rope, activation"),
+        ("void flashinfer::sampling::TopKTopPSamplingFromProbKernel<...>", "sampling"),
+        ("_reshape_cache_per_token_head", "KV write"),
+        ("reshape_and_cache_kernel_flash", "KV write"),
+        ("void at::native::vectorized_gather_kernel<16, long>(...)", "other"),
+        ("_gather_block_tables_kernel", "other"),
+        ("_temperature_kernel", "sampling"),
         ("void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<...> > >", "attention"),
         ("void flash::prepare_varlen_num_blocks_kernel<...>(int)", "attention"),
         ("kernel_unified_attention_2d", "attention"),
@@ -65,11 +79,12 @@ class Worker:
         return "output"
 
 
-def step(*tokens: int, context: int = 0):
+def step(*tokens: int, context: int = 0, new: int = 0):
+    """A scheduled step; the last ``new`` sequences are new requests."""
     return SimpleNamespace(
         num_scheduled_tokens={str(i): count for i, count in enumerate(tokens)},
         total_num_scheduled_tokens=sum(tokens),
-        scheduled_cached_reqs=SimpleNamespace(num_computed_tokens=[context] * len(tokens)),
+        scheduled_cached_reqs=SimpleNamespace(num_computed_tokens=[context] * (len(tokens) - new)),
     )
 
 
@@ -96,12 +111,37 @@ def test_a_rollout_that_ends_early_is_a_profile_of_what_there_was():
     assert (recorder.result.steps, recorder.result.context) == (2, pytest.approx(5.5))
 
 
-def test_a_rollout_without_such_a_step_is_no_profile():
+def test_a_rollout_without_such_a_step_says_why_there_is_no_profile():
     worker = Worker()
-    recorder = StepRecorder(worker, sequences=2, skip=0, steps=1)
+    recorder = StepRecorder(worker, sequences=2, skip=3, steps=1)
     worker.execute_model(step(1))
+    worker.execute_model(step(1, 1))
     recorder.stop()
     assert recorder.result is None and "execute_model" not in vars(worker)
+    assert "all 2 sequences were decoded together in 1 steps, and 4 are needed" in recorder.reason
+
+
+def test_prompts_of_one_token_are_no_decode_step():
+    worker = Worker()
+    recorder = StepRecorder(worker, sequences=2, skip=0, steps=1)
+    worker.execute_model(step(1, 1, new=2))
+    worker.execute_model(step(1, 1, new=1))
+    assert recorder.result is None
+    worker.execute_model(step(1, 1))
+    worker.execute_model(step(1, 1))
+    assert recorder.result.steps == 1 and recorder.reason is None
+
+
+def test_a_profile_without_kernels_is_none():
+    class Idle(Worker):
+        def execute_model(self, scheduled):
+            return "output"
+
+    worker = Idle()
+    recorder = StepRecorder(worker, sequences=1, skip=0, steps=1)
+    worker.execute_model(step(1))
+    recorder.stop()
+    assert recorder.result is None and "the profiler saw no kernel" in recorder.reason
 
 
 def test_the_table_has_the_step_its_floor_and_what_no_kernel_is_by_hand(tmp_path):
@@ -122,9 +162,23 @@ def test_the_table_has_the_step_its_floor_and_what_no_kernel_is_by_hand(tmp_path
     # 7.07e9 parameters of the layers and the head in 2 bytes, and 28 layers x 4 heads x 128 x 2 x 2 bytes a token.
     assert floor == pytest.approx((14.14e9 + 1250 * 57344) / 4.3e12, rel=0.03)
     (row,) = rollout_steps.rows(config, report)
+    assert rollout_steps.table(config, report).row_count == 1 and rollout_steps.notes(config, report) == []
     assert row[1:] == ["bf16", "125", "20.00", f"{1e3 * floor:.2f}", f"{floor / 0.02:.0%}", "2.00", "15.50", "2.50"]
 
 
 def test_without_a_profile_there_is_no_table(tmp_path):
     report = Report(settings={}, environment={}, results=[])
     assert rollout_steps.columns(report) == []
+
+
+def test_what_was_not_recorded_is_named_with_the_reason(tmp_path):
+    arm, work = Arm(precision=Precision.BF16), Work(sequences=10, prompt=100, response=51)
+    config = RolloutConfig(
+        model="qwen2.5-7b", arms=(arm,), works=(work,), rounds=1, repeats=1, gpu_memory_utilization=0.9, tensor_parallel=1,
+        max_num_seqs=64, max_num_batched_tokens=512, layers=None, seed=0, output=tmp_path,
+    )  # fmt: skip
+    timing = Timing(work=[10, 100, 51], seconds=[1.1], prefill_seconds=[0.1], unrecorded="a reason")
+    answer = Answer(layers={}, memory={}, weights={}, device={}, timings=[timing])
+    report = Report(settings={}, environment={}, results=[Result(round=0, arm="bf16", answer=answer)])
+    assert rollout_steps.table(config, report) is None
+    assert rollout_steps.notes(config, report) == ["no profile of 10 x (100 -> 51), bf16: a reason"]

@@ -4,7 +4,6 @@
 Activations get one scale per token and 128 input columns, dynamically. Scales are float32 and absmax / 448, no powers of two:
 DeepGEMM, for which vLLM makes them such where it finds it (Hopper and Blackwell), is not used. The kernels are vLLM's: CUTLASS
 from Hopper on (built with CUDA 12.0 for 9.0, 12.8 from 10.0), Triton on Ada; a CPU multiplies the same codes in float32.
-Nothing here has been run on a GPU yet.
 """
 
 import torch
