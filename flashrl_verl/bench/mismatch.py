@@ -112,6 +112,7 @@ class Report:
     date: str
     seed: int
     seconds: float
+    """Of the command that ended it: without the engines that one before a stop had asked."""
     results: list[PrecisionResult]
 
     def to_json(self) -> str:

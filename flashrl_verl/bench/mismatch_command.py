@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from flashrl_verl.console import new_console
+
+if TYPE_CHECKING:
+    from flashrl_verl.bench.mismatch import MismatchConfig
 
 
 def mismatch(
@@ -42,9 +45,7 @@ def mismatch(
     from transformers.utils import logging
 
     from flashrl_verl.bench import mismatch as bench
-    from flashrl_verl.bench import mismatch_kept, mismatch_report
     from flashrl_verl.bench.arms import arms_of
-    from flashrl_verl.process_tree import Stopped
 
     logging.disable_progress_bar()  # it would break the status line
 
@@ -58,6 +59,15 @@ def mismatch(
         seed=seed,
         output=output.expanduser().resolve(),
     )
+    _compare(config)
+
+
+def _compare(config: MismatchConfig) -> None:
+    """Run, print the tables, write the files."""
+    from flashrl_verl.bench import mismatch as bench
+    from flashrl_verl.bench import mismatch_kept, mismatch_report
+    from flashrl_verl.process_tree import Stopped
+
     console = new_console()
     with console.status("starting") as status:
 

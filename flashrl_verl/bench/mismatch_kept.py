@@ -17,6 +17,7 @@ from flashrl_verl.compat import check_versions
 from flashrl_verl.whole_file import write_whole
 
 _END = ".kept.json"
+_PACKAGE = Path(__file__).parents[1]
 
 
 def forget(folder: Path) -> None:
@@ -78,8 +79,9 @@ class KeptAnswers:
         return self._folder / (name_of(job) + _END)
 
     def _of(self, job: Job) -> str:
-        """SHA-256 of all that an answer depends on; of the weights, their files' sizes and times."""
-        files = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in sorted(Path(job.model).iterdir()) if f.is_file()]
+        """SHA-256 of all that an answer depends on; of the weights and of this package, their files' sizes and times."""
+        places = [*sorted(Path(job.model).iterdir()), *sorted(_PACKAGE.rglob("*.py"))]
+        files = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in places if f.is_file()]
         versions = {finding.component.module: str(finding.installed) for finding in check_versions()}
         software = versions | {"flashrl_verl": __version__, "python": platform.python_version()}
         return hashlib.sha256(json.dumps([asdict(job), files, software, self._device]).encode()).hexdigest()
