@@ -76,6 +76,8 @@ def _flat(cfg):
 
 CORRECTIONS = {
     ("token", 2.0, None, False): "tis",
+    ("token", 5.0, None, False): "tis_5",
+    ("token", 8.0, None, False): "tis_8",
     ("sequence", 2.0, None, False): "seq_tis",
     ("token", "0.5_5.0", None, False): "icepop",
     (None, None, "seq_mean_k1", False): "geo_rs",
@@ -122,6 +124,15 @@ def test_option_of_a_group_can_be_chosen_on_the_command_line(entry, option):
         ],
     }
     assert chosen[group] == name
+
+
+@pytest.mark.parametrize("correction", sorted(CORRECTIONS.values()))
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_a_correction_that_is_chosen_is_the_one_that_runs_in_every_experiment(experiment, correction):
+    """No key of an experiment outlives the preset it was set for."""
+    found = _through_main_flashrl(experiment, f"correction={correction}").algorithm.rollout_correction
+    told = tuple(found[key] for key in ("rollout_is", "rollout_is_threshold", "rollout_rs", "bypass_mode"))
+    assert CORRECTIONS[told] == correction
 
 
 @pytest.mark.parametrize("experiment", ["base", "quickstart", "dapo_qwen2.5_32b_int8"])
