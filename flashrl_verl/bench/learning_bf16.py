@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flashrl_verl.bench import engine_process
-from flashrl_verl.bench.engine_child import run_child
+from flashrl_verl.bench.engine_child import drop_prefix_cache, run_child
 from flashrl_verl.bench.learning import ASSETS, LearningConfig, Run
 from flashrl_verl.bench.learning_run import checkpoint_of
 from flashrl_verl.data.source import sha256
@@ -56,9 +56,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """How many models were asked; their figures are in their files."""
-
-    done: int
+    """Nothing: the figures are in the models' files."""
 
 
 class TimeOver(Exception):
@@ -166,12 +164,12 @@ def work(job: Job, folder: Path) -> Answer:
     llm = _start(job, asked)
     for model, file in job.models:
         llm.collective_rpc(update_from, args=(model, 1))
-        llm.reset_prefix_cache()  # it holds the keys and values of the weights before
+        drop_prefix_cache(llm)
         outputs = engine.generate(llm, asked, folder / "bf16.progress")
         texts = [tokenizer.decode(list(output.token_ids), skip_special_tokens=True) for output in outputs]
         write_whole(Path(file), (json.dumps(facts | figures_of(problems, texts, job.seed)) + "\n").encode())
     (folder / "bf16.progress").unlink(missing_ok=True)
-    return Answer(done=len(job.models))
+    return Answer()
 
 
 def figures_of(problems: Sequence[Any], texts: Sequence[str], seed: int) -> dict[str, Any]:
