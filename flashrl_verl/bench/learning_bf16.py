@@ -83,8 +83,16 @@ def keep_weights(run: Run, steps: int) -> None:
         return
     step = checkpoint_of(run.folder)
     if step != steps:
-        raise FlashRLError(f"{run.name} is finished, and its last checkpoint is of step {step} of {steps}: was it removed?")
-    export(Request(checkpoint=run.folder / "checkpoints" / f"global_step_{step}", output=run.folder / MODEL))
+        what = f"its last checkpoint is of step {step}" if step else "it has no checkpoint"
+        raise FlashRLError(f"{run.name} is finished at step {steps}, and {what}. {_remedy(run)}")
+    checkpoint = run.folder / "checkpoints" / f"global_step_{step}"
+    if not checkpoint.is_dir():
+        raise FlashRLError(f"{run.name} is finished, and {checkpoint} is gone. {_remedy(run)}")
+    export(Request(checkpoint=checkpoint, output=run.folder / MODEL))
+
+
+def _remedy(run: Run) -> str:
+    return f"Put it back, or remove {run.folder} to train it again"
 
 
 def ask(config: LearningConfig, composed: DictConfig, pairs: Sequence[tuple[Path, Path]], seconds: float) -> None:
