@@ -67,9 +67,8 @@ def test_chains_are_refused_from_the_first_one_that_there_is_not(rate, steps):
         longer = []
         for terms, value in chains:
             up, down = ([t for t in range(1, 4) if 0 <= value + sign * t <= 99] for sign in (1, -1))
-            chosen = (
-                up or [-t for t in down] if rate == 0 else [-t for t in down] or up if rate == 1 else up + [-t for t in down]
-            )
+            down = [-term for term in down]
+            chosen = {0.0: up or down, 1.0: down or up}.get(rate, up + down)
             longer += [((*terms, term), value + term) for term in chosen]
         chains = longer
     there = len({terms for terms, _ in chains})
