@@ -161,20 +161,12 @@ def test_a_fault_before_the_first_step_of_two_runs_stops_everything_where_none_h
     assert state_of(runs[0], STEPS).error == ("ValueError: no such file",)
 
 
-def test_a_single_run_that_fails_twice_before_its_first_step_names_the_option_that_tries_again(runs):
-    with pytest.raises(FlashRLError, match=r"bf16:none seed 0 \(2 times\) failed before its first step.*--retry"):
-        scripted(runs[:1], limits(), "raise ValueError('no such file')")
-
-
 def test_a_run_that_fails_first_ends_none_that_is_still_starting(runs):
     """The first one fails at once, as one that found no memory; the others take a while to their first step."""
     seen = Seen()
 
     def prepare(run):
-        marker = run.folder / "failed"
-        fails = run == runs[0] and not marker.exists()
-        run.folder.mkdir(parents=True, exist_ok=True)
-        marker.touch()
+        fails = run == runs[0] and not seen.of(Event.FAILED)
         words = ["-c", "raise ValueError('no port')"] if fails else [str(PROGRAM), str(run.folder), str(STEPS), "0.5", "0"]
         return [sys.executable, *words], {}, OmegaConf.create({})
 
@@ -205,9 +197,9 @@ def test_a_fault_before_the_first_step_is_the_runs_own_where_another_has_trained
     assert state.status is Status.FAILED and "before its last step without an error" in state.error[0]
 
 
-def test_a_run_that_never_logs_is_ended_and_has_failed(runs):
+def test_a_run_that_never_logs_is_ended_and_has_failed_and_the_only_one_is_tried_twice(runs):
     started = time.monotonic()
-    with pytest.raises(FlashRLError, match="before its first step"):
+    with pytest.raises(FlashRLError, match=r"bf16:none seed 0 \(2 times\) failed before its first step.*--retry"):
         scripted(runs[:1], limits(first_s=1.0), "import time; print('hello', flush=True); time.sleep(99)")
     assert time.monotonic() - started < 30
     assert state_of(runs[0], STEPS).error == ("ended: it had not logged its first step for 1 s (--first-step-limit)", "hello")
