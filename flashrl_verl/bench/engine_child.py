@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from flashrl_verl.config import FlashRLConfig
+from flashrl_verl.errors import FlashRLError
 from flashrl_verl.whole_file import write_whole
 
 _GPU_MEMORY_SHARE = 0.9
@@ -78,6 +79,20 @@ def start(
     if vllm_device() == "cuda":
         arguments["gpu_memory_utilization"] = gpu_memory_utilization or _share_of_free_memory()
     return vllm.LLM(model, skip_tokenizer_init=True, worker_extension_cls=worker_extension, dtype="bfloat16", **arguments)
+
+
+def drop_prefix_cache(llm: Any) -> None:
+    """Forget the keys and values of the weights before an update: else the next answers would be half the former model's.
+
+    Raises:
+        FlashRLError: vLLM kept them, which it only logs.
+    """
+    if not llm.reset_prefix_cache():
+        raise FlashRLError(
+            "vLLM did not reset its prefix cache after a weight update, because requests hold blocks of it: answers would "
+            "mix keys and values of two models. Of this one nothing was measured; vLLM's warning is in the engine's log. Run "
+            "the command again"
+        )
 
 
 def _share_of_free_memory() -> float:

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import gzip
 import io
+import os
 import shutil
 import tarfile
 import uuid
 import zlib
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -26,9 +26,6 @@ from flashrl_verl.errors import ConfigError, FlashRLError
 
 _LOG_BYTES = 64 << 10
 """Kept of a log: its end. Most of a log is Ray's."""
-
-FILES = ("metrics.jsonl", "run.json", "config.yaml", "bf16.json")
-"""Of a run, besides its log and its weights."""
 
 
 class _Parts(io.RawIOBase):
@@ -48,12 +45,17 @@ class _Parts(io.RawIOBase):
                 stream.write(view[at])
         return len(view)
 
+    def sync(self) -> None:
+        """Wait until all that was written is on the disk."""
+        for file in self.files:
+            with file.open("rb") as stream:
+                os.fsync(stream.fileno())
+
     def _pieces(self, total: int) -> Iterator[slice]:
         start = 0
         while start < total:
             if not self._room:
                 self.files.append(part_of(self._archive, len(self.files)))
-                self.files[-1].unlink(missing_ok=True)
                 self._room = self._limit
             end = min(total, start + self._room)
             self._room -= end - start
@@ -74,8 +76,15 @@ def parts_of(archive: Path) -> list[Path]:
     return found
 
 
+def _surplus(archive: Path, kept: int) -> list[Path]:
+    """Parts of an older, larger archive of this name: from number ``kept`` on, behind a gap too (there are at most 1000)."""
+    numbers = (path.name.removeprefix(f"{archive.name}.") for path in archive.parent.glob("*.[0-9][0-9]*"))
+    parts = {part_of(archive, int(number)) for number in numbers if number.isdecimal() and kept <= int(number) < 1000}
+    return sorted(part for part in parts if part.is_file())
+
+
 def pack(output: Path, archive: Path, part_bytes: int) -> list[Path]:
-    """Write the archive's parts; an older one of the same name is replaced.
+    """Write the archive's parts; an older one of the same name is replaced once the new one is whole.
 
     Args:
         output: of ``flashrl bench learning``.
@@ -83,40 +92,84 @@ def pack(output: Path, archive: Path, part_bytes: int) -> list[Path]:
         part_bytes: most of a part.
 
     Raises:
-        ConfigError: the folder is none of this bench's, or one of its runs is going on.
+        ConfigError: the folder is none of this bench's, one of its runs is going on, or something is gone without which runs
+            could not go on from the archive.
+        OSError: no space, no rights, ...; the older archive is unchanged unless the parts were being renamed.
     """
-    from flashrl_verl.bench.learning import ASSETS, RUNS, SETTINGS
+    from flashrl_verl.bench.learning import RUNS
     from flashrl_verl.bench.learning_run import process_of
+    from flashrl_verl.run_directory import LOG_FILE
+    from flashrl_verl.whole_file import move
+
+    kept = _shared(output)
+    runs = sorted(path for path in (output / RUNS).glob("*") if path.is_dir())
+    for run in runs:
+        if (pid := process_of(run)) is not None:
+            raise ConfigError(f"{run.name} is going on as process {pid}: its checkpoint may change meanwhile. End it first")
+        kept += _kept(run)
+    archive.parent.mkdir(parents=True, exist_ok=True)
+    parts = _Parts(archive.with_name(f".{archive.name}.{uuid.uuid4().hex}"), part_bytes)
+    try:
+        with gzip.GzipFile(fileobj=parts, mode="wb", mtime=0) as stream, tarfile.open(fileobj=stream, mode="w|") as tar:
+            for path in kept:
+                tar.add(path, path.relative_to(output))
+            for run in runs:
+                _add_log(tar, run / LOG_FILE, output)
+        parts.sync()
+        done = [part_of(archive, number) for number in range(len(parts.files))]
+        for scratch, part in zip(parts.files, done, strict=True):
+            move(scratch, part)
+    finally:  # Ctrl-C too
+        for scratch in parts.files:
+            scratch.unlink(missing_ok=True)
+    for old in _surplus(archive, len(done)):  # they would be taken for the new archive's end
+        old.unlink()
+    return done
+
+
+def _shared(output: Path) -> list[Path]:
+    """What all runs have in common."""
+    from flashrl_verl.bench.learning import ASSETS, SETTINGS
+    from flashrl_verl.bench.learning_bf16 import FILE
+    from flashrl_verl.toy.assets import whole_manifest
 
     if not (output / SETTINGS).is_file():
         raise ConfigError(
             f"{output} has no {SETTINGS}: it is no --output of flashrl bench learning, or its model was never made"
         )
-    runs = sorted(path for path in (output / RUNS).glob("*") if path.is_dir())
-    for run in runs:
-        if (pid := process_of(run)) is not None:
-            raise ConfigError(f"{run.name} is going on as process {pid}: its checkpoint may change meanwhile. End it first")
-    for old in parts_of(archive):
-        old.unlink()
-    archive.parent.mkdir(parents=True, exist_ok=True)
-    parts = _Parts(archive, part_bytes)
-    with gzip.GzipFile(fileobj=parts, mode="wb", mtime=0) as stream, tarfile.open(fileobj=stream, mode="w|") as tar:
-        for path in (output / SETTINGS, output / "bf16.json", output / ASSETS, *(p for run in runs for p in _kept(run))):
-            if path.exists():
-                tar.add(path, path.relative_to(output))
-        for run in runs:
-            _add_log(tar, run / "train.log", output)
-    return parts.files
+    if whole_manifest(output / ASSETS) is None:
+        raise ConfigError(
+            f"{output / ASSETS} is gone or not whole, and no run goes on without the model and the data that it started from. "
+            "Put it back before packing"
+        )
+    return [output / SETTINGS, output / ASSETS, *_there(output, FILE)]
 
 
 def _kept(run: Path) -> list[Path]:
+    """Of one run, besides its log: what it measured, and the weights or the checkpoint."""
+    from flashrl_verl.bench.learning_bf16 import FILE, MODEL
     from flashrl_verl.bench.learning_run import checkpoint_of
-    from flashrl_verl.run_directory import LATEST
+    from flashrl_verl.report.run import METRICS_FILE, RUN_FILE
+    from flashrl_verl.run_directory import CONFIG_FILE, LATEST
 
-    if (run / "model").is_dir():
-        return [*(run / name for name in FILES), run / "model"]
-    checkpoints, step = run / "checkpoints", checkpoint_of(run)
-    return [*(run / name for name in FILES), *([checkpoints / LATEST, checkpoints / f"global_step_{step}"] if step else [])]
+    files = _there(run, METRICS_FILE, RUN_FILE, CONFIG_FILE, FILE)
+    if (run / MODEL).is_dir():
+        return [*files, run / MODEL]
+    if not (step := checkpoint_of(run)):
+        return files
+    latest = run / "checkpoints" / LATEST
+    checkpoint = latest.with_name(f"global_step_{step}")
+    if not checkpoint.is_dir():
+        raise ConfigError(
+            f"{latest} names step {step}, and {checkpoint} is gone: the run could not go on from an archive. Put it back, or "
+            f"remove {run} to train it anew"
+        )
+    return [*files, latest, checkpoint]
+
+
+def _there(folder: Path, *names: str) -> list[Path]:
+    """Those of a folder's files that have been written: a run that was stopped early has not all of them."""
+    return [folder / name for name in names if (folder / name).is_file()]
 
 
 def _add_log(tar: tarfile.TarFile, log: Path, output: Path) -> None:
@@ -157,8 +210,7 @@ def unpack(archive: Path, output: Path) -> None:
             f"{archive}: a part is missing or damaged ({error}); there are {names}. Nothing was unpacked"
         ) from error
     finally:
-        with suppress(OSError):
-            shutil.rmtree(scratch, ignore_errors=True)
+        shutil.rmtree(scratch, ignore_errors=True)
 
 
 # ---- commands ----

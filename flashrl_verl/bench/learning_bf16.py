@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flashrl_verl.bench import engine_process
-from flashrl_verl.bench.engine_child import run_child
+from flashrl_verl.bench.engine_child import drop_prefix_cache, run_child
 from flashrl_verl.bench.learning import ASSETS, LearningConfig, Run
 from flashrl_verl.bench.learning_run import checkpoint_of
 from flashrl_verl.data.source import sha256
@@ -56,9 +56,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """How many models were asked; their figures are in their files."""
-
-    done: int
+    """Nothing: the figures are in the models' files."""
 
 
 class TimeOver(Exception):
@@ -85,8 +83,16 @@ def keep_weights(run: Run, steps: int) -> None:
         return
     step = checkpoint_of(run.folder)
     if step != steps:
-        raise FlashRLError(f"{run.name} is finished, and its last checkpoint is of step {step} of {steps}: was it removed?")
-    export(Request(checkpoint=run.folder / "checkpoints" / f"global_step_{step}", output=run.folder / MODEL))
+        what = f"its last checkpoint is of step {step}" if step else "it has no checkpoint"
+        raise FlashRLError(f"{run.name} is finished at step {steps}, and {what}. {_remedy(run)}")
+    checkpoint = run.folder / "checkpoints" / f"global_step_{step}"
+    if not checkpoint.is_dir():
+        raise FlashRLError(f"{run.name} is finished, and {checkpoint} is gone. {_remedy(run)}")
+    export(Request(checkpoint=checkpoint, output=run.folder / MODEL))
+
+
+def _remedy(run: Run) -> str:
+    return f"Put it back, or remove {run.folder} to train it again"
 
 
 def ask(config: LearningConfig, composed: DictConfig, pairs: Sequence[tuple[Path, Path]], seconds: float) -> None:
@@ -166,12 +172,12 @@ def work(job: Job, folder: Path) -> Answer:
     llm = _start(job, asked)
     for model, file in job.models:
         llm.collective_rpc(update_from, args=(model, 1))
-        llm.reset_prefix_cache()  # it holds the keys and values of the weights before
+        drop_prefix_cache(llm)
         outputs = engine.generate(llm, asked, folder / "bf16.progress")
         texts = [tokenizer.decode(list(output.token_ids), skip_special_tokens=True) for output in outputs]
         write_whole(Path(file), (json.dumps(facts | figures_of(problems, texts, job.seed)) + "\n").encode())
     (folder / "bf16.progress").unlink(missing_ok=True)
-    return Answer(done=len(job.models))
+    return Answer()
 
 
 def figures_of(problems: Sequence[Any], texts: Sequence[str], seed: int) -> dict[str, Any]:

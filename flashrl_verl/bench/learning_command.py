@@ -4,19 +4,18 @@
 from __future__ import annotations
 
 import time
-from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
 from flashrl_verl.console import new_console
-from flashrl_verl.errors import ConfigError
+from flashrl_verl.errors import ConfigError, FlashRLError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from flashrl_verl.bench.learning import LearningConfig
+    from flashrl_verl.bench.learning import LearningConfig, Run
     from flashrl_verl.toy.warmup import Accuracy
 
 DEFAULT_ARMS = "bf16:none,int8:none,int8:tis,fp8:none,fp8:tis,fp8:seq_tis"
@@ -54,8 +53,8 @@ def learning(
     """Learning curves on chains of sums, by precision of the rollout and correction, over seeds; in pieces, if need be.
 
     The same command goes on after a stop, and arms and seeds may be added. Words after the options are Hydra overrides for
-    every run. Exit code 0: all runs are finished and evaluated in BF16. 3: time was over first. 1: a run failed twice, or the
-    first one before its first step.
+    every run. Exit code 0: all runs are finished and evaluated in BF16. 3: time was over first. 1: a run failed twice, or
+    no run trained a step.
     """
     from flashrl_verl.bench.learning import LearningConfig, arms_of, seeds_of
     from flashrl_verl.run_directory import check_output
@@ -123,7 +122,7 @@ def _learn(config: LearningConfig, over: float, no_news_s: tuple[float, float], 
     from flashrl_verl.bench import learning as bench
     from flashrl_verl.bench import learning_recipe
     from flashrl_verl.bench.learning_board import Board
-    from flashrl_verl.bench.learning_schedule import Limits, Schedule
+    from flashrl_verl.bench.learning_schedule import Event, Limits, News, Schedule
     from flashrl_verl.process_tree import Stopped
 
     learning_recipe.check_arms(config)
@@ -132,41 +131,73 @@ def _learn(config: LearningConfig, over: float, no_news_s: tuple[float, float], 
     bench.write_settings(config)
     first_s, between_s = no_news_s
     limits = Limits(parallel=config.parallel, seconds=over - time.monotonic(), first_s=first_s, between_s=between_s)
-    code, left = None, []
+    code, evaluation = None, _Evaluation([], [])
     try:
         with Board(console, config.steps) as board:
+
+            def tell(news: News) -> None:
+                board.tell(news)
+                if news.event is Event.FINISHED:  # at once: this is small enough to be carried to another machine
+                    _keep(config, [news.state.run])  # what goes wrong is said where all are looked at, in `_evaluate`
+
             prepare = learning_recipe.preparation(config)
-            Schedule(config.runs(), config.steps, limits, prepare, board.tell, board.watch, retry=retry).carry_out()
-        left = _evaluate(config, over - limits.ending_s, console)
+            Schedule(config.runs(), config.steps, limits, prepare, tell, board.watch, retry=retry).carry_out()
+        evaluation = _evaluate(config, over - limits.ending_s, console)
     except Stopped as stopped:
         code = stopped.exit_code
-    found = _report(config, left, console)
+    found = _report(config, evaluation.left, console)
+    if code is None and evaluation.errors:  # behind the report: what was trained is there all the same
+        raise FlashRLError("\n".join(evaluation.errors))
     return found if code is None else code
 
 
-def _evaluate(config: LearningConfig, over: float, console: Console) -> list[tuple[Path, Path]]:
-    """Ask the last weights of all runs in BF16 when none is left to run; returns what is still to be asked."""
+class _Evaluation(NamedTuple):
+    left: list[tuple[Path, Path]]
+    """Models to be asked by the next command, because time was over: their folders, and the files that get the figures."""
+    errors: list[str]
+    """Why others are not asked."""
+
+
+def _evaluate(config: LearningConfig, over: float, console: Console) -> _Evaluation:
+    """Ask the last weights of all runs in BF16 when none is left to run."""
     from flashrl_verl.bench import learning_bf16 as bf16
     from flashrl_verl.bench.learning_recipe import compose_run
     from flashrl_verl.bench.learning_run import Status, state_of
-    from flashrl_verl.export.command import quiet
 
     states = [state_of(run, config.steps) for run in config.runs()]
     finished = [state.run for state in states if state.status is Status.FINISHED]
-    with quiet():
-        for run in finished:  # at once, and not when all are: this is small enough to be carried to another machine
-            bf16.keep_weights(run, config.steps)
-    pairs = bf16.left_over(config, finished)
+    lost = _keep(config, finished) if time.monotonic() < over else {}
+    there, errors = [run for run in finished if run not in lost], list(lost.values())
+    pairs = bf16.left_over(config, there)
     if not finished or not pairs or len(finished) + sum(s.status is Status.FAILED for s in states) < len(states):
-        return []
+        return _Evaluation([], errors)
     left = over - time.monotonic()
     if left >= bf16.LEAST_S:
         console.print(
             f"asking {len(pairs)} models in BF16, log in {config.output / 'bf16.log'}", highlight=False, soft_wrap=True
         )
-        with suppress(bf16.TimeOver):
+        try:
             bf16.ask(config, compose_run(config, finished[0]), pairs, left)
-    return bf16.left_over(config, finished)
+        except bf16.TimeOver:
+            pass
+        except FlashRLError as error:
+            return _Evaluation([], [*errors, str(error)])
+    return _Evaluation(bf16.left_over(config, there), errors)
+
+
+def _keep(config: LearningConfig, finished: list[Run]) -> dict[Run, str]:
+    """Write the last weights of runs that have none yet; returns why some cannot be written."""
+    from flashrl_verl.bench import learning_bf16 as bf16
+    from flashrl_verl.export.command import quiet
+
+    lost = {}
+    with quiet():
+        for run in finished:
+            try:
+                bf16.keep_weights(run, config.steps)
+            except (FlashRLError, OSError) as error:
+                lost[run] = str(error)
+    return lost
 
 
 def _report(config: LearningConfig, left: list[tuple[Path, Path]], console: Console) -> int:

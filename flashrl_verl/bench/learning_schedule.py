@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -35,9 +36,9 @@ class Limits:
     """Kept for ending what runs: ``process_tree.PATIENCE`` comes to 35 s, and the report is still to be written."""
     closing_s: float = 40.0
     """Before time is over: from then on a run is ended as soon as it has saved, so that less is done twice."""
-    first_s: float = 240.0
+    first_s: float
     """To a run's first line of metrics, its start-up and its first validation included."""
-    between_s: float = 120.0
+    between_s: float
     """From a line of metrics to the next. Whoever waits longer waits for something that does not come."""
     poll_s: float = 1.0
     """Between two looks."""
@@ -105,6 +106,8 @@ class Schedule:
         # What is begun first: its checkpoint is worth more than another beginning.
         self._waiting = [state.run for state in sorted(left, key=lambda state: state.status is Status.NEW)]
         self._going: list[Attempt] = []
+        self._failures: Counter[Run] = Counter()
+        """Of this command's attempts: what failed under an earlier one may have been mended."""
         self._next_start = 0.0
 
     def carry_out(self) -> None:
@@ -112,7 +115,7 @@ class Schedule:
 
         Raises:
             Stopped: Ctrl-C or SIGTERM.
-            FlashRLError: a run failed before its first step, and no run has ever trained one.
+            FlashRLError: two runs failed, or one ``TRIES`` times, and no run has ever trained a step.
         """
         over = time.monotonic() + self._limits.seconds - self._limits.ending_s
         with stoppable():
@@ -133,7 +136,7 @@ class Schedule:
     def _start_one(self, left: float) -> None:
         limits = self._limits
         free = len(self._going) < limits.parallel and time.monotonic() >= self._next_start
-        if not self._waiting or not free or left < limits.start_s:
+        if not self._waiting or not free or left < limits.start_s or self._hopeless():
             return
         run = self._waiting.pop(0)
         self._next_start = time.monotonic() + limits.stagger_s
@@ -147,14 +150,27 @@ class Schedule:
             self._going.remove(attempt)
             if self._settle(attempt) is not Event.FAILED:
                 continue
-            state = state_of(attempt.run, self._steps)
-            if not any(state_of(run, self._steps).step for run in self._runs):
-                raise FlashRLError(
-                    f"{state.run.name} failed before its first step, as any run would: none has trained a step yet. What it "
-                    f"said is above and in {state.run.folder / LOG_FILE}"
-                )
-            if state.failures < TRIES:
+            self._failures[attempt.run] += 1
+            if state_of(attempt.run, self._steps).failures < TRIES:
                 self._waiting.append(attempt.run)
+        if not self._going and self._hopeless():
+            raise FlashRLError(self._why_hopeless())
+
+    def _hopeless(self) -> bool:
+        """Whether what went wrong is likely to go wrong in every run. A single failure may be a neighbour's doing (see
+        ``TRIES``), and what is still starting may show that it was."""
+        often = len(self._failures) > 1 or any(count >= TRIES for count in self._failures.values())
+        return often and not any(state_of(run, self._steps).step for run in self._runs)
+
+    def _why_hopeless(self) -> str:
+        names = [f"{run.name}{f' ({count} times)' if count > 1 else ''}" for run, count in self._failures.items()]
+        last = next(reversed(self._failures))
+        failed = any(state_of(run, self._steps).status is Status.FAILED for run in self._failures)
+        return (
+            f"{', '.join(names)} failed before {'their' if len(names) > 1 else 'its'} first step, as any run would: none has "
+            f"trained a step yet. What was said is above and in {last.folder / LOG_FILE}"
+            + (". What failed twice is tried again with --retry" if failed else "")
+        )
 
     def _close(self) -> None:
         for attempt in self._going:

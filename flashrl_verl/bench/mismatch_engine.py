@@ -18,7 +18,7 @@ import torch
 
 from flashrl_verl.bench import engine_process
 from flashrl_verl.bench.arms import Arm
-from flashrl_verl.bench.engine_child import Bucket, run_child, start, update
+from flashrl_verl.bench.engine_child import Bucket, drop_prefix_cache, run_child, start, update
 from flashrl_verl.config import FlashRLConfig, KVCache, Precision
 from flashrl_verl.errors import FlashRLError
 from flashrl_verl.quantization.formats import weight_format
@@ -128,7 +128,7 @@ def work(job: Job) -> Answer:
     llm.collective_rpc("monkey_patch_model", kwargs={"vocab_size": job.vocab_size})  # as verl's server does
     ready = time.monotonic()
     (updated,) = llm.collective_rpc(update_from, args=(job.model,))
-    llm.reset_prefix_cache()
+    drop_prefix_cache(llm)
     loaded = time.monotonic()
     responses, log_probs = _sample(llm, job)
     sampled = time.monotonic()

@@ -15,6 +15,12 @@ from flashrl_verl.quantization.parameter import QuantizedWeight
 from flashrl_verl.quantization.whole_blocks import require_whole_blocks
 
 
+def _row_ranks(layer: torch.nn.Module, ranks: int, parts: int) -> list[int]:
+    """Ranks among which the rows of each projection are cut; vLLM's ``output_size`` counts a KV head for each that has it."""
+    shared = ranks // getattr(layer, "num_kv_head_replicas", 1)  # of a QKVParallelLinear
+    return [ranks] + [shared] * (parts - 1)
+
+
 @register_weight_loader_v2_supported_method
 class QuantizedLinearMethod(LinearMethodBase):
     """Symmetric 8-bit weights with a scale per output channel or block, and dynamic 8-bit activations per token.
@@ -41,7 +47,8 @@ class QuantizedLinearMethod(LinearMethodBase):
         shape = sum(output_partition_sizes), input_size_per_partition
         require_whole_blocks(
             Precision(self.format.name), self._prefix, output_partition_sizes, input_size_per_partition,
-            row_ranks=output_size // shape[0], column_ranks=input_size // shape[1],
+            row_ranks=_row_ranks(layer, output_size // shape[0], len(output_partition_sizes)),
+            column_ranks=input_size // shape[1],
         )  # fmt: skip
         # A plain Parameter without a loader: no checkpoint tensor is ever copied into it, only `QuantizedWeight` writes it.
         scales = torch.nn.Parameter(torch.ones(self.format.scale_shape(*shape), dtype=torch.float32), requires_grad=False)

@@ -144,7 +144,7 @@ class QuantizedMoEMethod(FusedMoEMethodBase):
     ) -> None:
         # One check for both: rows of one are columns of the other.
         parallel, rows = self.moe.moe_parallel_config, intermediate_size_per_partition
-        require_whole_blocks(Precision(self.format.name), self._prefix, [rows], hidden_size, row_ranks=parallel.tp_size)
+        require_whole_blocks(Precision(self.format.name), self._prefix, [rows], hidden_size, row_ranks=[parallel.tp_size])
         shapes = {
             "w13_weight": (num_experts, 2 * intermediate_size_per_partition, hidden_size),
             "w2_weight": (num_experts, hidden_size, intermediate_size_per_partition),

@@ -12,6 +12,7 @@ from typing import Any
 from flashrl_verl.config import FlashRLConfig, Precision
 from flashrl_verl.quantization.selection import LayerSelection, expert_parts, fused_parts
 from flashrl_verl.quantization.whole_blocks import require_whole_blocks
+from flashrl_verl.rules import positive_integer
 
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
@@ -25,7 +26,7 @@ PACKED: dict[str, Mapping[str, tuple[str, ...]]] = {
 }
 """``model_type`` of the known families, and the checkpoint's layers that vLLM fuses into one."""
 
-_KEYS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "num_key_value_heads")
+_KEYS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
 _KEYS_OF = {"qwen3": ("head_dim",), "qwen3_moe": ("head_dim", "moe_intermediate_size")}
 """Without one of these, or a number of experts, transformers takes a default of the family, which is not repeated here."""
 
@@ -40,8 +41,8 @@ class RankLayer:
     """Output rows of each fused projection."""
     columns: int
     """Input columns."""
-    row_ranks: int = 1
-    """Ranks among which the rows are cut."""
+    row_ranks: tuple[int, ...]
+    """Ranks among which the rows of each are cut: fewer than there are, where ranks share a KV head."""
     column_ranks: int = 1
     """And the columns."""
 
@@ -53,10 +54,11 @@ class RankLayer:
 
 def attention(hidden: int, heads: int, kv_heads: int, head_dim: int, ranks: int) -> list[RankLayer]:
     """The projections of an attention; ``ranks`` divides ``heads``, and ``kv_heads`` or is a multiple of it."""
-    query, key = heads // ranks * head_dim, max(1, kv_heads // ranks) * head_dim
+    shared = min(ranks, kv_heads)
+    query, key = heads // ranks * head_dim, kv_heads // shared * head_dim
     return [
-        RankLayer(name="self_attn.qkv_proj", parts=(query, key, key), columns=hidden, row_ranks=ranks),
-        RankLayer(name="self_attn.o_proj", parts=(hidden,), columns=query, column_ranks=ranks),
+        RankLayer(name="self_attn.qkv_proj", parts=(query, key, key), columns=hidden, row_ranks=(ranks, shared, shared)),
+        RankLayer(name="self_attn.o_proj", parts=(hidden,), columns=query, row_ranks=(1,), column_ranks=ranks),
     ]
 
 
@@ -65,10 +67,10 @@ def mlp(hidden: int, width: int, ranks: int, *, experts: bool) -> list[RankLayer
     columns of the other."""
     rows = width // ranks
     if experts:
-        return [RankLayer(name="mlp.experts", parts=(rows,), columns=hidden, row_ranks=ranks)]
+        return [RankLayer(name="mlp.experts", parts=(rows,), columns=hidden, row_ranks=(ranks,))]
     return [
-        RankLayer(name="mlp.gate_up_proj", parts=(rows, rows), columns=hidden, row_ranks=ranks),
-        RankLayer(name="mlp.down_proj", parts=(hidden,), columns=rows, column_ranks=ranks),
+        RankLayer(name="mlp.gate_up_proj", parts=(rows, rows), columns=hidden, row_ranks=(ranks, ranks)),
+        RankLayer(name="mlp.down_proj", parts=(hidden,), columns=rows, row_ranks=(1,), column_ranks=ranks),
     ]
 
 
@@ -96,6 +98,18 @@ def _experts(config: Mapping[str, Any]) -> int:
     return config.get("num_experts") or config.get("num_local_experts") or 0
 
 
+def _known(config: Mapping[str, Any]) -> bool:
+    """Whether the numbers are those of a known family, each a number: what else they may be, null too, its code decides."""
+    family, experts = config.get("model_type"), _experts(config)
+    if not isinstance(family, str) or family not in PACKED:
+        return False
+    numbers = [config.get(key) for key in (*_KEYS, *_KEYS_OF.get(family, ()))]
+    optional = [config.get(key) for key in ("num_key_value_heads", "head_dim", "decoder_sparse_step")]
+    numbers += [number for number in (*optional, experts or None) if number is not None]
+    there = "num_key_value_heads" in config and isinstance(config.get("mlp_only_layers") or [], list)
+    return there and all(map(positive_integer, numbers)) and bool(experts or family != "qwen3_moe")
+
+
 def require_blocks_of_model(config: Mapping[str, Any], settings: FlashRLConfig, ranks: int) -> None:
     """Refuse a model that an engine would refuse, layer for layer and in its words; one of no known family is left to it.
 
@@ -107,11 +121,9 @@ def require_blocks_of_model(config: Mapping[str, Any], settings: FlashRLConfig, 
     Raises:
         ConfigError: as ``require_whole_blocks``; or ``flashrl.ignore`` names some of what vLLM keeps in one weight.
     """
-    family = config.get("model_type", "")
-    packed, experts = PACKED.get(family), _experts(config)
-    known = packed is not None and {*_KEYS, *_KEYS_OF.get(family, ())} <= config.keys() and (experts or family != "qwen3_moe")
-    if settings.precision.block is None or not known:
+    if settings.precision.block is None or not _known(config):
         return
+    packed, experts = PACKED[config["model_type"]], _experts(config)
     selection = LayerSelection(
         ignore=settings.ignore, keep_first=settings.keep_first_layers, keep_last=settings.keep_last_layers
     )

@@ -15,7 +15,7 @@ from flashrl_verl.errors import ConfigError
 
 
 def require_whole_blocks(
-    precision: Precision, name: str, parts: Sequence[int], columns: int, *, row_ranks: int = 1, column_ranks: int = 1
+    precision: Precision, name: str, parts: Sequence[int], columns: int, *, row_ranks: Sequence[int] = (), column_ranks: int = 1
 ) -> None:
     """Refuse a layer that is not made of whole blocks; precisions with a scale a row take any.
 
@@ -24,7 +24,8 @@ def require_whole_blocks(
         name: vLLM's, of the layer.
         parts: output rows of each fused projection that this rank has.
         columns: input columns that it has.
-        row_ranks: ranks among which tensor parallelism cuts the rows.
+        row_ranks: of each projection, ranks among which tensor parallelism cuts the rows: where several hold the same KV head,
+            fewer than there are. Without any they are not cut.
         column_ranks: and the columns.
 
     Raises:
@@ -34,8 +35,10 @@ def require_whole_blocks(
     rows = next((rows for rows in parts if rows % block), parts[0])
     if rows % block == 0 and columns % block == 0:
         return
-    cut = row_ranks > 1 or column_ranks > 1
-    on_one_rank = cut and not any(part * row_ranks % block for part in parts) and columns * column_ranks % block == 0
+    row_ranks = row_ranks or [1] * len(parts)
+    cut = max(*row_ranks, column_ranks) > 1
+    whole = [part * ranks for part, ranks in zip(parts, row_ranks, strict=True)]
+    on_one_rank = cut and not any(rows % block for rows in whole) and columns * column_ranks % block == 0
     fewer = "or a smaller actor_rollout_ref.rollout.tensor_model_parallel_size, " if on_one_rank else ""
     raise ConfigError(
         f"{name}: flashrl.precision={precision.value} has a scale for every {block} x {block} block of a weight, but of a "

@@ -111,15 +111,20 @@ def make_assets(
     return Assets(root=root, made=made, reused=False)
 
 
-def made_before(root: Path, config: AssetsConfig) -> dict[str, Any] | None:
-    """The record in `root`'s manifest, if its recipe is the same and its files are there; else None."""
+def whole_manifest(root: Path) -> dict[str, Any] | None:
+    """What `root`'s manifest says, if all files that it names are there in their size; else None."""
     try:
         manifest = json.loads((root / MANIFEST).read_text())
-        same = manifest["recipe"] == config.recipe()
         whole = all((root / name).stat().st_size == size for name, size in manifest["files"].items())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return manifest["made"] if same and whole else None
+    return manifest if whole else None
+
+
+def made_before(root: Path, config: AssetsConfig) -> dict[str, Any] | None:
+    """The record in `root`'s manifest, if its recipe is the same and its files are there; else None."""
+    manifest = whole_manifest(root) or {}
+    return manifest.get("made") if manifest.get("recipe") == config.recipe() else None
 
 
 def _make(root: Path, config: AssetsConfig, on_probe: Callable[[int, Accuracy], None] | None, device: str) -> dict[str, Any]:

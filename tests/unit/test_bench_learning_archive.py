@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """`flashrl bench learning-pack` and `learning-unpack`: what travels, and that a torn archive leaves nothing."""
 
+import json
 import os
+import resource
+import sys
+from contextlib import contextmanager
 
 import pytest
 from learning_runs import KEY, config, write_metrics, write_record
+from omegaconf import OmegaConf
 from typer.testing import CliRunner
 
 from flashrl_verl.bench.learning_archive import pack, part_of, parts_of, unpack
-from flashrl_verl.bench.learning_run import Status, state_of
+from flashrl_verl.bench.learning_run import Attempt, Status, process_of, state_of, stop_all
 from flashrl_verl.cli import app
 from flashrl_verl.errors import ConfigError, FlashRLError
 from flashrl_verl.run_directory import LATEST
@@ -26,6 +31,8 @@ def cfg(tmp_path):
     finished, unfinished, *_ = made.runs()
     write(made.output / "settings.json", b"{}")
     write(made.output / "assets" / "model" / "model.safetensors", os.urandom(5000))
+    manifest = {"recipe": {}, "made": {}, "files": {"model/model.safetensors": 5000}}
+    write(made.output / "assets" / "manifest.json", json.dumps(manifest).encode())
     write(made.output / "learning.png")
     write_metrics(finished, {0: {KEY: 0.3}, 4: {KEY: 0.5}})
     write(finished.folder / "model" / "model.safetensors", os.urandom(3000))
@@ -81,6 +88,63 @@ def test_a_smaller_archive_leaves_no_parts_of_a_larger_one(cfg, tmp_path):
     archive = tmp_path / "runs.tar"
     assert len(pack(cfg.output, archive, 1000)) > len(pack(cfg.output, archive, 4000)) == len(parts_of(archive))
     assert not part_of(archive, 5).exists()
+
+
+def test_parts_of_an_older_archive_behind_a_gap_do_not_join_a_newer_one(cfg, tmp_path):
+    archive, other = tmp_path / "runs.tar", tmp_path / "runs.tar.2"
+    pack(cfg.output, archive, 1000)
+    part_of(archive, 7).unlink()
+    write(other)  # somebody else's
+    parts = pack(cfg.output, archive, 4000)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == [*(p.name for p in parts), other.name]
+
+
+@contextmanager
+def no_file_longer_than(size):
+    """As on a full disk: writing fails, after ``size`` bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_pack_that_fails_in_the_middle_leaves_the_older_archive_as_it_was(cfg, tmp_path):
+    archive = tmp_path / "a" / "runs.tar"
+    pack(cfg.output, archive, 4000)
+    before = files_of(archive.parent)
+    write(cfg.output / "assets" / "model" / "model.safetensors", os.urandom(5000))
+    with no_file_longer_than(3000), pytest.raises(OSError):
+        pack(cfg.output, archive, 4000)
+    assert files_of(archive.parent) == before
+    unpack(archive, tmp_path / "back")
+
+
+@pytest.mark.parametrize(
+    ("gone", "named"),
+    [
+        ("runs/int8-tis-seed0/checkpoints/global_step_2", "int8-tis-seed0.*names step 2.*is gone.*Put it back, or remove"),
+        ("assets/model", "assets is gone or not whole"),
+        ("assets", "assets is gone or not whole"),
+    ],
+)
+def test_a_folder_whose_runs_could_not_go_on_is_not_packed(cfg, tmp_path, gone, named):
+    (cfg.output / gone).rename(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match=named):
+        pack(cfg.output, tmp_path / "a" / "runs.tar", 4000)
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_folder_of_which_a_run_is_going_on_is_not_packed(cfg, tmp_path):
+    run = cfg.runs()[2]
+    attempt = Attempt(run, [sys.executable, "-c", "import time; time.sleep(99)"], {}, OmegaConf.create({}))
+    try:
+        with pytest.raises(ConfigError, match=f"bf16-none-seed1 is going on as process {process_of(run.folder)}"):
+            pack(cfg.output, tmp_path / "runs.tar", 4000)
+    finally:
+        stop_all([attempt])
+    assert pack(cfg.output, tmp_path / "runs.tar", 4000)
 
 
 def test_neither_a_folder_of_something_else_is_packed_nor_one_overwritten(cfg, tmp_path):

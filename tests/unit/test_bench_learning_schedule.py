@@ -28,7 +28,8 @@ STEPS = 4
 
 
 def limits(**more) -> Limits:
-    return Limits(**{**dict(parallel=2, seconds=60, stagger_s=0.0, start_s=0.0, ending_s=0.0, poll_s=0.02), **more})
+    waits = dict(first_s=60.0, between_s=60.0, stagger_s=0.0, start_s=0.0, ending_s=0.0, poll_s=0.02)
+    return Limits(**{**dict(parallel=2, seconds=60), **waits, **more})
 
 
 class Seen:
@@ -153,11 +154,40 @@ def scripted(runs, bounds, script):
     return seen
 
 
-def test_a_fault_before_the_first_step_stops_everything_where_no_run_has_trained(runs):
-    with pytest.raises(FlashRLError, match="bf16:none seed 0 failed before its first step, as any run would"):
+def test_a_fault_before_the_first_step_of_two_runs_stops_everything_where_none_has_trained(runs):
+    with pytest.raises(FlashRLError, match="bf16:none seed 0, int8:tis seed 0 failed before their first step, as any run"):
         scripted(runs, limits(parallel=1), "raise ValueError('no such file')")
-    assert states(runs) == [Status.UNFINISHED, *[Status.NEW] * 3], "the same command tries again"
+    assert states(runs) == [Status.UNFINISHED] * 2 + [Status.NEW] * 2, "the same command tries again"
     assert state_of(runs[0], STEPS).error == ("ValueError: no such file",)
+
+
+def test_a_run_that_fails_first_ends_none_that_is_still_starting(runs):
+    """The first one fails at once, as one that found no memory; the others take a while to their first step."""
+    seen = Seen()
+
+    def prepare(run):
+        fails = run == runs[0] and not seen.of(Event.FAILED)
+        words = ["-c", "raise ValueError('no port')"] if fails else [str(PROGRAM), str(run.folder), str(STEPS), "0.5", "0"]
+        return [sys.executable, *words], {}, OmegaConf.create({})
+
+    Schedule(runs, STEPS, limits(parallel=3), prepare, seen.tell, seen.watch).carry_out()
+    assert seen.of(Event.FAILED) == [runs[0].name] and states(runs) == [Status.FINISHED] * 4
+
+
+def test_second_tries_wait_until_another_run_has_trained_where_two_failed(runs):
+    """Two of the first three fail at once; the others log their first step a second after their start."""
+    seen, began = Seen(), []
+
+    def prepare(run):
+        again = run.name in dict(began)
+        began.append((run.name, any(state_of(one, STEPS).step for one in runs)))
+        words = [str(PROGRAM), str(run.folder), str(STEPS), "1.0", "0"]
+        fails = run in runs[:2] and not again
+        return [sys.executable, *(["-c", "raise ValueError('no port')"] if fails else words)], {}, OmegaConf.create({})
+
+    Schedule(runs, STEPS, limits(parallel=3), prepare, seen.tell, seen.watch).carry_out()
+    assert states(runs) == [Status.FINISHED] * 4 and sorted(seen.of(Event.FAILED)) == [run.name for run in runs[:2]]
+    assert began[-2:] == [(name, True) for name in seen.of(Event.FAILED)]
 
 
 def test_a_fault_before_the_first_step_is_the_runs_own_where_another_has_trained(runs):
@@ -167,9 +197,9 @@ def test_a_fault_before_the_first_step_is_the_runs_own_where_another_has_trained
     assert state.status is Status.FAILED and "before its last step without an error" in state.error[0]
 
 
-def test_a_run_that_never_logs_is_ended_and_has_failed(runs):
+def test_a_run_that_never_logs_is_ended_and_has_failed_and_the_only_one_is_tried_twice(runs):
     started = time.monotonic()
-    with pytest.raises(FlashRLError, match="before its first step"):
+    with pytest.raises(FlashRLError, match=r"bf16:none seed 0 \(2 times\) failed before its first step.*--retry"):
         scripted(runs[:1], limits(first_s=1.0), "import time; print('hello', flush=True); time.sleep(99)")
     assert time.monotonic() - started < 30
     assert state_of(runs[0], STEPS).error == ("ended: it had not logged its first step for 1 s (--first-step-limit)", "hello")

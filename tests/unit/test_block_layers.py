@@ -120,17 +120,28 @@ def test_what_is_not_whole_blocks_is_refused_with_the_layer_both_numbers_and_the
 @pytest.mark.parametrize(
     "parts, columns, ranks, helps",
     [
-        ([256, 64, 64], 512, (2, 1), True),
-        ([256, 64, 64], 136, (2, 1), False),
-        ([512], 1728, (1, 8), True),
-        ([512], 172, (1, 2), False),
-        ([64], 128, (1, 1), False),
+        ([256, 64, 64], 512, ([2, 2, 2], 1), True),
+        ([256, 64, 64], 512, ([2, 1, 1], 1), False),
+        ([256, 64, 64], 136, ([2, 2, 2], 1), False),
+        ([512], 1728, ([1], 8), True),
+        ([512], 172, ([1], 2), False),
+        ([64], 128, ([1], 1), False),
     ],
 )
 def test_another_tensor_parallel_size_is_named_only_where_one_rank_would_have_whole_blocks(parts, columns, ranks, helps):
     with pytest.raises(ConfigError) as caught:
         require_whole_blocks(Precision.FP8_BLOCK, "x", parts, columns, row_ranks=ranks[0], column_ranks=ranks[1])
     assert ("or a smaller actor_rollout_ref.rollout.tensor_model_parallel_size" in str(caught.value)) == helps
+
+
+@pytest.mark.parametrize("replicas, cut", [(1, [4, 4, 4]), (2, [4, 2, 2]), (4, [4, 1, 1])])
+def test_rows_of_a_kv_head_that_ranks_share_are_cut_among_fewer(replicas, cut):
+    from flashrl_verl.quantization.linear import _row_ranks
+
+    layer = torch.nn.Module()
+    layer.num_kv_head_replicas = replicas  # as vLLM's QKVParallelLinear of four ranks has it
+    assert _row_ranks(layer, 4, 3) == cut
+    assert _row_ranks(torch.nn.Module(), 4, 2) == [4, 4]
 
 
 @pytest.mark.parametrize("parts, columns", [([256, 128, 128], 896), ([4864, 4864], 896), ([128], 128)])

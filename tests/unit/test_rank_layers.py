@@ -87,6 +87,14 @@ def test_where_one_rank_has_no_whole_blocks_either_no_smaller_size_is_named(tmp_
         assert "136 input columns" in said and "tensor_model_parallel_size" not in said
 
 
+@pytest.mark.parametrize("kv_heads, helps", [(1, False), (2, True)], ids=["ranks share a KV head", "one KV head a rank"])
+def test_no_smaller_size_is_named_where_it_gives_no_rank_more_of_a_kv_head(tmp_path, kv_heads, helps):
+    model = load_config("qwen2.5-0.5b").to_dict() | {"hidden_size": 1024, "num_attention_heads": 16, "head_dim": 64}
+    said = refusal(run(tmp_path, model | {"num_key_value_heads": kv_heads}, 2))
+    assert "qkv_proj" in said and "64 output rows x 1024 input columns" in said
+    assert ("a smaller actor_rollout_ref.rollout.tensor_model_parallel_size" in said) == helps
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -112,6 +120,24 @@ def test_a_layer_that_is_left_over_is_the_one_that_is_named(tmp_path):
 def test_what_is_not_known_is_left_to_the_engine(tmp_path, change):
     config = {key: value for key, value in {**load_config("qwen2.5-0.5b").to_dict(), **change}.items() if value is not None}
     validate_config(run(tmp_path, config, 2))
+
+
+NUMBERS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "head_dim", "moe_intermediate_size")
+
+
+@pytest.mark.parametrize("value", [None, "896", 0, True, [1]], ids=str)
+@pytest.mark.parametrize("key", NUMBERS)
+def test_numbers_that_are_none_are_left_to_the_engine(tmp_path, key, value):
+    model = load_config("qwen3-30b-a3b").to_dict()
+    with pytest.raises(ConfigError, match="192 output rows"):
+        require_blocks_of_model(model, BLOCKS, 4)
+    validate_config(run(tmp_path, model | {key: value}, 4))
+
+
+def test_kv_heads_that_are_null_are_as_many_as_heads():
+    model = load_config("qwen2.5-0.5b").to_dict() | {"num_key_value_heads": None}
+    with pytest.raises(ConfigError, match="448 output rows"):
+        require_blocks_of_model(model, BLOCKS, 2)
 
 
 def test_a_model_that_is_not_here_or_cannot_be_read_is_left_to_others(tmp_path):
