@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashrl_verl import report, run_directory
 from flashrl_verl.compat import check_versions, require_verl
+from flashrl_verl.config import Precision
 from flashrl_verl.errors import ConfigError, FlashRLError
 from flashrl_verl.local_paths import check_paths
 from flashrl_verl.log_excerpt import last_error
@@ -29,6 +30,7 @@ from flashrl_verl.process_tree import ProcessTree, Stopped, stoppable
 from flashrl_verl.progress import PLAIN_INTERVAL, Display
 from flashrl_verl.recipe_process import MODULE, ROOT, environment
 from flashrl_verl.toy.assets import Assets, AssetsConfig, make_assets
+from flashrl_verl.toy.model import toy_for
 from flashrl_verl.validation import validate_config
 
 if TYPE_CHECKING:
@@ -169,7 +171,7 @@ def run_quickstart(config: QuickstartConfig, console: Console) -> int:
     log_from = log.stat().st_size if log.is_file() else 0
     with stoppable():
         try:
-            assets = _assets(config, console)
+            assets = _assets(config, Precision(composed.flashrl.precision), console)
             attempt["seconds"]["assets"] = time.monotonic() - started
             run["assets"] = assets.made
             code = _train(config.output, overrides, total, run, log_from, console)
@@ -209,8 +211,8 @@ def how_to_go_on(composed: DictConfig) -> str:
     return f"No checkpoint was saved, so this run cannot be resumed{remedy}."
 
 
-def _assets(config: QuickstartConfig, console: Console) -> Assets:
-    asked, spoke = AssetsConfig(seed=config.seed), time.monotonic()
+def _assets(config: QuickstartConfig, precision: Precision, console: Console) -> Assets:
+    asked, spoke = AssetsConfig(seed=config.seed, model=toy_for(precision)), time.monotonic()
     console.print(
         f"toy model: supervised warm-up to an accuracy of {asked.warmup.target_accuracy:.2f}, about 130 updates, 16 s on two "
         f"idle cores; made once, in {config.output / 'assets'}",

@@ -79,6 +79,7 @@ def _compare(config: MismatchConfig) -> None:
         try:
             report = bench.run(config, progress)
         except Stopped as stopped:
+            console.print("stopped; the same command goes on behind the engines that have answered", highlight=False)
             raise typer.Exit(stopped.exit_code) from None
     written = mismatch_report.write(report, config.output)
     mismatch_kept.forget(config.output)

@@ -21,22 +21,19 @@ if TYPE_CHECKING:
 TOY = "toy"
 """Value of ``--model`` for the quickstart's model, made and warmed up on the spot."""
 
-_WHOLE_BLOCKS = {"num_kv_heads": 4}
-"""Of a toy in which every projection is whole blocks of 128 x 128: keys have 4 x 32 rows instead of 64."""
-
 
 def toy_config(config: MismatchConfig) -> ToyModelConfig:
-    """The quickstart's model, or one of whole blocks where an arm has scales by block: all arms have the same."""
-    from flashrl_verl.toy.model import ToyModelConfig
+    """All arms have the same toy."""
+    from flashrl_verl.toy.model import toy_for
 
-    return ToyModelConfig(**_WHOLE_BLOCKS) if _block_arms(config) else ToyModelConfig()
+    return toy_for(*(arm.precision for arm in config.arms))
 
 
 def model_name(config: MismatchConfig) -> str:
     """As a report names it."""
     if config.model != TOY:
         return config.model
-    return f"{TOY} with {_WHOLE_BLOCKS['num_kv_heads']} KV heads, for whole blocks" if _block_arms(config) else TOY
+    return f"{TOY} with {toy_config(config).num_kv_heads} KV heads, for whole blocks" if _block_arms(config) else TOY
 
 
 def checkpoint(config: MismatchConfig, progress: Callable[[str], None]) -> Path:

@@ -84,6 +84,7 @@ def _measure(config: RolloutConfig) -> None:
 
             report = bench.run(config, progress)
     except Stopped as stopped:
+        console.print("stopped; the same command goes on behind the engines that are measured", highlight=False)
         raise typer.Exit(stopped.exit_code) from None
     written = rollout_report.write(config, report)
     console.print(rollout_report.memory_table(config, report))

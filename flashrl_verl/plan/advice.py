@@ -59,7 +59,7 @@ def advise(outcomes: list[Outcome], shape: ModelShape, engine: Engine) -> list[s
     if len(plain) == 1:
         return ["Take bf16: eight bits do not fit or have no tensor cores here."]
     best = _best(plain[1:])
-    said = _worth(best, outcomes[0])
+    said = _worth(best, outcomes[0], engine)
     with_kv = max((o for o in able if o.choice.eight_bit_kv), key=lambda o: o.speedup, default=best)
     if with_kv.speedup > max(WORTH, KV_WORTH * best.speedup):
         said.append(
@@ -76,7 +76,7 @@ def advise(outcomes: list[Outcome], shape: ModelShape, engine: Engine) -> list[s
 
 def _about(outcome: Outcome) -> str:
     key = f"flashrl.kv_cache={outcome.choice.kv_cache.value}"
-    return f"An 8-bit KV cache ({key}) has a mismatch of its own, with which nothing has been trained on GPUs here yet."
+    return f"An 8-bit KV cache ({key}) has a mismatch of its own (docs/kv_cache.md), with which no long run has been trained."
 
 
 def _best(plain: list[Outcome]) -> Outcome:
@@ -86,7 +86,7 @@ def _best(plain: list[Outcome]) -> Outcome:
     return int8[0] if int8 and fastest.choice.precision is Precision.FP8 else fastest
 
 
-def _worth(best: Outcome, bf16: Outcome) -> list[str]:
+def _worth(best: Outcome, bf16: Outcome, engine: Engine) -> list[str]:
     if best.speedup < WORTH:
         return [
             f"Stay with BF16 weights: eight bits alone make the rollout {best.speedup:.2f}x as fast, and bring a mismatch. "
@@ -95,7 +95,8 @@ def _worth(best: Outcome, bf16: Outcome) -> list[str]:
         ]
     step = 1 / (1 - STEP_SHARE + STEP_SHARE / best.speedup)
     whole = f"{step:.2f}x of a whole step that is {STEP_SHARE:.0%} rollout"
-    said = [f"Take {best.choice}: {best.speedup:.2f}x of BF16's rollout, {whole}."]
+    layout = f"--tensor-parallel {engine.tensor_parallel} for both"
+    said = [f"Take {best.choice}: {best.speedup:.2f}x of BF16's rollout with {layout}, {whole}."]
     if best.timeline.steps < bf16.timeline.steps:
         said.append("Part of that is memory: beside BF16 weights fewer sequences find room in the KV cache at a time.")
     return said

@@ -93,6 +93,7 @@ def make_plan(
         outcomes = [
             o if o.timeline is None else Outcome(**{**vars(o), "speedup": base.seconds / o.timeline.seconds}) for o in outcomes
         ]
+    said = advise(outcomes, shape, engine)
     return Plan(
         model=model,
         gpu=gpu,
@@ -105,7 +106,7 @@ def make_plan(
         written_bytes={
             precision.value: weight_bytes(shape, Choice(precision=precision), engine.tensor_parallel) for precision in Precision
         },
-        advice=(*advise(outcomes, shape, engine), *_layouts(outcomes, shape, gpu, gpus, engine, work)),
+        advice=(said[0], *_layouts(outcomes, shape, gpu, gpus, engine, work), *said[1:]),
         not_planned=tuple(not_planned),
         blocks_refused=_blocks_refused(shape, engine.tensor_parallel),
     )

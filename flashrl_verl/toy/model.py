@@ -7,6 +7,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from flashrl_verl.config import Precision
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, Qwen2ForCausalLM
 
@@ -33,6 +35,12 @@ class ToyModelConfig:
     rope_theta: float = 100.0
     """Base of the rotary embedding. Low, because a sequence is 17 tokens long: with Qwen's 1e6 most
     dimensions would hardly turn and digits would be harder to tell apart by position."""
+
+
+def toy_for(*precisions: Precision) -> ToyModelConfig:
+    """The quickstart's model; where one of the precisions has scales by block, with four KV heads: 4 x 32 rows of keys are a
+    whole block of 128, as are all others' rows and columns."""
+    return ToyModelConfig(num_kv_heads=4) if any(precision.block for precision in precisions) else ToyModelConfig()
 
 
 def build_model(tokenizer: PreTrainedTokenizerBase, config: ToyModelConfig, *, seed: int) -> Qwen2ForCausalLM:

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from flashrl_verl import __version__, quickstart
 from flashrl_verl.cli import app
+from flashrl_verl.config import Precision
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.process_tree import ProcessTree
 from flashrl_verl.progress import Display
@@ -105,7 +106,7 @@ def test_the_warm_up_is_announced_before_it_begins_and_told_of_without_a_termina
         return Assets(root=root, made=made, reused=False)
 
     monkeypatch.setattr(quickstart, "make_assets", make)
-    quickstart._assets(QuickstartConfig(output=tmp_path), Console(file=out, width=200))
+    quickstart._assets(QuickstartConfig(output=tmp_path), Precision.INT8, Console(file=out, width=200))
     [before], told = said, out.getvalue()
     assert before.startswith("toy model: supervised warm-up") and str(tmp_path / "assets") in before
     assert "update 20, accuracy 0.30" in told and "update 10" not in told
