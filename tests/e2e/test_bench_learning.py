@@ -155,5 +155,6 @@ def test_an_engine_that_runs_out_of_time_is_ended(tmp_path):
     learning.make(cfg)
     with pytest.raises(bf16.TimeOver):
         bf16.ask(cfg, compose_run(cfg, cfg.runs()[0]), bf16.left_over(cfg, []), 1.0)
-    assert len(bf16.left_over(cfg, [])) == 1
+    # So small a model may be done while it is being ended: then its figures are whole.
+    assert bf16.left_over(cfg, []) or json.loads((tmp_path / bf16.FILE).read_text())["metrics"]
     assert not [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path / "bf16.job.json") in (p.info["cmdline"] or [])]
