@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flashrl_verl import report, run_directory
-from flashrl_verl.compat import check_versions, require_verl
+from flashrl_verl.compat import require_verl
 from flashrl_verl.config import Precision
 from flashrl_verl.errors import ConfigError, FlashRLError
 from flashrl_verl.local_paths import check_paths
@@ -29,6 +29,7 @@ from flashrl_verl.log_excerpt import last_error
 from flashrl_verl.process_tree import ProcessTree, Stopped, stoppable
 from flashrl_verl.progress import PLAIN_INTERVAL, Display
 from flashrl_verl.recipe_process import MODULE, ROOT, environment
+from flashrl_verl.software import installed_versions
 from flashrl_verl.toy.assets import Assets, AssetsConfig, make_assets
 from flashrl_verl.toy.model import toy_for
 from flashrl_verl.validation import validate_config
@@ -198,7 +199,7 @@ def _facts(config: QuickstartConfig, overrides: list[str], composed: DictConfig)
         "correction": OmegaConf.to_container(correction, resolve=True),
         "seed": config.seed,
         "total_steps": composed.trainer.total_training_steps,
-        "versions": {finding.component.module: finding.installed for finding in check_versions()},
+        "versions": installed_versions(),
     }
 
 

@@ -21,8 +21,8 @@ from pathlib import Path
 
 import torch
 
-from flashrl_verl.compat import check_versions
 from flashrl_verl.errors import ConfigError, FlashRLError
+from flashrl_verl.software import installed_versions
 
 NODE = {"rollout_is": "token", "rollout_is_threshold": 2.0}
 """TIS: the correction that is measured."""
@@ -88,7 +88,7 @@ def run(
             progress(f"{responses} responses of up to {longest} tokens: {words.format(ranks=ranks)}")
             rows = responses if part != "flashrl" else -(-responses // ranks)
             costs.append(_in_own_process(part, rows, longest, repeats))
-    versions = {finding.component.module: finding.installed for finding in check_versions()}
+    versions = installed_versions()
     return Report(
         responses=responses,
         ranks=ranks,

@@ -16,12 +16,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from flashrl_verl import __version__
-from flashrl_verl.compat import check_versions
 from flashrl_verl.config import Precision
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.report.run import METRICS_FILE
 from flashrl_verl.run_directory import MAY_CHANGE
+from flashrl_verl.software import software
 from flashrl_verl.toy.assets import Assets, AssetsConfig, made_before, make_assets
 from flashrl_verl.toy.chain import ChainConfig
 from flashrl_verl.toy.model import ToyModelConfig
@@ -216,9 +215,8 @@ def environment(hardware: str) -> dict[str, str]:
     """Versions and device."""
     import torch
 
-    installed = {finding.component.module: str(finding.installed) for finding in check_versions()}
     device = torch.cuda.get_device_name() if hardware == "cuda" else f"CPU ({platform.machine()})"
-    return installed | {"flashrl_verl": __version__, "python": platform.python_version(), "device": device}
+    return software() | {"device": device}
 
 
 def make(config: LearningConfig, on_probe: Callable[[int, Accuracy], None] | None = None) -> Assets:

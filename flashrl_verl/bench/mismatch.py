@@ -30,10 +30,11 @@ from flashrl_verl.bench.mismatch_model import TOY, checkpoint, model_name, requi
 from flashrl_verl.bench.mismatch_noise import NoiseMeter, TypeNoise, measure
 from flashrl_verl.bench.mismatch_prompts import Prompts, load_prompts
 from flashrl_verl.bench.mismatch_trainer import Trainer
-from flashrl_verl.compat import check_versions, vllm_device
+from flashrl_verl.compat import vllm_device
 from flashrl_verl.config import KVCache, Precision
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.quantization.formats import weight_format
+from flashrl_verl.software import installed_versions
 
 _BF16 = Arm(precision=Precision.BF16)
 
@@ -164,7 +165,7 @@ def run(config: MismatchConfig, progress: Progress = lambda text: None) -> Repor
         trainer=f"transformers, BF16 weights under autocast to BF16, SDPA, log-probs in {trainer.log_prob_dtype}",
         engine="vLLM, eager (no CUDA graphs)",
         activation_tokens=sum(map(len, sequences)),
-        versions={f.component.module: f.installed for f in check_versions()} | {"python": platform.python_version()},
+        versions=installed_versions() | {"python": platform.python_version()},
         date=datetime.date.today().isoformat(),
         seed=config.seed,
         seconds=round(time.monotonic() - started, 1),

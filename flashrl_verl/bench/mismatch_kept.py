@@ -6,14 +6,12 @@ They are there until the report is written, and only good for the same question 
 
 import hashlib
 import json
-import platform
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from flashrl_verl import __version__
 from flashrl_verl.bench.mismatch_engine import Answer, Job, arm_of, ask, name_of, require_formats
-from flashrl_verl.compat import check_versions
+from flashrl_verl.software import software
 from flashrl_verl.whole_file import write_whole
 
 _END = ".kept.json"
@@ -82,6 +80,4 @@ class KeptAnswers:
         """SHA-256 of all that an answer depends on; of the weights and of this package, their files' sizes and times."""
         places = [*sorted(Path(job.model).iterdir()), *sorted(_PACKAGE.rglob("*.py"))]
         files = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in places if f.is_file()]
-        versions = {finding.component.module: str(finding.installed) for finding in check_versions()}
-        software = versions | {"flashrl_verl": __version__, "python": platform.python_version()}
-        return hashlib.sha256(json.dumps([asdict(job), files, software, self._device]).encode()).hexdigest()
+        return hashlib.sha256(json.dumps([asdict(job), files, software(), self._device]).encode()).hexdigest()

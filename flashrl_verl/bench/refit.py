@@ -20,9 +20,9 @@ import torch
 
 from flashrl_verl.bench import engine_model
 from flashrl_verl.bench.shapes import load_config, random_weights, save_config
-from flashrl_verl.compat import check_versions
 from flashrl_verl.config import FlashRLConfig, Precision
 from flashrl_verl.rollout.receipt import stride_for
+from flashrl_verl.software import installed_versions
 
 BUCKET_BYTES = 2 << 30
 """Bytes of weights handed over at once, as verl's 2048 MB buckets."""
@@ -156,7 +156,7 @@ def run(
         with engine_model.model(path, **arm.arguments) as (built, vllm_config):
             measure = _measure_flashrl if arm.precision is not None else _measure_vllm
             results.append(measure(arm, built, vllm_config.model_config, weights, repeats, device))
-    versions = {finding.component.module: finding.installed for finding in check_versions()}
+    versions = installed_versions()
     return Report(
         model=model if layers is None else f"{model}, {layers} layers",
         device=torch.cuda.get_device_name()

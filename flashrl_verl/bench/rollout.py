@@ -8,7 +8,6 @@ a stop. Beside each figure stands what ``flashrl plan`` says.
 
 import datetime
 import json
-import platform
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -17,15 +16,14 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from flashrl_verl import __version__
 from flashrl_verl.bench import engine_process
 from flashrl_verl.bench.arms import Arm
 from flashrl_verl.bench.rollout_engine import Answer, Job, Timing
 from flashrl_verl.bench.shapes import load_config, save_config
-from flashrl_verl.compat import check_versions
 from flashrl_verl.config import KVCache, Precision
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.plan.schedule import Work
+from flashrl_verl.software import software
 from flashrl_verl.whole_file import write_whole
 
 RESULTS = "rollout.jsonl"
@@ -121,8 +119,9 @@ def run(config: RolloutConfig, progress: Callable[[str], None] = lambda text: No
     config.output.mkdir(parents=True, exist_ok=True)
     file = config.output / RESULTS
     shape = load_config(config.model, config.layers)
-    settings, software = _settings(config, shape), _software()
-    report = _read(file, settings, software) or Report(settings=settings, environment={}, results=[])
+    # The device is the engine's to tell: asking here would take memory of the GPU from the engines.
+    settings, runs = _settings(config, shape), software()
+    report = _read(file, settings, runs) or Report(settings=settings, environment={}, results=[])
     model = save_config(shape, config.output / "model")
     done = {(result.round, result.arm) for result in report.results}
     pending = [(i, arm) for i in range(config.rounds) for arm in config.arms if (i, str(arm)) not in done]
@@ -130,7 +129,7 @@ def run(config: RolloutConfig, progress: Callable[[str], None] = lambda text: No
         progress(f"engine {number} of {len(pending)}: {arm}, round {turn + 1} of {config.rounds}")
         answer = _measure(config, arm, model, report.environment.get("device"))
         if not report.environment:
-            report.environment.update(answer.device | software | {"date": datetime.date.today().isoformat()})
+            report.environment.update(answer.device | runs | {"date": datetime.date.today().isoformat()})
         report.results.append(Result(round=turn, arm=str(arm), answer=answer))
         _write(file, report)
     return report
@@ -199,7 +198,7 @@ def measured(file: Path) -> tuple[RolloutConfig, Report]:
     return RolloutConfig(**settings, works=works, arms=arms, rounds=rounds, output=file.parent), report
 
 
-def _read(file: Path, settings: dict[str, Any], software: dict[str, Any]) -> Report | None:
+def _read(file: Path, settings: dict[str, Any], runs: dict[str, Any]) -> Report | None:
     """What was measured before; None where nothing was.
 
     Raises:
@@ -209,7 +208,7 @@ def _read(file: Path, settings: dict[str, Any], software: dict[str, Any]) -> Rep
     try:
         if not file.is_file() or (report := load(file)) is None:
             return None
-        other = _different(report.settings, settings) + _different(report.environment, software)
+        other = _different(report.settings, settings) + _different(report.environment, runs)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{file} holds no results of this release ({type(error).__name__}: {error}). {remedy}") from error
     if other:
@@ -235,9 +234,3 @@ def _settings(config: RolloutConfig, shape: PretrainedConfig) -> dict[str, Any]:
     for name in ("output", "arms", "rounds", "profile"):  # more arms and rounds may be added later
         del settings[name]
     return json.loads(json.dumps(settings))
-
-
-def _software() -> dict[str, str]:
-    """Versions of what runs. The device is the engine's to tell: asking here would take memory of the GPU from the engines."""
-    installed = {finding.component.module: str(finding.installed) for finding in check_versions()}
-    return installed | {"flashrl_verl": __version__, "python": platform.python_version()}

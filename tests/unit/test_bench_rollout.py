@@ -110,9 +110,9 @@ def test_later_engines_are_told_the_device_of_the_first(tmp_path, measured):
 
 def test_results_of_another_version_are_refused(tmp_path, measured, monkeypatch):
     rollout.run(config(tmp_path, rounds=1))
-    software = rollout._software()
+    software = rollout.software()
     assert {"torch", "vllm", "verl", "flashrl_verl", "python"} <= set(software)
-    monkeypatch.setattr(rollout, "_software", lambda: software | {"vllm": "9.9"})
+    monkeypatch.setattr(rollout, "software", lambda: software | {"vllm": "9.9"})
     with pytest.raises(ConfigError, match=r"another vllm \(.*, now 9\.9\).*--output"):
         rollout.run(config(tmp_path))
     assert len(measured[0]) == 2
