@@ -44,6 +44,12 @@ def engine(path: Path, settings: dict[str, Any] | None = None, *, compiled: bool
             "load_format": "dummy",
             **arguments,
         }
+    if CUDA and compiled:
+        # vLLM's older model runner forbids captures of graphs once it has made its own, for the whole process; its newer one
+        # (vllm/v1/worker/gpu, which Qwen3 and Llama get) does not allow them again.
+        from vllm.compilation.monitor import set_cudagraph_capturing_enabled
+
+        set_cudagraph_capturing_enabled(True)
     llm = None
     try:
         llm = vllm.LLM(
