@@ -10,6 +10,7 @@ import pytest
 
 from flashrl_verl.bench import rollout as bench
 from flashrl_verl.bench import rollout_report, rollout_steps
+from flashrl_verl.config import Precision
 from flashrl_verl.report import comparison
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
@@ -116,6 +117,30 @@ def test_signal_to_noise_ratios_are_the_raw_datas(kv_heads, table, row):
     header = tables("mismatch.md")[table][0][1:]
     assert [noise["kind"] for noise in result["noise"]] == header
     assert row[1:] == [f"{noise[kind]['median']:.1f}" for noise in result["noise"]]
+
+
+def test_the_page_on_kv_caches_quotes_these_results():
+    table = next(rows for rows in tables("../kv_cache.md") if "INT8 weights" in rows[0][0])
+    kinds = [cell.strip("`") for cell in table[0][1:]]
+    (report,) = mismatches(kv_heads=4)
+    own = {r["kv_cache"]: r["own"]["rollout_corr/k3_kl"] for r in report["results"] if r["precision"] == "int8"}
+    assert table[1][1:] == [f"{own[kind]:.1e}" for kind in kinds]
+    config, measured = bench.measured(RESULTS / "rollout" / "qwen2.5-32b-kv.jsonl")
+    steps = {step.arm: step.whole for step in rollout_steps.steps(config, measured) if step.arm.precision is Precision.INT8}
+    for arm, milliseconds in steps.items():
+        column = 1 + kinds.index(arm.kv_cache.value)
+        assert table[2][column] == str(measured.of(arm)[0].memory["kv_tokens"])
+        assert table[3][column] == f"{milliseconds:.2f}"
+
+
+def test_the_page_on_scales_by_block_quotes_these_results():
+    table = next(rows for rows in tables("../fp8_block.md") if rows[1][0].startswith("k3 KL"))
+    (report,) = mismatches(kv_heads=4)
+    for column, precision in enumerate(("fp8", "fp8_block"), start=1):
+        (result,) = [r for r in report["results"] if r["precision"] == precision]
+        (noise,) = [noise for noise in result["noise"] if noise["kind"] == "up_proj"]
+        said = [*far(result)[:2], *(f"{noise[part]['median']:.1f}" for part in ("weight", "output"))]
+        assert [row[column] for row in table[1:]] == said
 
 
 def test_the_quickstarts_are_in_the_table_with_their_figures():
