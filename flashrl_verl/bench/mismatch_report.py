@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 SETS = {"own": "own samples", "common": "common tokens"}
 EMULATED = "emulated"
 
+_LEGEND_COLUMNS = 3
+
 
 def tables(report: Report) -> list[Table]:
     """The mismatch by precision, and the ratios by type of layer."""
@@ -96,8 +98,11 @@ def _noise_table(report: Report) -> Table:
 
 
 def _by_weights(report: Report) -> list[PrecisionResult]:
-    """One result of each precision: the KV cache plays no part in a layer's noise."""
-    return list({result.precision: result for result in reversed(report.results)}.values())[::-1]
+    """The first result of each precision: the KV cache plays no part in a layer's noise."""
+    found: dict[str, PrecisionResult] = {}
+    for result in report.results:
+        found.setdefault(result.precision, result)
+    return list(found.values())
 
 
 def _worst(result: PrecisionResult) -> float:
@@ -109,12 +114,12 @@ def _decibels(spread: Spread | None) -> str:
 
 
 def _plot(report: Report, path: Path) -> None:
-    figure = new_figure(11, 4.2)
-    kl, noise = figure.subplots(1, 2, width_ratios=(2, 3))
+    figure = new_figure(11, max(4.2, 1.4 + 0.42 * len(report.results)))
+    kl, noise = figure.subplots(1, 2, width_ratios=(1, 1))
     _draw_kl(kl, report)
     _draw_noise(noise, report)
-    for axes in (kl, noise):
-        axes.grid(axis="y", color=FAINT, linewidth=0.8)
+    for axes, axis in ((kl, "x"), (noise, "y")):
+        axes.grid(axis=axis, color=FAINT, linewidth=0.8)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(f"{report.model} on {report.device}", fontsize=9, x=0.01, ha="left", color="#666666")
@@ -123,42 +128,35 @@ def _plot(report: Report, path: Path) -> None:
 
 def _draw_kl(axes: Axes, report: Report) -> None:
     axes.set_title("Mismatch KL, rollout to trainer (k3)", **TITLE)
-    axes.set_yscale("log")
+    axes.set_xscale("log")
     drawn = []
-    for shift, marker, (name, words) in zip((-0.12, 0.12), "os", SETS.items(), strict=True):
-        for x, result in enumerate(report.results):
+    for shift, marker, (name, words) in zip((-0.17, 0.17), "os", SETS.items(), strict=True):
+        for y, result in enumerate(report.results):
             metrics = getattr(result, name)
             value, error = metrics[K3_KL], metrics[K3_ERROR]
             if not value > 0:
                 continue  # a log scale has no place for zero
+            error = error if math.isfinite(error) else 0.0
             drawn.append(value)
             axes.errorbar(
-                x + shift,
                 value,
+                y + shift,
                 # Down at most to a tenth: the axis is logarithmic.
-                yerr=[[min(error, 0.9 * value)], [error]] if math.isfinite(error) else None,
+                xerr=[[min(error, 0.9 * value)], [error]],
                 fmt=marker,
+                markersize=5,
                 color=_colour(result),
                 markerfacecolor=_colour(result) if name == "own" else "white",
-                capsize=3,
+                capsize=2,
             )
-            label = f"{value:.1e}"
-            side = "right" if shift < 0 else "left"
-            axes.annotate(
-                label,
-                (x + shift, value),
-                (7 if shift > 0 else -7, 0),
-                textcoords="offset points",
-                ha=side,
-                va="center",
-                fontsize=8,
-            )
+            beside = {"textcoords": "offset points", "va": "center", "fontsize": 7}
+            axes.annotate(f"{value:.1e}", (value + error, y + shift), (6, 0), **beside)
         axes.plot([], [], marker, color="#444444", markerfacecolor="#444444" if name == "own" else "white", label=words)
-    axes.axhline(HEALTHY_KL, color="#666666", linestyle="--", linewidth=1, label="limit of a healthy run (1e-2)")
-    axes.set_ylim(min([*drawn, HEALTHY_KL]) / 5, max([*drawn, HEALTHY_KL]) * 8)
-    axes.set_xlim(-0.7, len(report.results) - 0.3)
-    axes.set_xticks(range(len(report.results)), [_label(result) for result in report.results])
-    axes.legend(fontsize=8, frameon=False, loc="upper left")
+    axes.axvline(HEALTHY_KL, color="#666666", linestyle="--", linewidth=1, label="limit of a healthy run (1e-2)")
+    axes.set_xlim(min([*drawn, HEALTHY_KL]) / 2, max([*drawn, HEALTHY_KL]) * 4)
+    axes.set_ylim(len(report.results) - 0.4, -0.6)  # the first on top
+    axes.set_yticks(range(len(report.results)), [_label(result) for result in report.results], fontsize=8)
+    axes.legend(fontsize=8, frameon=False, ncols=3, loc="upper center", bbox_to_anchor=(0.4, -0.07), columnspacing=1.2)
 
 
 def _draw_noise(axes: Axes, report: Report) -> None:
@@ -186,11 +184,12 @@ def _draw_noise(axes: Axes, report: Report) -> None:
             )
     axes.set_xticks(range(len(kinds)), kinds, rotation=25)
     low, high = axes.get_ylim()
-    axes.set_ylim(low, high + 0.25 * (high - low))  # room for the legend
+    lines = math.ceil(len(axes.get_legend_handles_labels()[1]) / _LEGEND_COLUMNS)
+    axes.set_ylim(low, high + (0.11 + 0.07 * lines) * (high - low))  # room for the legend
     axes.legend(
         fontsize=8,
         frameon=False,
-        ncols=3,
+        ncols=_LEGEND_COLUMNS,
         loc="upper center",
         title="median; line: down to the lowest matrix",
         title_fontsize=8,
@@ -203,4 +202,4 @@ def _colour(result: PrecisionResult) -> str:
 
 def _label(result: PrecisionResult) -> str:
     kernel = result.kernels["linear"]
-    return "\n".join([str(result.arm).replace(" + ", "\n+ "), *([] if kernel == "unquantized" else [kernel])])
+    return f"{result.arm}" if kernel == "unquantized" else f"{result.arm}\n({kernel})"

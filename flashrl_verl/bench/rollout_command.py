@@ -37,7 +37,7 @@ def rollout(
     seed: Annotated[int, typer.Option(min=0, help="Seed of weights, prompts and sampling.")] = 0,
     profile: Annotated[bool, typer.Option(help="Record which kernels a decode step consists of, in one more rollout.")] = True,
     output: Annotated[
-        Path, typer.Option(help="Folder for rollout.jsonl, rollout.json, rollout.png and the engines' logs.")
+        Path, typer.Option(help="Folder for rollout.jsonl, rollout.json, rollout.png, steps.png and the engines' logs.")
     ] = Path("outputs/bench_rollout"),
 ) -> None:
     """Time generation by precision, with random weights of a model's shape, and see how many tokens the KV cache holds.
@@ -70,7 +70,7 @@ def rollout(
 def _measure(config: RolloutConfig) -> None:
     """Run, print the tables, write the files."""
     from flashrl_verl.bench import rollout as bench
-    from flashrl_verl.bench import rollout_report, rollout_steps
+    from flashrl_verl.bench import rollout_report, rollout_steps, rollout_steps_figure
     from flashrl_verl.process_tree import Stopped
 
     console = new_console()
@@ -86,7 +86,7 @@ def _measure(config: RolloutConfig) -> None:
     except Stopped as stopped:
         console.print("stopped; the same command goes on behind the engines that are measured", highlight=False)
         raise typer.Exit(stopped.exit_code) from None
-    written = rollout_report.write(config, report)
+    written = [*rollout_report.write(config, report), *rollout_steps_figure.write(config, report)]
     console.print(rollout_report.memory_table(config, report))
     console.print(rollout_report.speed_table(config, report))
     if steps := rollout_steps.table(config, report):

@@ -31,6 +31,9 @@ _PATTERNS = {name: re.compile(pattern, re.IGNORECASE) for name, pattern in CLASS
 _KERNELS_KEPT = 40
 """Of a step, those that take longest: with their names, so that classes can be drawn otherwise later."""
 
+_NAME_KEPT = 160
+"""Characters of a name that are kept, behind the choice of its class: templates' arguments make names of thousands."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepProfile:
@@ -45,7 +48,7 @@ class StepProfile:
     launches: dict[str, float]
     """Class to how many kernels of it ran in a step."""
     kernels: list[tuple[str, str, float, float]]
-    """Class, name, milliseconds and launches a step of those that take longest."""
+    """Class, name (its first 160 characters), milliseconds and launches a step of those that take longest."""
 
 
 def class_of(kernel: str) -> str:
@@ -133,7 +136,10 @@ class StepRecorder:
             context=sum(self._contexts) / steps,
             milliseconds=milliseconds,
             launches=launches,
-            kernels=sorted(kernels, key=lambda kernel: -kernel[2])[:_KERNELS_KEPT],
+            kernels=[
+                (kind, name[:_NAME_KEPT], time, count)
+                for kind, name, time, count in sorted(kernels, key=lambda kernel: -kernel[2])[:_KERNELS_KEPT]
+            ],
         )
 
     def _on_gpu(self) -> bool:

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from flashrl_verl.bench import rollout as bench
-from flashrl_verl.bench import rollout_report
+from flashrl_verl.bench import rollout_report, rollout_steps
+from flashrl_verl.config import Precision
 from flashrl_verl.report import comparison
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
@@ -71,37 +72,75 @@ def test_every_cost_of_the_correction_is_in_the_table_with_its_figures():
     assert sorted(table[1:]) == sorted(expected)
 
 
+def mismatches(kv_heads: int) -> list[dict]:
+    """Reports of the toy with so many KV heads, which are not to be compared with those of the other one."""
+    models = {2: "toy", 4: "toy with 4 KV heads, for whole blocks"}
+    found = [report for report in raw("mismatch") if report["model"] == models[kv_heads]]
+    assert found and all(report["model"] in models.values() for report in raw("mismatch"))
+    return found
+
+
+def far(result: dict) -> list[str]:
+    common = result["common"]
+    return [
+        *(f"{part['rollout_corr/k3_kl']:.1e} ± {part['k3_kl_standard_error']:.0e}" for part in (result["own"], common)),
+        f"{common['training/rollout_probs_diff_mean']:.2e}",
+        f"{common['training/rollout_actor_probs_pearson_corr']:.5f}",
+    ]
+
+
 def test_every_mismatch_is_in_the_table_with_its_figures():
-    expected = []
-    for report in raw("mismatch"):
-        for result in report["results"]:
-            kls = [
-                f"{result[kind]['rollout_corr/k3_kl']:.1e} ± {result[kind]['k3_kl_standard_error']:.0e}"
-                for kind in ("own", "common")
-            ]
-            common = result["common"]
-            expected.append(
-                [
-                    report["device"].split(" (")[0],
-                    result["precision"],
-                    result["kernels"]["linear"],
-                    *kls,
-                    f"{common['training/rollout_probs_diff_mean']:.2e}",
-                    f"{common['training/rollout_actor_probs_pearson_corr']:.5f}",
-                ]
-            )
-    table = tables("mismatch.md")[0]
-    assert sorted(table[1:]) == sorted(expected)
+    expected = [
+        [report["device"].split(" (")[0], result["precision"], result["kernels"]["linear"], *far(result)]
+        for report in mismatches(kv_heads=2)
+        for result in report["results"]
+    ]
+    assert sorted(tables("mismatch.md")[0][1:]) == sorted(expected)
 
 
-@pytest.mark.parametrize("row", tables("mismatch.md")[1][1:], ids=lambda row: row[0])
-def test_signal_to_noise_ratios_are_the_raw_datas(row):
+def test_every_mismatch_of_a_kv_cache_is_in_the_table_with_its_figures():
+    (report,) = mismatches(kv_heads=4)
+    expected = [[r["precision"], r["kv_cache"].replace("auto", "BF16"), *far(r)] for r in report["results"]]
+    shown = tables("mismatch.md")[2][1:]
+    assert sorted([*row[:2], *row[3:]] for row in shown) == sorted(expected)
+
+
+@pytest.mark.parametrize(
+    "kv_heads, table, row",
+    [(heads, table, row) for heads, table in ((2, 1), (4, 3)) for row in tables("mismatch.md")[table][1:]],
+    ids=str,
+)
+def test_signal_to_noise_ratios_are_the_raw_datas(kv_heads, table, row):
     precision, kind = row[0].split()
-    (report,) = [r for r in raw("mismatch") if "H200" in r["device"]]
-    (result,) = [r for r in report["results"] if r["precision"] == precision]
-    header = tables("mismatch.md")[1][0][1:]
+    (report,) = [r for r in mismatches(kv_heads) if "H200" in r["device"]]
+    result = next(r for r in report["results"] if r["precision"] == precision)
+    header = tables("mismatch.md")[table][0][1:]
     assert [noise["kind"] for noise in result["noise"]] == header
     assert row[1:] == [f"{noise[kind]['median']:.1f}" for noise in result["noise"]]
+
+
+def test_the_page_on_kv_caches_quotes_these_results():
+    table = next(rows for rows in tables("../kv_cache.md") if "INT8 weights" in rows[0][0])
+    kinds = [cell.strip("`") for cell in table[0][1:]]
+    (report,) = mismatches(kv_heads=4)
+    own = {r["kv_cache"]: r["own"]["rollout_corr/k3_kl"] for r in report["results"] if r["precision"] == "int8"}
+    assert table[1][1:] == [f"{own[kind]:.1e}" for kind in kinds]
+    config, measured = bench.measured(RESULTS / "rollout" / "qwen2.5-32b-kv.jsonl")
+    steps = {step.arm: step.whole for step in rollout_steps.steps(config, measured) if step.arm.precision is Precision.INT8}
+    for arm, milliseconds in steps.items():
+        column = 1 + kinds.index(arm.kv_cache.value)
+        assert table[2][column] == str(measured.of(arm)[0].memory["kv_tokens"])
+        assert table[3][column] == f"{milliseconds:.2f}"
+
+
+def test_the_page_on_scales_by_block_quotes_these_results():
+    table = next(rows for rows in tables("../fp8_block.md") if rows[1][0].startswith("k3 KL"))
+    (report,) = mismatches(kv_heads=4)
+    for column, precision in enumerate(("fp8", "fp8_block"), start=1):
+        (result,) = [r for r in report["results"] if r["precision"] == precision]
+        (noise,) = [noise for noise in result["noise"] if noise["kind"] == "up_proj"]
+        said = [*far(result)[:2], *(f"{noise[part]['median']:.1f}" for part in ("weight", "output"))]
+        assert [row[column] for row in table[1:]] == said
 
 
 def test_the_quickstarts_are_in_the_table_with_their_figures():
@@ -147,14 +186,56 @@ def test_how_far_the_recipes_runs_are_in_words():
 
 
 def test_every_rollout_is_in_the_tables_with_its_figures():
-    memory, speed = [], []
+    memory, speed, steps = [], [], []
     for file in sorted((RESULTS / "rollout").glob("*.jsonl")):
         config, report = bench.measured(file)
         memory += rollout_report.memory_rows(config, report)
         speed += rollout_report.speed_rows(config, report)
-    shown_memory, shown_speed = tables("rollout.md")
-    assert shown_memory == [[*rollout_report.MEMORY_COLUMNS], *memory]
-    assert shown_speed == [[*rollout_report.SPEED_COLUMNS], *speed]
+        steps += [[*rollout_steps.columns(config, report)], *rollout_steps.rows(config, report)]
+    shown_memory, shown_speed, shown_steps = tables("rollout.md")
+    assert shown_memory[0] == [*rollout_report.MEMORY_COLUMNS]
+    assert sorted(shown_memory[1:]) == sorted(map(list, set(map(tuple, memory))))  # two measurements have the same of an arm
+    assert shown_speed[0] == [*rollout_report.SPEED_COLUMNS]
+    assert sorted(shown_speed[1:]) == sorted(speed)
+    assert shown_steps == [row for row in steps if row]
+
+
+def test_how_fast_a_decode_step_reads_is_in_words_what_the_profile_has():
+    config, report = bench.measured(RESULTS / "rollout" / "qwen2.5-32b-kv.jsonl")
+    (work,), shape = config.works, report.settings["config.json"]
+    answers = {str(arm): report.of(arm)[0] for arm in config.arms}
+    profiles = {arm: answer.timings[0].profile for arm, answer in answers.items()}
+    heads, size = shape["num_key_value_heads"], shape["hidden_size"] // shape["num_attention_heads"]
+    tokens = work.sequences * profiles["bf16"]["context"]
+    cached = 2 * shape["num_hidden_layers"] * heads * size * tokens
+    projections = answers["int8"].layers["quantized_bytes_as_bf16"] // 2
+    head = 2 * shape["vocab_size"] * shape["hidden_size"]
+
+    def longest(arm: str, kind: str) -> float:
+        return max(time for of, _, time, _ in profiles[arm]["kernels"] if of == kind)
+
+    reads = {
+        r"FlashAttention 3 reads (\d+) GB of keys and values in ([\d.]+) ms: ([\d.]+) TB/s": (
+            2 * cached,
+            longest("bf16", "attention"),
+        ),
+        r"reads half, (\d+) GB, in ([\d.]+) ms: ([\d.]+) TB/s": (cached, longest("int8 + fp8 KV", "attention")),
+        r"products\*\* read (\d+) GB in INT8 .*? in ([\d.]+) ms: ([\d.]+) TB/s": (
+            projections + head,
+            profiles["int8 + fp8 KV"]["milliseconds"]["linear layers"],
+        ),
+        r"in BF16 (\d+) GB in ([\d.]+) ms, ([\d.]+) TB/s": (
+            2 * projections + head,
+            profiles["bf16"]["milliseconds"]["linear layers"],
+        ),
+    }
+    words = " ".join(page("rollout.md").split())
+    for pattern, (read, milliseconds) in reads.items():
+        shown = f"{read / 1e9:.0f}", f"{milliseconds:.1f}", f"{read / milliseconds / 1e9:.1f}"
+        assert re.search(pattern, words).groups() == shown
+    quantizing = [profiles["int8 + fp8 KV"][of]["activation quantization"] for of in ("milliseconds", "launches")]
+    shown = re.search(r"activations\*\* is ([\d.]+) ms, (\d+) launches", words).groups()
+    assert shown == (f"{quantizing[0]:.1f}", f"{quantizing[1]:.0f}")
 
 
 def test_the_plan_is_within_5_percent_of_every_measured_kv_cache_and_within_20_of_every_ratio():

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flashrl_verl.bench import rollout_steps
+from flashrl_verl.bench import rollout_steps, rollout_steps_figure
 from flashrl_verl.bench.arms import Arm
 from flashrl_verl.bench.rollout import Report, Result, RolloutConfig
 from flashrl_verl.bench.rollout_engine import Answer, Timing
@@ -102,6 +102,20 @@ def test_steps_in_which_every_sequence_gets_a_token_are_recorded_after_those_tha
     assert ("linear layers", "aten::mm", result.milliseconds["linear layers"], 3.0) in result.kernels
 
 
+def test_of_a_kernels_name_the_first_160_characters_are_kept_behind_the_choice_of_its_class():
+    class Named(Worker):
+        def execute_model(self, scheduled):
+            with torch.profiler.record_function("x" * 170 + "gemm"):  # what is cut tells the class
+                return torch.ones(64, 64).cos()
+
+    worker = Named()
+    recorder = StepRecorder(worker, sequences=1, skip=0, steps=1)
+    worker.execute_model(step(1))
+    worker.execute_model(step(1))
+    found = {kernel: kind for kind, kernel, *_ in recorder.result.kernels}
+    assert found["x" * 160] == "linear layers" and max(map(len, found)) == 160
+
+
 def test_a_rollout_that_ends_early_is_a_profile_of_what_there_was():
     worker = Worker()
     recorder = StepRecorder(worker, sequences=2, skip=0, steps=9)
@@ -144,20 +158,25 @@ def test_a_profile_without_kernels_is_none():
     assert recorder.result is None and "the profiler saw no kernel" in recorder.reason
 
 
-def test_the_table_has_the_step_its_floor_and_what_no_kernel_is_by_hand(tmp_path):
+def recorded(folder, parts, **timing) -> tuple[RolloutConfig, Report]:
+    """One arm at one work: 10 sequences of 125 tokens, whose steps have these milliseconds by class."""
     arm, work = Arm(precision=Precision.BF16), Work(sequences=10, prompt=100, response=51)
     config = RolloutConfig(
         model="qwen2.5-7b", arms=(arm,), works=(work,), rounds=1, repeats=1, gpu_memory_utilization=0.9, tensor_parallel=1,
-        max_num_seqs=64, max_num_batched_tokens=512, layers=None, seed=0, output=tmp_path,
+        max_num_seqs=64, max_num_batched_tokens=512, layers=None, seed=0, output=folder,
     )  # fmt: skip
-    parts = {"attention": 2.0, "linear layers": 15.5, "sampling": 0.0}
     profile = {"steps": 8, "sequences": 10, "context": 125.0, "milliseconds": parts, "launches": {}, "kernels": []}
-    timing = Timing(work=[10, 100, 51], seconds=[1.1], prefill_seconds=[0.1], profile=profile)
-    answer = Answer(layers={}, memory={}, weights={}, device={}, timings=[timing])
+    timings = [Timing(**{"work": [10, 100, 51], "seconds": [1.1], "prefill_seconds": [0.1], "profile": profile} | timing)]
+    answer = Answer(layers={}, memory={}, weights={}, device={}, timings=timings)
     environment = {"device": "NVIDIA H200", "memory_bytes": None}
-    report = Report(settings={}, environment=environment, results=[Result(round=0, arm="bf16", answer=answer)])
+    return config, Report(settings={}, environment=environment, results=[Result(round=0, arm="bf16", answer=answer)])
+
+
+def test_the_table_has_the_step_its_floor_and_what_no_kernel_is_by_hand(tmp_path):
+    config, report = recorded(tmp_path, {"attention": 2.0, "linear layers": 15.5, "sampling": 0.0})
+    (arm,) = config.arms
     columns = ["work", "arm", "context", "step ms", "floor ms", "floor / step", "attention", "linear layers", "no kernel"]
-    assert rollout_steps.columns(report) == columns
+    assert rollout_steps.columns(config, report) == columns
     floor = Prediction(config, report).floor_seconds(arm, 10, 125.0)
     # 7.07e9 parameters of the layers and the head in 2 bytes, and 28 layers x 4 heads x 128 x 2 x 2 bytes a token.
     assert floor == pytest.approx((14.14e9 + 1250 * 57344) / 4.3e12, rel=0.03)
@@ -166,19 +185,27 @@ def test_the_table_has_the_step_its_floor_and_what_no_kernel_is_by_hand(tmp_path
     assert row[1:] == ["bf16", "125", "20.00", f"{1e3 * floor:.2f}", f"{floor / 0.02:.0%}", "2.00", "15.50", "2.50"]
 
 
-def test_without_a_profile_there_is_no_table(tmp_path):
-    report = Report(settings={}, environment={}, results=[])
-    assert rollout_steps.columns(report) == []
+def test_without_a_profile_there_is_no_table_and_no_picture(tmp_path):
+    config, report = recorded(tmp_path, {}, profile=None)
+    assert rollout_steps.columns(config, report) == [] and rollout_steps_figure.write(config, report) == []
+
+
+def test_the_bar_of_a_step_has_its_large_parts_by_length_and_the_rest_as_one(tmp_path):
+    config, report = recorded(tmp_path, {"attention": 2.0, "sampling": 0.2, "copies": 0.1, "linear layers": 15.5})
+    (bar,) = rollout_steps_figure.bars(config, report)
+    assert list(bar.parts) == ["linear layers", "attention", "the rest", "no kernel"]
+    assert list(bar.parts.values()) == pytest.approx([15.5, 2.0, 0.3, 2.2])  # of (1.1 - 0.1) s / 50 steps
+    assert bar.floor == pytest.approx(1e3 * Prediction(config, report).floor_seconds(config.arms[0], 10, 125.0))
+    (picture,) = rollout_steps_figure.write(config, report)
+    assert picture.stat().st_size > 10_000
+
+
+def test_a_step_whose_prefill_took_as_long_as_the_whole_has_no_bar(tmp_path):
+    config, report = recorded(tmp_path, {"attention": 2.0}, seconds=[0.1])
+    assert rollout_steps_figure.bars(config, report) == [] and len(rollout_steps.rows(config, report)) == 1
 
 
 def test_what_was_not_recorded_is_named_with_the_reason(tmp_path):
-    arm, work = Arm(precision=Precision.BF16), Work(sequences=10, prompt=100, response=51)
-    config = RolloutConfig(
-        model="qwen2.5-7b", arms=(arm,), works=(work,), rounds=1, repeats=1, gpu_memory_utilization=0.9, tensor_parallel=1,
-        max_num_seqs=64, max_num_batched_tokens=512, layers=None, seed=0, output=tmp_path,
-    )  # fmt: skip
-    timing = Timing(work=[10, 100, 51], seconds=[1.1], prefill_seconds=[0.1], unrecorded="a reason")
-    answer = Answer(layers={}, memory={}, weights={}, device={}, timings=[timing])
-    report = Report(settings={}, environment={}, results=[Result(round=0, arm="bf16", answer=answer)])
+    config, report = recorded(tmp_path, {}, profile=None, unrecorded="a reason")
     assert rollout_steps.table(config, report) is None
     assert rollout_steps.notes(config, report) == ["no profile of 10 x (100 -> 51), bf16: a reason"]
