@@ -6,8 +6,8 @@ general and slow: its decode kernel reads values across the order that tensor co
 three at a time. Here
 
 - sequences with one new token are decoded by ``triton_decode.py``;
-- prompts are read by FlashAttention, from BF16 keys and values that ``read_kernel`` makes of the cache first, a few thousand
-  tokens at a time.
+- prompts are read by FlashAttention, from BF16 keys and values that ``read_kv_cache_kernel`` makes of the cache first, some ten
+  thousand tokens at a time.
 
 A backend is upstream's hook (``vllm.v1.attention.backends.registry.register_backend``); nothing of vLLM's is changed.
 """
@@ -35,6 +35,10 @@ from flashrl_verl.attention import kernels, pages
 
 NAME = "CUSTOM"
 KV_CACHE_DTYPE = "int8_per_token_head"
+
+_REMEDY = (
+    "Set +actor_rollout_ref.rollout.engine_kwargs.vllm.attention_backend=TRITON_ATTN (vLLM's, slower), or flashrl.kv_cache=auto"
+)
 
 _READ_AT_ONCE = 1 << 15
 """Tokens whose keys and values are BF16 at one time while prompts are read (one sequence may have more): 128 MiB for eight KV
@@ -206,12 +210,16 @@ class Int8KVAttention(AttentionImpl):
         }.items():
             if given:
                 raise ValueError(
-                    f"flashrl.kv_cache={KV_CACHE_DTYPE}: its attention has no {name}, which this model's layers ask for. Set "
-                    "+actor_rollout_ref.rollout.engine_kwargs.vllm.attention_backend=TRITON_ATTN (vLLM's, slower), or "
-                    "flashrl.kv_cache=auto"
+                    f"flashrl.kv_cache={KV_CACHE_DTYPE}: its attention has no {name}, and this model's layers do. {_REMEDY}"
                 )
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        sharing = num_heads // self.num_kv_heads
+        if sharing > kernels.MOST_SHARING:
+            raise ValueError(
+                f"flashrl.kv_cache={KV_CACHE_DTYPE}: {sharing} query heads share one head of keys and values; "
+                f"its attention takes up to {kernels.MOST_SHARING}. {_REMEDY}"
+            )
         self.kv_cache_dtype = kv_cache_dtype
         self._flash_attention = get_flash_attn_version(head_size=head_size)
         self._pages: pages.Pages | None = None

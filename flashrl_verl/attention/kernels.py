@@ -8,18 +8,18 @@ import torch
 import triton
 
 from flashrl_verl.attention.pages import Pages
-from flashrl_verl.attention.triton_decode import merge_kernel, split_kernel
-from flashrl_verl.attention.triton_pages import read_kernel, write_kernel
+from flashrl_verl.attention.triton_decode import int8_attention_kernel, int8_attention_merge_kernel
+from flashrl_verl.attention.triton_pages import read_kv_cache_kernel, write_kv_cache_kernel
 
 HEAD_SIZES = (32, 64, 128, 256)
-MOST_SHARING = 64
-"""Query heads of one KV head: more would not fit registers."""
+MOST_SHARING = 32
+"""Query heads of one KV head: more do not fit registers."""
 
-_TILE, _WARPS, _STAGES = 128, 4, 3
-_PROGRAMS_A_PROCESSOR = 14
-"""Parts are cut until so many programs stand in line for each multiprocessor: lengths differ, and the last ones to finish
-should be short."""
-_MOST_SPLITS = 16
+_TILE, _WARPS, _STAGES = 64, 2, 3
+"""The fastest of a dozen on an H200, at 28 sequences of 8287 tokens, 40 heads of 128 over 8: docs/LOG.md."""
+_PROGRAMS_A_PROCESSOR = 8
+"""As many as its registers hold of this size."""
+_MOST_SPLITS = 32
 
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -72,7 +72,7 @@ def write(key: torch.Tensor, value: torch.Tensor, pages: Pages, slots: torch.Ten
     """
     if not len(slots):
         return
-    write_kernel[(len(slots), pages.heads)](
+    write_kv_cache_kernel[(len(slots), pages.heads)](
         *(key, value, slots, *_pointers(pages)),
         *(key.stride(0), key.stride(1), value.stride(0), value.stride(1), *_strides(pages)),
         SIZE=pages.head_size,
@@ -98,7 +98,7 @@ def read(
         Two of [total, heads, head_size].
     """
     key, value = torch.empty(2, total, pages.heads, pages.head_size, dtype=dtype, device=table.device)
-    read_kernel[(len(starts) - 1, triton.cdiv(longest, _TILE), pages.heads)](
+    read_kv_cache_kernel[(len(starts) - 1, triton.cdiv(longest, _TILE), pages.heads)](
         *(*_pointers(pages), table, starts, key, value),
         *(*_strides(pages), table.stride(0), key.stride(0), key.stride(1)),
         SIZE=pages.head_size,
@@ -132,7 +132,7 @@ def decode(
     if not sequences:
         return
     group, splits = heads // pages.heads, splits_of(sequences, pages.heads, scratch.processors)
-    split_kernel[(sequences, pages.heads, splits)](
+    int8_attention_kernel[(sequences, pages.heads, splits)](
         *(query, *_pointers(pages), table, lengths, out, scratch.part, scratch.state, softmax_scale),
         *(query.stride(0), query.stride(1), *_strides(pages), table.stride(0), out.stride(0), out.stride(1)),
         GROUP=group,
@@ -146,7 +146,7 @@ def decode(
         num_stages=_STAGES,
     )
     if splits > 1:
-        merge_kernel[(sequences, heads)](
+        int8_attention_merge_kernel[(sequences, heads)](
             scratch.part, scratch.state, out, out.stride(0), out.stride(1), SIZE=size, SPLITS=splits, num_warps=2
         )
 

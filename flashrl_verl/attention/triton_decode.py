@@ -45,7 +45,7 @@ def _halves(codes, PACKED: tl.constexpr):
 
 
 @triton.jit
-def split_kernel(
+def int8_attention_kernel(
     q_ptr, k_ptr, ks_ptr, v_ptr, vs_ptr, table_ptr, lengths_ptr, out_ptr, part_ptr, state_ptr, softmax_scale,
     q_row, q_head, page_bytes, head_bytes, page_scales, head_scales, table_row, out_row, out_head,
     GROUP: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr, SLOTS: tl.constexpr, TILE: tl.constexpr,
@@ -115,7 +115,7 @@ def split_kernel(
 
 
 @triton.jit
-def merge_kernel(part_ptr, state_ptr, out_ptr, out_row, out_head, SIZE: tl.constexpr, SPLITS: tl.constexpr):
+def int8_attention_merge_kernel(part_ptr, state_ptr, out_ptr, out_row, out_head, SIZE: tl.constexpr, SPLITS: tl.constexpr):
     """Sum the parts of sequence (program 0), head (program 1), each by its weight."""
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place = (sequence * tl.num_programs(1) + head) * SPLITS + tl.arange(0, SPLITS)

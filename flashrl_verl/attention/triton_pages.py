@@ -22,7 +22,7 @@ def _codes(x):
 
 
 @triton.jit
-def write_kernel(
+def write_kv_cache_kernel(
     key_ptr, value_ptr, slots_ptr, k_ptr, ks_ptr, v_ptr, vs_ptr,
     key_row, key_head, value_row, value_head, page_bytes, head_bytes, page_scales, head_scales,
     SIZE: tl.constexpr, SLOTS: tl.constexpr,
@@ -44,7 +44,7 @@ def write_kernel(
 
 
 @triton.jit
-def read_kernel(
+def read_kv_cache_kernel(
     k_ptr, ks_ptr, v_ptr, vs_ptr, table_ptr, starts_ptr, key_ptr, value_ptr,
     page_bytes, head_bytes, page_scales, head_scales, table_row, out_row, out_head,
     SIZE: tl.constexpr, SLOTS: tl.constexpr, TILE: tl.constexpr,
