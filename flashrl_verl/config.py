@@ -49,7 +49,7 @@ class KVCache(str, Enum):
     FP8_PER_TOKEN_HEAD = "fp8_per_token_head"
     """E4M3, a scale for each token and head, made as it is written. vLLM's Triton attention, since Ada."""
     INT8_PER_TOKEN_HEAD = "int8_per_token_head"
-    """INT8, scaled alike. vLLM's Triton attention, on A100 too."""
+    """INT8, scaled alike. Our attention (``attention/``), on A100 too."""
 
     @property
     def engine_names(self) -> frozenset[str]:
@@ -207,7 +207,7 @@ def _kv_cache(value: Any) -> KVCache:
     except ValueError:
         raise ConfigError(
             f"flashrl.kv_cache={value!r} is not a format of the KV cache. Set flashrl.kv_cache to auto (BF16), to fp8 (Ada, "
-            "Hopper and later), or to fp8_per_token_head or int8_per_token_head (vLLM's Triton attention)."
+            "Hopper and later), or to int8_per_token_head (A100 and later) or fp8_per_token_head (Ada and later)."
         ) from None
 
 

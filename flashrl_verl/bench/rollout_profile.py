@@ -11,9 +11,9 @@ from torch.profiler import ProfilerActivity, profile
 CLASSES = {
     "communication": r"nccl|all_?reduce|all_?gather|reduce_?scatter|cross_device|multimem",
     "experts": r"moe|topk_?gating|expert",
-    "KV write": r"reshape_(and_)?cache|concat_and_cache",
+    "KV write": r"reshape_(and_)?cache|concat_and_cache|write_kv_cache",
     # FlashInfer's kernels of every kind have "flash" in their namespace.
-    "attention": r"flash(::|_?attn|_fwd)|fmha|attention|reduce_segments|paged_|prepare_varlen",
+    "attention": r"flash(::|_?attn|_fwd)|fmha|attention|read_kv_cache|reduce_segments|paged_|prepare_varlen",
     "activation quantization": r"(scaled|dynamic|static|per_token|group).*quant|quant_(fp8|int8)|per_token_group",
     "linear layers": r"gemm|gemv|nvjet|cutlass|cublas|xmma|wgmma|splitk|scaled_mm|matmul|onednn|aten::(mm|addmm|bmm)",
     "sampling": r"sort|topk|top_k|top_p|gumbel|softmax|argmax|exponential|distribution|multinomial|_temperature|penalt"

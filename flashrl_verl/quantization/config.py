@@ -203,6 +203,8 @@ def kv_cache_arguments(kv_cache: KVCache) -> dict[str, str]:
     if kv_cache is KVCache.FP8 and capability is not None and capability.major != 9:
         # FlashAttention reads E4M3 on Hopper only, and vLLM's next choice is FlashInfer, in which scales stand still.
         arguments["attention_backend"] = "TRITON_ATTN"
+    if kv_cache is KVCache.INT8_PER_TOKEN_HEAD and capability is not None:
+        arguments["attention_backend"] = "CUSTOM"  # flashrl_verl.attention, under the name that vLLM has for others' backends
     return arguments
 
 

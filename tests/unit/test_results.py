@@ -220,6 +220,10 @@ def test_how_fast_a_decode_step_reads_is_in_words_what_the_profile_has():
             longest("bf16", "attention"),
         ),
         r"reads half, (\d+) GB, in ([\d.]+) ms: ([\d.]+) TB/s": (cached, longest("int8 + fp8 KV", "attention")),
+        r"INT8\*\* with its scales, (\d+) GB, in ([\d.]+) ms: ([\d.]+) TB/s": (
+            cached * (size + 4) // size,
+            longest("int8 + int8_per_token_head KV", "other"),
+        ),
         r"products\*\* read (\d+) GB in INT8 .*? in ([\d.]+) ms: ([\d.]+) TB/s": (
             projections + head,
             profiles["int8 + fp8 KV"]["milliseconds"]["linear layers"],
