@@ -16,11 +16,12 @@ from flashrl_verl.plan.step import Clock
 from flashrl_verl.quantization.rank_layers import attention, mlp
 
 
-def choices(gpu: GPU) -> list[Choice]:
-    """Those of a measured or assumed speed (``step.COMPUTE``), with a KV cache in BF16 and in what 8 bits the GPU reads."""
-    eight = KVCache.FP8 if gpu.capability >= (8, 9) else KVCache.INT8_PER_TOKEN_HEAD
+def choices() -> list[Choice]:
+    """Those of a measured or assumed speed (``step.COMPUTE``), with a KV cache in BF16, and in INT8, which every GPU from A100
+    on reads and which has been the faster and the nearer one of 8 bits (docs/kv_cache.md)."""
     precisions = (Precision.BF16, Precision.INT8, Precision.FP8)
-    return [Choice(precision=precision, kv_cache=kv) for kv in (KVCache.AUTO, eight) for precision in precisions]
+    kv_caches = (KVCache.AUTO, KVCache.INT8_PER_TOKEN_HEAD)
+    return [Choice(precision=precision, kv_cache=kv) for kv in kv_caches for precision in precisions]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +83,7 @@ def make_plan(
             f"--tensor-parallel {engine.tensor_parallel} does not divide the model's {shape.heads} attention heads, "
             f"{shape.kv_heads} KV heads and {shape.width} rows of an MLP, as vLLM asks; these do: {sizes}"
         )
-    outcomes = [_outcome(choice, shape, gpu, engine, work) for choice in choices(gpu)]
+    outcomes = [_outcome(choice, shape, gpu, engine, work) for choice in choices()]
     if all(outcome.refused for outcome in outcomes):
         raise ConfigError(
             f"{model} fits in no precision: {'; '.join(f'{o.choice}: {o.refused}' for o in outcomes)}. Take more GPUs for an "

@@ -9,7 +9,7 @@ there, prefill from what its first row takes beyond decoding. Other GPUs and siz
 
 from dataclasses import dataclass
 
-from flashrl_verl.config import Precision
+from flashrl_verl.config import KVCache, Precision
 from flashrl_verl.plan.gpus import GPU
 from flashrl_verl.plan.memory import BF16, Choice
 from flashrl_verl.plan.shape import ModelShape
@@ -27,8 +27,9 @@ PREFILL = 0.6
 SHARPNESS = 3.0
 """Exponent p of (memory^p + compute^p)^(1/p), the time of a product between the two roofs."""
 
-EIGHT_BIT_KV_STREAM = 0.52
-"""The same share as `STREAM` for attention that reads FP8 keys and values, which it has to convert."""
+KV_STREAM = {KVCache.AUTO: STREAM, KVCache.FP8: 0.52, KVCache.FP8_PER_TOKEN_HEAD: 0.52, KVCache.INT8_PER_TOKEN_HEAD: 0.58}
+"""The same share for attention that reads keys and values: FlashAttention's in BF16 and FP8, and ours in INT8
+(docs/results/rollout.md). fp8_per_token_head has not been measured, and is slower."""
 
 ATTENTION_S = 30e-6
 """Fixed part of a layer's attention, seconds."""
@@ -82,7 +83,7 @@ class Clock:
     def decode(self, sequences: float, context: float) -> StepTime:
         """Seconds of one step that gives every sequence one token; arguments as in ``floor``."""
         layers, quantized = self.shape.layers, self.choice.precision is not Precision.BF16
-        stream = EIGHT_BIT_KV_STREAM if self.choice.eight_bit_kv else STREAM
+        stream = KV_STREAM[self.choice.kv_cache]
         rows = self.shape.vocabulary / self.tensor_parallel * sequences * 4 * 3  # logits, log-probs, sorted
         return StepTime(
             linear=self._products(sequences, self._weights_read(sequences), COMPUTE[self.choice.precision]),

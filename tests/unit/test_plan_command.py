@@ -24,7 +24,7 @@ def test_the_command_plans_a_run_by_its_overrides(tmp_path):
     assert made["gpus"] == 32 and made["engine"]["tensor_parallel"] == 4 and made["engine"]["gpu_memory_utilization"] == 0.8
     assert made["work"] == {"sequences": 1024, "prompt": 1024, "response": 3000}  # 512 prompts x 16 samples, 8 engines
     rows = [(row["choice"]["precision"], row["choice"]["kv_cache"]) for row in made["outcomes"]]
-    assert rows == [(precision, kv) for kv in ("auto", "fp8") for precision in ("bf16", "int8", "fp8")]
+    assert rows == [(precision, kv) for kv in ("auto", "int8_per_token_head") for precision in ("bf16", "int8", "fp8")]
     assert all(len(line) <= 80 for line in result.output.splitlines())
 
 

@@ -206,7 +206,7 @@ def test_small_models_are_advised_to_stay_in_bf16():
     assert plan("qwen2.5-0.5b").advice[0].startswith("Stay with BF16 weights")
 
 
-def test_long_responses_are_told_of_the_fp8_kv_cache_by_the_row_that_is_fastest():
+def test_long_responses_are_told_of_the_8_bit_kv_cache_by_the_row_that_is_fastest():
     made = plan("qwen2.5-7b", sequences=64, prompt=1024, response=15000)
     first, second = made.advice[:2]
     fastest = max(made.outcomes, key=lambda outcome: outcome.speedup)
@@ -284,10 +284,10 @@ def test_a_bf16_that_hardly_fits_is_not_the_measure():
     assert gain > 3 and int(found[1]) > 1 and 1.1 < float(found[3]) < 1.6
 
 
-def test_a_gpu_without_fp8_keeps_keys_and_values_in_int8_with_a_scale_for_each_token_and_head(qwen32b):
-    kv = [choice.kv_cache for choice in choices(gpus.find("a100-80gb"))]
-    assert set(kv) == {KVCache.AUTO, KVCache.INT8_PER_TOKEN_HEAD}
+def test_eight_bits_of_keys_and_values_are_int8_with_a_scale_for_each_token_and_head(qwen32b):
+    assert {choice.kv_cache for choice in choices()} == {KVCache.AUTO, KVCache.INT8_PER_TOKEN_HEAD}
     choice = Choice(precision=Precision.INT8, kv_cache=KVCache.INT8_PER_TOKEN_HEAD)
     assert str(choice) == "int8 + INT8 KV"
     assert memory_of(qwen32b, choice, H200, Engine()).kv_per_token == 128 * 1024 * (1 + 4 / 128)
-    assert "flashrl.kv_cache=int8_per_token_head" in " ".join(plan(gpu="a100-80gb", response=16384).advice)
+    for gpu in ("a100-80gb", "h200"):
+        assert "flashrl.kv_cache=int8_per_token_head" in " ".join(plan(gpu=gpu, response=16384).advice)
