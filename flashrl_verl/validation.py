@@ -16,8 +16,8 @@ from omegaconf import DictConfig, OmegaConf
 from flashrl_verl.config import FlashRLConfig, KVCache
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.rules import ACTOR, CORRECTION, ROLLOUT, Rule, apply, get, one_of, positive_integer, refuse, words
-from flashrl_verl.validation_blocks import check_blocks
 from flashrl_verl.validation_head import check_head
+from flashrl_verl.validation_model import check_model
 from flashrl_verl.validation_sampling import check_correction, check_engine_arguments
 from flashrl_verl.validation_servers import check_servers
 
@@ -52,7 +52,7 @@ def validate_config(cfg: DictConfig) -> FlashRLConfig:
         check_head(cfg)
     _check_hardware(cfg, settings)
     check_servers(cfg, settings)
-    check_blocks(cfg, settings)
+    check_model(cfg, settings)
     _check_micro_batches(cfg)
     return settings
 

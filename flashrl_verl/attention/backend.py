@@ -12,11 +12,11 @@ three at a time. Here
 A backend is upstream's hook (``vllm.v1.attention.backends.registry.register_backend``); nothing of vLLM's is changed.
 """
 
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, get_current_vllm_config, get_layers_from_vllm_config
+from vllm.model_executor.layers.attention import Attention
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import (
     AttentionBackend,
@@ -32,46 +32,20 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from flashrl_verl.attention import kernels, pages
+from flashrl_verl.attention.limits import CAPABILITY, HEAD_SIZES, REMEDY, why_not
+from flashrl_verl.attention.metadata import Metadata, Prefill, prefills_of
 
 NAME = "CUSTOM"
 KV_CACHE_DTYPE = "int8_per_token_head"
 
-_REMEDY = (
-    "Set +actor_rollout_ref.rollout.engine_kwargs.vllm.attention_backend=TRITON_ATTN (vLLM's, slower), or flashrl.kv_cache=auto"
-)
+BLOCK_SIZES = (16, 32, 64, 128)
 
 _READ_AT_ONCE = 1 << 15
-"""Tokens whose keys and values are BF16 at one time while prompts are read (one sequence may have more): 128 MiB for eight KV
-heads of 128."""
+"""Tokens whose keys and values are BF16 at one time while prompts are read: 128 MiB for eight KV heads of 128."""
 
 
-@dataclass
-class Reading:
-    """Some sequences of a batch whose prompts are read by one call of FlashAttention."""
-
-    rows: slice
-    """Sequences of the batch."""
-    tokens: slice
-    """New tokens of the batch."""
-    query_starts: torch.Tensor
-    """[sequences + 1] int32, from 0."""
-    key_starts: torch.Tensor
-    """[sequences + 1] int32: all tokens of each, the new ones last."""
-    longest_query: int
-    longest: int
-    total: int
-
-
-@dataclass
-class Metadata:
-    """What all layers of a step share."""
-
-    decodes: int
-    """Sequences with one new token, which are the batch's first; with the rows that pad a CUDA graph."""
-    readings: list[Reading]
-    table: torch.Tensor
-    lengths: torch.Tensor
-    scratch: kernels.Scratch
+def _refuse(what: str) -> None:
+    raise ValueError(f"flashrl.kv_cache={KV_CACHE_DTYPE}: {what}. {REMEDY}")
 
 
 class Int8KVBackend(AttentionBackend):
@@ -95,7 +69,7 @@ class Int8KVBackend(AttentionBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes() -> list[int | MultipleOf]:
-        return [16, 32, 64, 128]
+        return list(BLOCK_SIZES)
 
     @staticmethod
     def get_kv_cache_shape(
@@ -110,16 +84,19 @@ class Int8KVBackend(AttentionBackend):
         return (0, 1, 2, 3, 4)
 
     @classmethod
-    def supports_head_size(cls, head_size: int) -> bool:
-        return head_size in kernels.HEAD_SIZES
+    def supports_kv_connector(cls) -> bool:
+        return False  # a connector that cuts a page by the shape it is told would move parts of other tokens
 
     @classmethod
-    def supports_compute_capability(cls, capability: DeviceCapability) -> bool:
-        return capability >= DeviceCapability(8, 0)
-
-    @classmethod
-    def supports_attn_type(cls, attn_type: str) -> bool:
-        return attn_type == AttentionType.DECODER
+    def supports_combination(cls, head_size: int, *others: Any) -> str | None:
+        """Here and not in a method of each: what this returns is in vLLM's message, where "head_size not supported" would have
+        no remedy. The last argument is the GPU's capability."""
+        capability: DeviceCapability = others[-1]
+        if capability.to_int() < CAPABILITY:
+            return f"compute capability {capability.as_version_str()}, and it needs {CAPABILITY / 10}. {REMEDY}"
+        if head_size not in HEAD_SIZES:
+            return f"{why_not(head_size, 1, 1)}. {REMEDY}"
+        return None
 
 
 class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
@@ -130,10 +107,13 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
 
     def __init__(self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        if vllm_config.speculative_config is not None:
+            _refuse("it has no speculative decoding, whose lengths the host only guesses")
+        layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
         graphs = vllm_config.compilation_config.max_cudagraph_capture_size or 0
         self._scratch = kernels.Scratch.make(
             max(vllm_config.scheduler_config.max_num_seqs, graphs),
-            vllm_config.model_config.get_num_attention_heads(vllm_config.parallel_config),
+            max(layer.num_heads for layer in layers.values()),
             kv_cache_spec.num_kv_heads,
             kv_cache_spec.head_size,
             device,
@@ -142,42 +122,20 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> Metadata:
-        common = common_attn_metadata
-        decodes, reading, _, _ = split_decodes_and_prefills(common, decode_threshold=1)
+        common, prefills = common_attn_metadata, []
+        num_decodes, num_prefills, _, _ = split_decodes_and_prefills(common, decode_threshold=1)
+        if num_prefills:
+            lengths = common.seq_lens_cpu_upper_bound  # exact without speculative decoding
+            lengths = (common.seq_lens if lengths is None else lengths)[: common.num_reqs].tolist()
+            starts = common.query_start_loc_cpu.tolist()
+            prefills = prefills_of(starts, lengths, num_decodes, _READ_AT_ONCE, self._to_device)
         return Metadata(
-            decodes=decodes,
-            readings=self._readings(common, decodes) if reading else [],
-            table=common.block_table_tensor,
-            lengths=common.seq_lens,
+            num_decodes=num_decodes,
+            prefills=prefills,
+            block_table=common.block_table_tensor,
+            seq_lens=common.seq_lens,
             scratch=self._scratch,
         )
-
-    def _readings(self, common: CommonAttentionMetadata, first: int) -> list[Reading]:
-        lengths = common.seq_lens_cpu_upper_bound
-        lengths = (common.seq_lens if lengths is None else lengths)[: common.num_reqs].tolist()
-        starts = common.query_start_loc_cpu.tolist()
-        readings, end = [], first
-        while end < common.num_reqs:
-            start, total = end, 0
-            while end < common.num_reqs and (end == start or total + lengths[end] <= _READ_AT_ONCE):
-                total += lengths[end]
-                end += 1
-            queries = [starts[row] - starts[start] for row in range(start, end + 1)]
-            keys = [0]
-            for length in lengths[start:end]:
-                keys.append(keys[-1] + length)
-            reading = Reading(
-                rows=slice(start, end),
-                tokens=slice(starts[start], starts[end]),
-                query_starts=self._to_device(queries),
-                key_starts=self._to_device(keys),
-                longest_query=max(b - a for a, b in zip(queries, queries[1:], strict=False)),
-                longest=max(lengths[start:end]),
-                total=total,
-            )
-            if reading.longest_query > 0:  # else rows that pad the batch
-                readings.append(reading)
-        return readings
 
     def _to_device(self, numbers: list[int]) -> torch.Tensor:
         host = torch.tensor(numbers, dtype=torch.int32, pin_memory=self.device.type == "cuda")
@@ -203,38 +161,28 @@ class Int8KVAttention(AttentionImpl):
     ):
         for name, given in {
             "ALiBi": alibi_slopes,
-            "a sliding window": sliding_window,
-            "a cap on logits": logits_soft_cap,
-            "a KV cache that layers share": kv_sharing_target_layer_name,
+            "sliding window": sliding_window,
+            "cap on logits": logits_soft_cap,
+            "KV cache that layers share": kv_sharing_target_layer_name,
             **unknown,
         }.items():
             if given:
-                raise ValueError(
-                    f"flashrl.kv_cache={KV_CACHE_DTYPE}: its attention has no {name}, and this model's layers do. {_REMEDY}"
-                )
+                _refuse(f"its attention has no {name}, and this model's layers do")
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        sharing = num_heads // self.num_kv_heads
-        if sharing > kernels.MOST_SHARING:
-            raise ValueError(
-                f"flashrl.kv_cache={KV_CACHE_DTYPE}: {sharing} query heads share one head of keys and values; "
-                f"its attention takes up to {kernels.MOST_SHARING}. {_REMEDY}"
-            )
+        if reason := why_not(head_size, num_heads, self.num_kv_heads):
+            _refuse(f"the model has {reason}")
         self.kv_cache_dtype = kv_cache_dtype
         self._flash_attention = get_flash_attn_version(head_size=head_size)
-        self._pages: pages.Pages | None = None
-        self._cache_address = 0
-
-    def _pages_of(self, kv_cache: torch.Tensor) -> pages.Pages:
-        if self._pages is None or kv_cache.data_ptr() != self._cache_address:
-            self._pages, self._cache_address = pages.pages_of(kv_cache), kv_cache.data_ptr()
-        return self._pages
+        if self._flash_attention is None:
+            _refuse("prompts are read by vLLM's FlashAttention, which this build or GPU does not have")
+        self._read_at_once = max(_READ_AT_ONCE, get_current_vllm_config().model_config.max_model_len)
 
     def do_kv_cache_update(
         self, layer: torch.nn.Module, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
         """Quantize the step's new keys and values into the cache; vLLM calls it before ``forward``."""
-        kernels.write(key, value, self._pages_of(kv_cache), slot_mapping)
+        kernels.write(key, value, pages.pages_of(kv_cache), slot_mapping)
 
     def forward(
         self,
@@ -264,29 +212,30 @@ class Int8KVAttention(AttentionImpl):
             raise NotImplementedError("quantized output of attention")
         if attn_metadata is None:
             # What reading prompts takes has to be seen when vLLM gives the rest of the memory to the cache.
-            torch.empty(2, _READ_AT_ONCE, self.num_kv_heads, self.head_size, dtype=query.dtype, device=query.device)
+            torch.empty(2, self._read_at_once, self.num_kv_heads, self.head_size, dtype=query.dtype, device=query.device)
             return output.fill_(0)
-        cache, step = self._pages_of(kv_cache), attn_metadata
-        if step.decodes:
-            rows = slice(step.decodes)
-            kernels.decode(query[rows], cache, step.table, step.lengths, self.scale, output[rows], step.scratch)
-        for reading in step.readings:
-            self._read(query[reading.tokens], cache, step, reading, output[reading.tokens])
+        # Views of each call's own: kept ones would hold the small cache over which vLLM first measures its CUDA graphs.
+        cache, step = pages.pages_of(kv_cache), attn_metadata
+        if step.num_decodes:
+            rows = slice(step.num_decodes)
+            kernels.decode(query[rows], cache, step.block_table, step.seq_lens, self.scale, output[rows], step.scratch)
+        for prefill in step.prefills:
+            self._prefill(query[prefill.tokens], cache, step.block_table[prefill.rows], prefill, output[prefill.tokens])
         return output
 
-    def _read(self, query: torch.Tensor, cache: pages.Pages, step: Metadata, reading: Reading, output: torch.Tensor) -> None:
-        key, value = kernels.read(
-            cache, step.table[reading.rows], reading.key_starts, reading.longest, reading.total, query.dtype
-        )
+    def _prefill(
+        self, query: torch.Tensor, cache: pages.Pages, block_table: torch.Tensor, prefill: Prefill, output: torch.Tensor
+    ) -> None:
+        key, value = kernels.read(cache, block_table, prefill.key_starts, prefill.max_seq_len, prefill.total, query.dtype)
         flash_attn_varlen_func(
             q=query,
             k=key,
             v=value,
             out=output,
-            cu_seqlens_q=reading.query_starts,
-            max_seqlen_q=reading.longest_query,
-            cu_seqlens_k=reading.key_starts,
-            max_seqlen_k=reading.longest,
+            cu_seqlens_q=prefill.query_starts,
+            max_seqlen_q=prefill.max_query_len,
+            cu_seqlens_k=prefill.key_starts,
+            max_seqlen_k=prefill.max_seq_len,
             softmax_scale=self.scale,
             causal=True,
             fa_version=self._flash_attention,

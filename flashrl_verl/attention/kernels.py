@@ -11,13 +11,9 @@ from flashrl_verl.attention.pages import Pages
 from flashrl_verl.attention.triton_decode import int8_attention_kernel, int8_attention_merge_kernel
 from flashrl_verl.attention.triton_pages import read_kv_cache_kernel, write_kv_cache_kernel
 
-HEAD_SIZES = (32, 64, 128, 256)
-MOST_SHARING = 32
-"""Query heads of one KV head: more do not fit registers."""
-
 _TILE, _WARPS, _STAGES = 64, 2, 3
 """The fastest of a dozen on an H200, at 28 sequences of 8287 tokens, 40 heads of 128 over 8: docs/LOG.md."""
-_PROGRAMS_A_PROCESSOR = 8
+_PROGRAMS_PER_SM = 8
 """As many as its registers hold of this size."""
 _MOST_SPLITS = 32
 
@@ -28,11 +24,11 @@ _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 class Scratch:
     """What parts are kept in between the two kernels of a step; one for all layers."""
 
-    part: torch.Tensor
-    """float32."""
+    sums: torch.Tensor
+    """float32: values that the weights of each split give."""
     state: torch.Tensor
-    """float32."""
-    processors: int
+    """float32: the largest score and the sum of weights of each split."""
+    multiprocessors: int
 
     @staticmethod
     def make(sequences: int, heads: int, kv_heads: int, head_size: int, device: torch.device) -> "Scratch":
@@ -46,34 +42,35 @@ class Scratch:
             device: of the KV cache.
         """
         on_gpu = device.type == "cuda"
-        processors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 1
-        parts = max(n * splits_of(n, kv_heads, processors) for n in range(1, sequences + 1)) * heads
+        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 1
+        splits = {n: splits_of(n, kv_heads, multiprocessors) for n in range(1, sequences + 1)}
+        rows = heads * max((n * count for n, count in splits.items() if count > 1), default=0)
         return Scratch(
-            part=torch.empty(parts * head_size, dtype=torch.float32, device=device),
-            state=torch.empty(parts * 2, dtype=torch.float32, device=device),
-            processors=processors,
+            sums=torch.empty(rows * head_size, dtype=torch.float32, device=device),
+            state=torch.empty(rows * 2, dtype=torch.float32, device=device),
+            multiprocessors=multiprocessors,
         )
 
 
-def splits_of(sequences: int, kv_heads: int, processors: int) -> int:
+def splits_of(sequences: int, kv_heads: int, multiprocessors: int) -> int:
     """Parts that each sequence is cut in, a power of two: by the batch alone, so that a CUDA graph of it stays right."""
-    wanted = max(1, processors * _PROGRAMS_A_PROCESSOR // (sequences * kv_heads))
+    wanted = max(1, multiprocessors * _PROGRAMS_PER_SM // (sequences * kv_heads))
     return min(_MOST_SPLITS, 1 << (wanted.bit_length() - 1))
 
 
-def write(key: torch.Tensor, value: torch.Tensor, pages: Pages, slots: torch.Tensor) -> None:
+def write(key: torch.Tensor, value: torch.Tensor, pages: Pages, slot_mapping: torch.Tensor) -> None:
     """Quantize keys and values into their slots, each by the largest magnitude of its head's vector, half to even.
 
     Args:
         key: [tokens or more, heads, head_size], 16 or 32 bits.
         value: alike.
         pages: of the layer.
-        slots: [tokens] int64, page * slots + slot; negative ones are left out.
+        slot_mapping: [tokens] int64, page * slots + slot; negative ones are left out.
     """
-    if not len(slots):
+    if not len(slot_mapping):
         return
-    write_kv_cache_kernel[(len(slots), pages.heads)](
-        *(key, value, slots, *_pointers(pages)),
+    write_kv_cache_kernel[(len(slot_mapping), pages.heads)](
+        *(key, value, slot_mapping, *_pointers(pages)),
         *(key.stride(0), key.stride(1), value.stride(0), value.stride(1), *_strides(pages)),
         SIZE=pages.head_size,
         SLOTS=pages.slots,
@@ -82,25 +79,25 @@ def write(key: torch.Tensor, value: torch.Tensor, pages: Pages, slots: torch.Ten
 
 
 def read(
-    pages: Pages, table: torch.Tensor, starts: torch.Tensor, longest: int, total: int, dtype: torch.dtype
+    pages: Pages, block_table: torch.Tensor, starts: torch.Tensor, max_seq_len: int, total: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of sequences, one after another.
 
     Args:
         pages: of the layer.
-        table: [sequences, pages of the longest or more] int32.
+        block_table: [sequences, pages of the longest or more] int32.
         starts: [sequences + 1] int32, where each begins in the result.
-        longest: tokens of the longest.
+        max_seq_len: tokens of the longest.
         total: tokens of all.
         dtype: of the result.
 
     Returns:
         Two of [total, heads, head_size].
     """
-    key, value = torch.empty(2, total, pages.heads, pages.head_size, dtype=dtype, device=table.device)
-    read_kv_cache_kernel[(len(starts) - 1, triton.cdiv(longest, _TILE), pages.heads)](
-        *(*_pointers(pages), table, starts, key, value),
-        *(*_strides(pages), table.stride(0), key.stride(0), key.stride(1)),
+    key, value = torch.empty(2, total, pages.heads, pages.head_size, dtype=dtype, device=block_table.device)
+    read_kv_cache_kernel[(len(starts) - 1, triton.cdiv(max_seq_len, _TILE), pages.heads)](
+        *(*_pointers(pages), block_table, starts, key, value),
+        *(*_strides(pages), block_table.stride(0), key.stride(0), key.stride(1)),
         SIZE=pages.head_size,
         SLOTS=pages.slots,
         TILE=_TILE,
@@ -111,8 +108,8 @@ def read(
 def decode(
     query: torch.Tensor,
     pages: Pages,
-    table: torch.Tensor,
-    lengths: torch.Tensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
     softmax_scale: float,
     out: torch.Tensor,
     scratch: Scratch,
@@ -122,8 +119,8 @@ def decode(
     Args:
         query: [sequences, heads, head_size], 16 bits.
         pages: of the layer.
-        table: [sequences or more, pages] int32.
-        lengths: [sequences or more] int32, the new token among them; 0 gives zeros.
+        block_table: [sequences or more, pages] int32.
+        seq_lens: [sequences or more] int32, the new token among them; 0 gives zeros.
         softmax_scale: of the scores.
         out: like query, written.
         scratch: for so many sequences.
@@ -131,10 +128,13 @@ def decode(
     sequences, heads, size = query.shape
     if not sequences:
         return
-    group, splits = heads // pages.heads, splits_of(sequences, pages.heads, scratch.processors)
+    group, splits = heads // pages.heads, splits_of(sequences, pages.heads, scratch.multiprocessors)
+    rows = sequences * heads * splits
+    if splits > 1 and (rows * size > scratch.sums.numel() or rows * 2 > scratch.state.numel()):
+        raise RuntimeError(f"{sequences} sequences of {heads} heads in {splits} splits are more than the scratch was made for")
     int8_attention_kernel[(sequences, pages.heads, splits)](
-        *(query, *_pointers(pages), table, lengths, out, scratch.part, scratch.state, softmax_scale),
-        *(query.stride(0), query.stride(1), *_strides(pages), table.stride(0), out.stride(0), out.stride(1)),
+        *(query, *_pointers(pages), block_table, seq_lens, out, scratch.sums, scratch.state, softmax_scale),
+        *(query.stride(0), query.stride(1), *_strides(pages), block_table.stride(0), out.stride(0), out.stride(1)),
         GROUP=group,
         COLUMNS=max(8, triton.next_power_of_2(group)),
         SIZE=size,
@@ -147,7 +147,7 @@ def decode(
     )
     if splits > 1:
         int8_attention_merge_kernel[(sequences, heads)](
-            scratch.part, scratch.state, out, out.stride(0), out.stride(1), SIZE=size, SPLITS=splits, num_warps=2
+            scratch.sums, scratch.state, out, out.stride(0), out.stride(1), SIZE=size, SPLITS=splits, num_warps=2
         )
 
 

@@ -4,12 +4,13 @@
 A decode step of long responses waits for keys and values, so what counts is that reading half the bytes takes half the time:
 codes go to tensor cores with about one instruction an element and no exchange between threads. Codes are FP16 there, which
 has every INT8 value; the scale of a key multiplies its score, the scale of a value its weight, and sums are float32, so that
-nothing is rounded to fewer bits than FP16's eleven. (FlashAttention 3's E4M3 kernel rounds queries and weights to four.)
+weights have FP16's eleven bits, down to 2**-29 of the largest. (FlashAttention 3's E4M3 kernel rounds queries and weights to
+four.)
 
 Heads that share keys are the columns of a product whose rows are tokens: eight columns are the least that a tensor core
 takes, where sixteen rows would be with heads and tokens the other way around.
 
-Sequences are cut in ``splits`` parts for one program each, merged by a second kernel (split-K attention, "Flash-Decoding",
+Sequences are cut in splits for one program each, which a second kernel merges (split-K attention, "Flash-Decoding",
 https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
 """
 
@@ -17,6 +18,7 @@ import triton
 import triton.language as tl
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
+_MOST = tl.constexpr(32768.0)
 
 
 @triton.jit
@@ -45,17 +47,28 @@ def _halves(codes, PACKED: tl.constexpr):
 
 
 @triton.jit
+def _query(q_ptr, sequence, heads, real, q_row, q_head, SIZE: tl.constexpr):
+    """Queries [SIZE, columns] in FP16, and the power of two that they were divided by to fit: no bit of bfloat16 is lost, but
+    of what is 2**-14 of the largest or less."""
+    place = q_ptr + sequence * q_row + heads[None, :] * q_head + tl.arange(0, SIZE)[:, None]
+    query = tl.load(place, mask=real[None, :], other=0.0).to(tl.float32)
+    largest = tl.maximum(tl.max(tl.max(tl.abs(query), 1), 0), 1e-30)
+    unit = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    return (query / unit).to(tl.float16), unit
+
+
+@triton.jit
 def int8_attention_kernel(
-    q_ptr, k_ptr, ks_ptr, v_ptr, vs_ptr, table_ptr, lengths_ptr, out_ptr, part_ptr, state_ptr, softmax_scale,
+    q_ptr, k_ptr, ks_ptr, v_ptr, vs_ptr, table_ptr, lengths_ptr, out_ptr, sums_ptr, state_ptr, softmax_scale,
     q_row, q_head, page_bytes, head_bytes, page_scales, head_scales, table_row, out_row, out_head,
     GROUP: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr, SLOTS: tl.constexpr, TILE: tl.constexpr,
     DIRECT: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Part (program 2) of sequence (program 0) for the queries that share KV head (program 1).
+    """Split (program 2) of sequence (program 0) for the queries that share KV head (program 1).
 
-    Writes the softmax-weighted values to ``out_ptr`` if there is one part (``DIRECT``), else to ``part_ptr`` [sequences, heads,
-    parts, SIZE] float32 what the weights before normalization give, and to ``state_ptr`` [sequences, heads, parts, 2] the
-    largest score and the sum of weights. ``GROUP`` of ``COLUMNS`` columns are queries.
+    Writes the softmax-weighted values to ``out_ptr`` if there is one split (``DIRECT``), else to ``sums_ptr`` [sequences,
+    heads, splits, SIZE] float32 what the weights before normalization give, and to ``state_ptr`` [sequences, heads, splits, 2]
+    the largest score and the sum of weights. ``GROUP`` of ``COLUMNS`` columns are queries.
     """
     splits = tl.num_programs(2)
     sequence, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
@@ -64,15 +77,9 @@ def int8_attention_kernel(
     first = split * each
     last = tl.minimum(length, first + each)
     column, dimension, offset = tl.arange(0, COLUMNS), tl.arange(0, SIZE), tl.arange(0, TILE)
-    slot = offset % SLOTS
-    real = column < GROUP
-
-    heads = head * GROUP + column
-    query = tl.load(q_ptr + sequence * q_row + heads[None, :] * q_head + dimension[:, None], mask=real[None, :], other=0.0)
-    # Queries of any size fit FP16 this way, and bfloat16 ones lose nothing but what is 2**-14 of the largest.
-    largest = tl.maximum(tl.max(tl.max(tl.abs(query.to(tl.float32)), 1), 0), 1e-30)
-    query = (query.to(tl.float32) / largest).to(tl.float16)
-    factor = largest * softmax_scale * _LOG2_E
+    real, heads = column < GROUP, head * GROUP + column
+    query, unit = _query(q_ptr, sequence, heads, real, q_row, q_head, SIZE)
+    factor = unit * softmax_scale * _LOG2_E
 
     table_ptr += sequence * table_row
     k_ptr += head * head_bytes
@@ -84,6 +91,7 @@ def int8_attention_kernel(
     sums = tl.zeros([SIZE, COLUMNS], tl.float32)
     for start in tl.range(first, last, TILE):
         inside = start + offset < last
+        slot = offset % SLOTS + (start % SLOTS if SLOTS > TILE else 0)
         page = tl.load(table_ptr + (start + offset) // SLOTS, mask=inside, other=0).to(tl.int64)
         # Slots of a page are neighbours, which a table's entry does not say by itself.
         page = tl.max_constancy(page, [SLOTS if SLOTS < TILE else TILE])
@@ -96,8 +104,8 @@ def int8_attention_kernel(
         before = tl.exp2(most - now)
         total = total * before + tl.sum(weights, 0)
         value_scales = tl.load(vs_ptr + page * page_scales + slot, mask=inside, other=0.0)
-        # By the tile's largest, or small scales would leave FP16's range.
-        greatest = tl.maximum(tl.max(value_scales, 0), 1e-30)
+        # By the tile's largest, and up to 2**15: small scales and weights would leave FP16's range.
+        greatest = tl.maximum(tl.max(value_scales, 0), 1e-30) / _MOST
         weights = (weights * (value_scales / greatest)[:, None]).to(tl.float16)
         values = tl.load(v_ptr + (page * page_bytes + slot)[None, :] + dimension[:, None] * SLOTS)
         sums = sums * before[None, :] + tl.dot(_halves(values, PACKED), weights) * greatest
@@ -109,14 +117,14 @@ def int8_attention_kernel(
         tl.store(place, (sums / total[None, :]).to(out_ptr.dtype.element_ty), mask=real[None, :])
     else:
         place = (sequence * tl.num_programs(1) * GROUP + heads) * splits + split
-        tl.store(part_ptr + place[None, :] * SIZE + dimension[:, None], sums, mask=real[None, :])
+        tl.store(sums_ptr + place[None, :] * SIZE + dimension[:, None], sums, mask=real[None, :])
         tl.store(state_ptr + place * 2, most, mask=real)
         tl.store(state_ptr + place * 2 + 1, total, mask=real)
 
 
 @triton.jit
-def int8_attention_merge_kernel(part_ptr, state_ptr, out_ptr, out_row, out_head, SIZE: tl.constexpr, SPLITS: tl.constexpr):
-    """Sum the parts of sequence (program 0), head (program 1), each by its weight."""
+def int8_attention_merge_kernel(sums_ptr, state_ptr, out_ptr, out_row, out_head, SIZE: tl.constexpr, SPLITS: tl.constexpr):
+    """Sum the splits of sequence (program 0), head (program 1), each by its weight."""
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place = (sequence * tl.num_programs(1) + head) * SPLITS + tl.arange(0, SPLITS)
     dimension = tl.arange(0, SIZE)
@@ -124,6 +132,6 @@ def int8_attention_merge_kernel(part_ptr, state_ptr, out_ptr, out_row, out_head,
     # "!=": a total that is not a number has to come out.
     weight = tl.where(total != 0, tl.exp2(most - tl.max(most, 0)), 0.0)
     everything = tl.sum(total * weight, 0)
-    sums = tl.sum(tl.load(part_ptr + place[:, None] * SIZE + dimension[None, :]) * weight[:, None], 0)
+    sums = tl.sum(tl.load(sums_ptr + place[:, None] * SIZE + dimension[None, :]) * weight[:, None], 0)
     result = sums / tl.where(everything == 0, 1.0, everything)
     tl.store(out_ptr + sequence * out_row + head * out_head + dimension, result.to(out_ptr.dtype.element_ty))

@@ -56,7 +56,7 @@ def read_kv_cache_kernel(
     length = tl.load(starts_ptr + sequence + 1) - start
     if tile * TILE < length:
         offset, dimension = tl.arange(0, TILE), tl.arange(0, SIZE)
-        slot = offset % SLOTS
+        slot = offset % SLOTS + (tile * TILE % SLOTS if SLOTS > TILE else 0)
         inside = tile * TILE + offset < length
         entries = table_ptr + sequence.to(tl.int64) * table_row + (tile * TILE + offset) // SLOTS
         page = tl.load(entries, mask=inside, other=0).to(tl.int64)

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from flashrl_verl.attention.limits import why_not
 from flashrl_verl.config import KVCache, Precision
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.plan.advice import Outcome, advise
@@ -155,6 +156,8 @@ def _divides(shape: ModelShape, size: int) -> bool:
 def _outcome(choice: Choice, shape: ModelShape, gpu: GPU, engine: Engine, work: Work) -> Outcome:
     if gpu.compute(choice.precision) is None:
         return Outcome(choice=choice, refused="no FP8 tensor cores")
+    if choice.eight_bit_kv and (reason := why_not(shape.head_dim, shape.heads, shape.kv_heads)) is not None:
+        return Outcome(choice=choice, refused=f"its attention does not take the model's {reason}")
     memory = memory_of(shape, choice, gpu, engine)
     length = work.prompt + work.response
     if memory.tokens < length:

@@ -90,6 +90,8 @@ def of_run(overrides: list[str], *, with_model: bool = True) -> dict[str, Any]:
 
     rollout = cfg.actor_rollout_ref.rollout
     changed = [key for key, harmless in _NOT_PLANNED.items() if get(key) not in (harmless, None)]
+    if get("flashrl.kv_cache") in ("fp8", "fp8_per_token_head"):  # of 8 bits INT8 is planned
+        changed.append("flashrl.kv_cache")
     return {
         **({"model": _shape_name(cfg)} if with_model else {}),
         "gpus": get("trainer.nnodes") * get("trainer.n_gpus_per_node"),

@@ -47,7 +47,7 @@ def render(plan: Plan) -> Group:
             f"fp8_block: {weights:.1f} GiB of weights; its speed is not measured, so it is in no row and in no advice."
         )
     if any(o.choice.eight_bit_kv and not o.refused for o in plan.outcomes) and plan.gpu.capability != (9, 0):
-        lines.append("8-bit KV: the rate is that of Hopper's attention kernel; this GPU has another, which was not measured.")
+        lines.append("INT8 KV: the rate at which attention reads is that of an H200; on this GPU it was not measured.")
     if plan.not_planned:
         lines.append(f"Not in these figures, though the run sets it: {', '.join(plan.not_planned)}.")
     return Group(table, *(Text(line) for line in lines), Text(ASSUMPTIONS, style="dim"))

@@ -25,9 +25,12 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.platforms import current_platform
 
+from flashrl_verl.attention.limits import CAPABILITY as INT8_KV_CAPABILITY
+from flashrl_verl.attention.limits import REMEDY
 from flashrl_verl.compat import cuda_capability
 from flashrl_verl.config import FlashRLConfig, KVCache, Precision
 from flashrl_verl.errors import ConfigError
+from flashrl_verl.plugin_vllm import register_attention
 from flashrl_verl.quantization.formats import weight_format
 from flashrl_verl.quantization.head import Fp32HeadMethod
 from flashrl_verl.quantization.linear import QuantizedLinearMethod, UnpackedLinearMethod
@@ -161,7 +164,7 @@ class FlashRLQuantizationConfig(QuantizationConfig):
 
 
 def require_kv_kernel(kv_cache: KVCache) -> None:
-    """Refuse a KV cache that no attention of vLLM's has on this process's device.
+    """Refuse a KV cache that no attention has on this process's device.
 
     Raises:
         ConfigError: there is none; the message says what to set instead.
@@ -179,11 +182,12 @@ def require_kv_kernel(kv_cache: KVCache) -> None:
                 "flashrl.kv_cache=fp8: vLLM's attention on a CPU reads E4M3 with AVX-512 only. Set flashrl.kv_cache=auto"
             )
         return
-    capability = cuda_capability()
-    if kv_cache is not KVCache.INT8_PER_TOKEN_HEAD and capability < FP8_CAPABILITY:
+    capability, int8 = cuda_capability(), kv_cache is KVCache.INT8_PER_TOKEN_HEAD
+    least = INT8_KV_CAPABILITY if int8 else FP8_CAPABILITY
+    if capability < least:
         raise ConfigError(
             f"flashrl.kv_cache={kv_cache.value} has no kernel for a GPU of compute capability {capability / 10:.1f}; it needs "
-            f"at least {FP8_CAPABILITY / 10:.1f}. Set flashrl.kv_cache=auto, or int8_per_token_head"
+            f"at least {least / 10:.1f}. Set flashrl.kv_cache=auto{'' if int8 else ', or int8_per_token_head'}"
         )
 
 
@@ -197,14 +201,23 @@ def engine_arguments(settings: FlashRLConfig) -> dict[str, Any]:
 
 
 def kv_cache_arguments(kv_cache: KVCache) -> dict[str, str]:
-    """Arguments of a vLLM engine for a KV cache on this process's device."""
+    """Arguments of a vLLM engine for a KV cache on this process's device.
+
+    Raises:
+        ConfigError: another plugin has the name that our attention needs.
+    """
     arguments = {"kv_cache_dtype": kv_cache.value}
     capability = None if current_platform.is_cpu() else current_platform.get_device_capability()
     if kv_cache is KVCache.FP8 and capability is not None and capability.major != 9:
         # FlashAttention reads E4M3 on Hopper only, and vLLM's next choice is FlashInfer, in which scales stand still.
         arguments["attention_backend"] = "TRITON_ATTN"
-    if kv_cache is KVCache.INT8_PER_TOKEN_HEAD and capability is not None:
-        arguments["attention_backend"] = "CUSTOM"  # flashrl_verl.attention, under the name that vLLM has for others' backends
+    if kv_cache is KVCache.INT8_PER_TOKEN_HEAD and current_platform.is_cuda():
+        if (other := register_attention()) is not None:
+            raise ConfigError(
+                f"flashrl.kv_cache={kv_cache.value}: its attention needs vLLM's name CUSTOM, which another plugin has given to "
+                f"{other}. Uninstall that plugin, or leave it out of VLLM_PLUGINS. {REMEDY}"
+            )
+        arguments["attention_backend"] = "CUSTOM"
     return arguments
 
 

@@ -60,7 +60,9 @@ class FlashRLHttpServer(vLLMHttpServer):
 
         super()._preprocess_engine_kwargs(engine_kwargs)
         for name, value in kv_cache_arguments(self.flashrl.kv_cache).items():
-            engine_kwargs.setdefault(name, value)
+            # vLLM takes attention's backend by this name or by that of its configuration, and not by both.
+            if name != "attention_backend" or not (engine_kwargs.get("attention_config") or {}).get("backend"):
+                engine_kwargs.setdefault(name, value)
 
     def _get_worker_extension_cls(self) -> str:
         return "flashrl_verl.rollout.worker.FlashRLWorkerExtension"

@@ -44,3 +44,4 @@ def test_a_prompt_that_lies_in_the_prefix_cache_is_answered_alike(engine):
 
 def test_after_an_update_and_sleep_it_is_the_new_policy(engine):
     assert engine.after_update < 1e-4 < engine.before_update
+    assert 0 < engine.decoded_after_sleep < 1e-4

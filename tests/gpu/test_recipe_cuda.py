@@ -59,8 +59,10 @@ def train(assets, folder, *overrides: str, steps: int) -> dict[int, dict]:
         ("fp8_block", "auto", 1),
         ("bf16", "auto", 1),
         ("int8", "fp8", 1),
+        ("int8", "int8_per_token_head", 1),
         pytest.param("int8", "auto", 2, marks=two_gpus),
         pytest.param("int8", "fp8", 2, marks=two_gpus),
+        pytest.param("int8", "int8_per_token_head", 2, marks=two_gpus),
         pytest.param("fp8", "auto", 2, marks=two_gpus),
     ],
 )

@@ -13,7 +13,8 @@ PROGRAM = Path(__file__).parents[1] / "programs" / "attention_cases.py"
 
 
 GPU_NAMES = (
-    *("grouped", "seven share", "one head", "each its own", "sixteen share", "long pages", "float16", "large", "small"),
+    *("grouped", "seven share", "one head", "each its own", "sixteen share", "long pages"),
+    *("blocks of a tile", "blocks of two tiles", "float16", "large", "small"),
     *("an empty row", "head of 128", "head of 256", "many", "not cut"),
 )
 

@@ -33,6 +33,8 @@ CASES = {
     "each its own": Case(heads=4, kv_heads=4, lengths=(33, 256, 1)),
     "sixteen share": Case(heads=16, kv_heads=1, lengths=(40, 41)),
     "long pages": Case(heads=4, kv_heads=2, slots=32, lengths=(31, 32, 33, 290)),
+    "blocks of a tile": Case(heads=4, kv_heads=2, slots=64, lengths=(63, 64, 65, 200)),
+    "blocks of two tiles": Case(heads=4, kv_heads=2, slots=128, lengths=(50, 128, 130, 300)),
     "float16": Case(heads=4, kv_heads=2, dtype=torch.float16),
     "large": Case(heads=8, kv_heads=2, lengths=(200, 77), spread=30.0),
     "small": Case(heads=8, kv_heads=2, lengths=(200, 77), spread=1e-3),

@@ -28,6 +28,8 @@ class Seen:
     """From the engine with the first weights to a trainer with the second."""
     after_update: float
     """From the engine after sleep and an update to what it had with the same weights."""
+    decoded_after_sleep: float
+    """As ``decoded_to_read``."""
 
 
 def k3(found: list[list[float]], expected: list[list[float]]) -> float:
@@ -59,6 +61,12 @@ def sampled(llm, prompts: list[list[int]]) -> tuple[list[list[int]], list[list[f
     return responses, log_probs, sum(o.num_cached_tokens or 0 for o in outputs)
 
 
+def read(llm, prompts: list[list[int]], responses: list[list[int]]) -> list[list[float]]:
+    """The engine's log-probs of responses when it reads them as part of a prompt."""
+    whole = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
+    return [found[len(prompt) - 1 :] for found, prompt in zip(teacher_forced(llm, whole), prompts, strict=True)]
+
+
 def seen(path: Path, family: str, kv_cache: str) -> Seen:
     """Start an engine, look, sample, put it to sleep, update it, look again."""
     model, other = make(family, seed=6), make(family, seed=7)
@@ -76,19 +84,18 @@ def seen(path: Path, family: str, kv_cache: str) -> Seen:
         responses, log_probs, _ = sampled(llm, prompts)
         again, cached_log_probs, cached = sampled(llm, prompts)
         assert len(layers) > 0
-        whole = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
-        read = [found[len(p) - 1 :] for found, p in zip(teacher_forced(llm, whole), prompts, strict=True)]
         same = [(a, b) for r, s, a, b in zip(responses, again, log_probs, cached_log_probs, strict=True) if r == s]
         result = Seen(
             backends={layer.attn_backend.get_name() for layer in layers},
             dtypes={str(cache.dtype) for cache in runner(llm).kv_caches},
             to_trainer=k3(first, trainers(model, sequences)),
             responses=sum(map(len, responses)),
-            decoded_to_read=k3(log_probs, read),
+            decoded_to_read=k3(log_probs, read(llm, prompts, responses)),
             cached_tokens=cached,
             cached_to_fresh=k3([b for _, b in same], [a for a, _ in same]) if same else float("nan"),
             before_update=k3(first, trainers(other, sequences)),
             after_update=float("nan"),
+            decoded_after_sleep=float("nan"),
         )
         refit(wire(other), step=1)
         expected = teacher_forced(llm, sequences)
@@ -97,4 +104,9 @@ def seen(path: Path, family: str, kv_cache: str) -> Seen:
         refit(wire(other), step=2)
         llm.wake_up(tags=["kv_cache"])
         llm.reset_prefix_cache()
-        return dataclasses.replace(result, after_update=k3(teacher_forced(llm, sequences), expected))
+        responses, log_probs, _ = sampled(llm, prompts)  # its CUDA graphs were captured before it slept
+        return dataclasses.replace(
+            result,
+            after_update=k3(teacher_forced(llm, sequences), expected),
+            decoded_after_sleep=k3(log_probs, read(llm, prompts, responses)),
+        )
