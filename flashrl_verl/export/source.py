@@ -106,7 +106,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
         return _of_run(actor, saved.ranks)
     if (path / "config.json").is_file():
         return _of_hugging_face(path)
-    steps = sorted(path.glob("global_step_*"), key=lambda step: (len(step.name), step.name))
+    found = [*path.glob("global_step_*"), *path.glob("checkpoints/global_step_*")]  # a run's folder may hold them one below
+    steps = sorted(found, key=lambda step: (len(step.name), step.name))
     if steps:
         raise ConfigError(f"{path} holds {len(steps)} checkpoints. Name one of them, such as {steps[-1]}")
     if list(actor.glob("model/**/*dist_ckpt*")):
@@ -115,7 +116,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
         )
     raise ConfigError(
         f"{path} is neither a checkpoint of verl's FSDP actors (it has no fsdp_config.json, nor has actor/ in it) nor a "
-        "Hugging Face folder (no config.json). Name <trainer.default_local_dir>/global_step_<N>"
+        "Hugging Face folder (no config.json). Name <trainer.default_local_dir>/global_step_<N>; a run saves such folders with "
+        "trainer.save_freq=<every so many steps>, and the quickstart saves none without"
     )
 
 

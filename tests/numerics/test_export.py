@@ -284,7 +284,10 @@ def test_layers_that_cannot_be_kept_so_are_refused(of_two, tmp_path, layers, sai
 def test_folders_that_are_no_checkpoint_say_what_to_name(of_two, tmp_path):
     with pytest.raises(ConfigError, match="Name one of them, such as .*global_step_2"):
         open_checkpoint(of_two[0].parent)
-    with pytest.raises(ConfigError, match=r"no fsdp_config\.json"):
+    with pytest.raises(ConfigError, match=r"no fsdp_config\.json.*trainer\.save_freq"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "checkpoints" / "global_step_5").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="Name one of them, such as .*checkpoints/global_step_5"):
         open_checkpoint(tmp_path)
     with pytest.raises(ConfigError, match="is not a folder"):
         open_checkpoint(tmp_path / "absent")
