@@ -12,6 +12,18 @@ versions                               verl 0.9.1
 drop it when                           the function leaves out a repeated device
 tested by                              tests/unit/test_platform_cpu.py, every end-to-end run on CPU
 =====================================  =================================================================================
+
+=====================================  =================================================================================
+target                                 ``verl.utils.torch_functional.logprobs_from_logits_v2``
+why                                    without the package flash-attn it takes the log-softmax of every token by itself,
+                                       thousands of kernels a micro-batch, and of BF16 logits in BF16: ``log_probs.py``
+                                       takes many at a time, in float32
+applied                                in trainers' workers (``worker.py``), and without effect where flash-attn is installed
+upstream                               https://github.com/verl-project/verl/blob/main/verl/utils/torch_functional.py
+versions                               verl 0.9.1
+drop it when                           the function takes a batch of tokens at a time
+tested by                              tests/unit/test_log_probs.py
+=====================================  =================================================================================
 """
 
 import functools
@@ -34,3 +46,19 @@ def default_to_gloo(distributed: types.ModuleType) -> None:
             "flashrl_verl/patches.py and use verl 0.9.1"
         )
     distributed.initialize_global_process_group_ray = functools.partial(original, backend="gloo")
+
+
+def many_tokens_at_once(torch_functional: types.ModuleType) -> None:
+    """Apply the second entry to ``verl.utils.torch_functional``.
+
+    Raises:
+        FlashRLError: it has no such function any more.
+    """
+    from flashrl_verl.log_probs import log_probs
+
+    name = "logprobs_from_logits_v2"
+    if not hasattr(torch_functional, name):
+        raise FlashRLError(
+            f"verl.utils.torch_functional has no {name} any more; see the entry in flashrl_verl/patches.py and use verl 0.9.1"
+        )
+    setattr(torch_functional, name, log_probs)

@@ -3,8 +3,10 @@
 
 import torch
 from verl.single_controller.base.decorator import Dispatch, register
+from verl.utils import torch_functional
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 
+from flashrl_verl import patches
 from flashrl_verl.actor import FlashRLActorWorker
 from flashrl_verl.checkpoint import ElasticCheckpointManager
 from flashrl_verl.config import FlashRLConfig
@@ -18,11 +20,14 @@ class FlashRLWorker(FlashRLActorWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """verl's; then checkpoints of another number of ranks can be loaded, and with ``flashrl.fp32_lm_head`` actor and
-        reference compute their logits in FP32.
+        reference compute their logits in FP32. Without flash-attn, log-probs are taken of many tokens at a time
+        (``patches.py``).
 
         Raises:
             ConfigError: the model's head is of a kind that cannot.
+            FlashRLError: another verl than those that were run.
         """
+        patches.many_tokens_at_once(torch_functional)
         super().init_model()
         engine = self.actor.engine if getattr(self, "actor", None) is not None else None
         if engine is not None and type(engine.checkpoint_manager) is FSDPCheckpointManager:
