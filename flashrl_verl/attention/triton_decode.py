@@ -82,10 +82,8 @@ def int8_attention_kernel(
     factor = unit * softmax_scale * _LOG2_E
 
     table_ptr += sequence * table_row
-    k_ptr += head * head_bytes
-    v_ptr += head * head_bytes
-    ks_ptr += head * head_scales
-    vs_ptr += head * head_scales
+    k_ptr, v_ptr = k_ptr + head * head_bytes, v_ptr + head * head_bytes
+    ks_ptr, vs_ptr = ks_ptr + head * head_scales, vs_ptr + head * head_scales
     most = tl.full([COLUMNS], float("-inf"), tl.float32)
     total = tl.zeros([COLUMNS], tl.float32)
     sums = tl.zeros([SIZE, COLUMNS], tl.float32)
