@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
@@ -28,7 +29,7 @@ def learning(
     arm: Annotated[str, typer.Option(help="Arms separated by commas: precision:correction, such as int8:tis.")] = DEFAULT_ARMS,
     seed: Annotated[str, typer.Option(help="Seeds separated by commas: prompts' order and sampling, in every arm.")] = "0,1,2",
     steps: Annotated[int, typer.Option(min=1, help="Training steps of each run.")] = 200,
-    parallel: Annotated[int, typer.Option(min=1, help="Runs at a time on this machine.")] = 1,
+    parallel: Annotated[int, typer.Option(min=1, help="Runs at a time on this machine, spread over its GPUs.")] = 1,
     minutes: Annotated[
         float, typer.Option(min=5, help="Time for everything; then runs are ended, and the same command goes on.")
     ] = 60.0,
@@ -122,7 +123,7 @@ def _learn(config: LearningConfig, over: float, no_news_s: tuple[float, float], 
     from flashrl_verl.bench import learning as bench
     from flashrl_verl.bench import learning_recipe
     from flashrl_verl.bench.learning_board import Board
-    from flashrl_verl.bench.learning_schedule import Event, Limits, News, Schedule
+    from flashrl_verl.bench.learning_schedule import Event, Limits, News, Schedule, stagger
     from flashrl_verl.process_tree import Stopped
 
     learning_recipe.check_arms(config)
@@ -130,7 +131,14 @@ def _learn(config: LearningConfig, over: float, no_news_s: tuple[float, float], 
     _make(config, console)
     bench.write_settings(config)
     first_s, between_s = no_news_s
-    limits = Limits(parallel=config.parallel, seconds=over - time.monotonic(), first_s=first_s, between_s=between_s)
+    limits = Limits(
+        parallel=config.parallel,
+        gpus=learning_recipe.gpus(config),
+        seconds=over - time.monotonic(),
+        stagger_s=stagger(os.cpu_count() or 1),
+        first_s=first_s,
+        between_s=between_s,
+    )
     code, evaluation = None, _Evaluation([], [])
     try:
         with Board(console, config.steps) as board:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Callable
@@ -66,12 +67,26 @@ def facts_of(config: LearningConfig, run: Run, composed: DictConfig) -> dict[str
     from omegaconf import OmegaConf
 
     return {
-        "hardware": f"{environment(config.hardware)['device']}, up to {config.parallel} runs at a time",
+        "hardware": f"{environment(config.hardware)['device']}, up to {config.parallel} runs at a time{_over(len(gpus(config)))}",
         "precision": run.arm.precision.value,
         "correction": OmegaConf.to_container(composed.algorithm.rollout_correction, resolve=True),
         "seed": run.seed,
         "total_steps": config.steps,
     }
+
+
+def gpus(config: LearningConfig) -> tuple[str, ...]:
+    """GPUs that runs are spread over, in the names of ``CUDA_VISIBLE_DEVICES``; none where a run has all, or there are none."""
+    import torch
+
+    if config.hardware != "cuda" or any("trainer.n_gpus_per_node=" in word for word in config.overrides):
+        return ()
+    named = [name for name in map(str.strip, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")) if name]
+    return tuple(named or map(str, range(torch.cuda.device_count())))
+
+
+def _over(count: int) -> str:
+    return f" over {count} GPUs" if count > 1 else ""
 
 
 def preparation(config: LearningConfig) -> Callable[[Run], tuple[list[str], dict[str, Any], DictConfig]]:

@@ -124,10 +124,11 @@ class Attempt:
         words: of its command.
         facts: of the record (`run.json`).
         cfg: the composed configuration, kept beside it.
+        gpu: the one that it sees, by ``CUDA_VISIBLE_DEVICES``; None: all that this process does.
     """
 
-    def __init__(self, run: Run, words: Sequence[str], facts: dict[str, Any], cfg: DictConfig):
-        self.run = run
+    def __init__(self, run: Run, words: Sequence[str], facts: dict[str, Any], cfg: DictConfig, gpu: str | None = None):
+        self.run, self.gpu = run, gpu
         self._record = run_directory.begin_attempt(run.folder, facts, cfg, resume=True)
         self._log = run.folder / run_directory.LOG_FILE
         with self._log.open("ab") as stream:
@@ -136,8 +137,9 @@ class Attempt:
             self._log_from = stream.tell()
         self._started = time.monotonic()
         metrics = run.folder / METRICS_FILE
+        env = environment(metrics) | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})
         # Memory is not measured: looking at it takes the lock that the runs' own allocations take.
-        self._tree = ProcessTree(words, self._log, environment(metrics), ROOT, memory=False)
+        self._tree = ProcessTree(words, self._log, env, ROOT, memory=False)
         self._ending: threading.Thread | None = None
         self.stopped = False
         """Whether it was told to end before it did by itself."""

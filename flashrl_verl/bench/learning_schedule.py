@@ -25,6 +25,8 @@ class Limits:
     """How many at a time, and for how long."""
 
     parallel: int
+    gpus: tuple[str, ...] = ()
+    """Names by ``CUDA_VISIBLE_DEVICES``: each run sees the one with the fewest runs. Empty: a run sees what this process does."""
     seconds: float
     """For everything that is scheduled, until the last process is gone."""
     stagger_s: float = 15.0
@@ -42,6 +44,11 @@ class Limits:
     """From a line of metrics to the next. Whoever waits longer waits for something that does not come."""
     poll_s: float = 1.0
     """Between two looks."""
+
+
+def stagger(cores: int) -> float:
+    """``Limits.stagger_s`` for a machine: what keeps one of 64 cores busy leaves room for the next start."""
+    return min(Limits.stagger_s, max(3.0, 240.0 / cores))
 
 
 class Event(Enum):
@@ -140,8 +147,12 @@ class Schedule:
             return
         run = self._waiting.pop(0)
         self._next_start = time.monotonic() + limits.stagger_s
-        self._going.append(Attempt(run, *self._prepare(run)))
+        self._going.append(Attempt(run, *self._prepare(run), gpu=self._idlest()))
         self._tell(News(event=Event.STARTED, state=state_of(run, self._steps)))
+
+    def _idlest(self) -> str | None:
+        busy = Counter(attempt.gpu for attempt in self._going)
+        return min(self._limits.gpus, key=lambda gpu: busy[gpu], default=None)
 
     def _look(self) -> None:
         for attempt in self._going:

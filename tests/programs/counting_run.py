@@ -24,6 +24,7 @@ def main() -> None:
     start = int(latest.read_text()) if latest.is_file() else 0
     kept = [line for line in _lines(metrics) if json.loads(line)["step"] <= start] if start else []
     metrics.write_text("".join(kept))
+    (folder / "gpu").write_text(os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
     print(f"starts at {start}", flush=True)
     with metrics.open("a", buffering=1) as log:
         log.write(json.dumps({"step": start, "data": {KEY: 0.25}}) + "\n")

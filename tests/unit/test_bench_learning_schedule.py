@@ -18,7 +18,7 @@ from rich.console import Console
 from flashrl_verl.bench.learning import arms_of
 from flashrl_verl.bench.learning_board import Board, summary
 from flashrl_verl.bench.learning_run import Attempt, Status, process_of, state_of, stop_all
-from flashrl_verl.bench.learning_schedule import Event, Limits, Schedule
+from flashrl_verl.bench.learning_schedule import Event, Limits, Schedule, stagger
 from flashrl_verl.errors import ConfigError, FlashRLError
 from flashrl_verl.process_tree import Stopped
 from flashrl_verl.run_directory import LATEST
@@ -78,6 +78,34 @@ def test_all_runs_are_finished_and_never_more_at_a_time_than_allowed(runs):
     assert seen.most == 2
     record = json.loads((runs[3].folder / "run.json").read_text())
     assert record["seed"] == 1 and record["attempts"][-1]["exit_code"] == 0 and "error" not in record["attempts"][-1]
+
+
+def test_each_run_sees_the_gpu_with_the_fewest_runs(runs):
+    carry_out(runs, limits(parallel=4, gpus=("3", "GPU-5c")), seconds="0.5")
+    assert [(run.folder / "gpu").read_text() for run in runs] == ["3", "GPU-5c"] * 2
+
+
+def test_a_gpu_whose_run_is_over_takes_the_next_one(runs):
+    """The first run takes three times as long as the others, which share the other GPU one after another."""
+    seen = Seen()
+
+    def prepare(run):
+        words = [sys.executable, str(PROGRAM), str(run.folder), str(STEPS), "1" if run is runs[0] else "0.05", "0"]
+        return words, {"seed": run.seed}, OmegaConf.create({})
+
+    Schedule(runs, STEPS, limits(gpus=("0", "1")), prepare, seen.tell, seen.watch).carry_out()
+    assert [(run.folder / "gpu").read_text() for run in runs[:3]] == ["0", "1", "1"]
+
+
+def test_without_gpus_to_spread_over_a_run_sees_what_the_command_does(runs, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7")
+    carry_out(runs[:1], limits())
+    assert (runs[0].folder / "gpu").read_text() == "6,7"
+
+
+@pytest.mark.parametrize(("cores", "seconds"), [(2, 15.0), (16, 15.0), (64, 3.75), (256, 3.0)])
+def test_many_cores_start_runs_sooner_after_each_other(cores, seconds):
+    assert stagger(cores) == seconds
 
 
 def test_what_is_finished_is_not_started_again(runs):
