@@ -67,7 +67,8 @@ def facts_of(config: LearningConfig, run: Run, composed: DictConfig) -> dict[str
     from omegaconf import OmegaConf
 
     return {
-        "hardware": f"{environment(config.hardware)['device']}, up to {config.parallel} runs at a time{_over(len(gpus(config)))}",
+        "hardware": f"{environment(config.hardware)['device']}, up to {config.parallel} runs at a time"
+        + _over(len(gpus(config))),
         "precision": run.arm.precision.value,
         "correction": OmegaConf.to_container(composed.algorithm.rollout_correction, resolve=True),
         "seed": run.seed,

@@ -26,7 +26,7 @@ class Limits:
 
     parallel: int
     gpus: tuple[str, ...] = ()
-    """Names by ``CUDA_VISIBLE_DEVICES``: each run sees the one with the fewest runs. Empty: a run sees what this process does."""
+    """In the words of ``CUDA_VISIBLE_DEVICES``; a run sees the one with the fewest. None: it sees what this process does."""
     seconds: float
     """For everything that is scheduled, until the last process is gone."""
     stagger_s: float = 15.0
