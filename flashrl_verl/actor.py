@@ -13,7 +13,7 @@ every mini-batch.
 from __future__ import annotations
 
 import torch
-from tensordict import TensorDict
+from tensordict import NonTensorStack, TensorDict
 from verl.single_controller.base.decorator import make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_name
@@ -22,6 +22,9 @@ from verl.workers.engine_workers import ActorRolloutRefWorker
 from flashrl_verl.correction import correct_shard
 from flashrl_verl.correction_settings import CorrectionSettings
 from flashrl_verl.errors import FlashRLError
+
+_IMAGES = "multi_modal_inputs"
+"""verl's name of the column of what an image processor made of each row; {} where there was no image."""
 
 
 class FlashRLActorWorker(ActorRolloutRefWorker):
@@ -48,8 +51,46 @@ class FlashRLActorWorker(ActorRolloutRefWorker):
         settings = CorrectionSettings.from_config(self.config.actor.policy_loss.get("rollout_correction"))
         group = self.actor.engine.get_data_parallel_group()
         metrics = attach_correction(data, settings, group, device=get_device_name())
-        output = super().update_actor(data)
+        output = super().update_actor(without_objects(data))
         return None if output is None else extend_metrics(output, metrics)
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
+    def compute_log_prob(self, data: TensorDict) -> TensorDict | None:
+        """verl's, without what it does not read.
+
+        Args:
+            data: this data-parallel rank's rows.
+
+        Returns:
+            verl's output; None on ranks that it does not collect from.
+        """
+        return super().compute_log_prob(without_objects(data))
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="ref"))
+    def compute_ref_log_prob(self, data: TensorDict) -> TensorDict | None:
+        """As ``compute_log_prob``, by the reference policy where there is one."""
+        return super().compute_ref_log_prob(without_objects(data))
+
+
+def without_objects(data: TensorDict) -> TensorDict:
+    """Rows without the Python objects that only verl's driver and agent loops read: messages, rewards' extras, ids.
+
+    verl's engines move every micro-batch to the device with all of its columns, and tensordict (0.10) makes a new Python object
+    for each row of each of a dozen such columns, which takes longer than a small model's forward pass. Images' inputs are
+    kept, where a row has any; so is everything that is one value for all rows.
+
+    Args:
+        data: [B] rows; it is left alone.
+
+    Returns:
+        A TensorDict of the columns that are left, sharing their storage.
+    """
+
+    def is_left_out(key: str) -> bool:
+        column = data.get(key)
+        return isinstance(column, NonTensorStack) and (key != _IMAGES or not any(column.tolist()))
+
+    return data.exclude(*[key for key in data.keys() if is_left_out(key)])
 
 
 def attach_correction(

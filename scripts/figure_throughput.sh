@@ -9,7 +9,7 @@
 #   FIGURE_OUTPUT=outputs/throughput             results, a folder for each model and memory, and throughput.png, throughput.md
 #   FIGURE_MODELS="qwen2.5-7b qwen2.5-14b ..."   shapes
 #   FIGURE_MEMORY="0.9 0.52"                     shares of the GPU's memory for vLLM: 0.52 of an H200 is 0.9 of 80 GB
-#   FIGURE_ARMS=bf16,int8,fp8,int8:fp8           precisions, with the format of the KV cache
+#   FIGURE_ARMS=bf16,int8,fp8,int8:int8_per_token_head           precisions, with the format of the KV cache
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 source "$root/scripts/lib.sh"
@@ -21,7 +21,7 @@ folders=()
 for memory in ${FIGURE_MEMORY:-0.9 0.52}; do
   for model in ${FIGURE_MODELS:-qwen2.5-7b qwen2.5-14b qwen2.5-32b}; do
     folder=$output/$(basename "$model")-$memory
-    python -m flashrl_verl bench rollout --model "$model" --arm "${FIGURE_ARMS:-bf16,int8,fp8,int8:fp8}" \
+    python -m flashrl_verl bench rollout --model "$model" --arm "${FIGURE_ARMS:-bf16,int8,fp8,int8:int8_per_token_head}" \
       --work 128x256+512,28x8192+192 --gpu-memory-utilization "$memory" --repeats 2 --output "$folder" "$@"
     folders+=("$folder")
   done

@@ -65,12 +65,12 @@ class Filled:
         for row, count in enumerate(counts):
             self.table[row, :count] = torch.tensor([order.pop() for _ in range(count)], dtype=torch.int32)
         self.keys, self.values = ([self._draw(length) for length in case.lengths] for _ in range(2))
-        slots = [self.slot(row, at) for row, length in enumerate(case.lengths) for at in range(length)]
+        slots = torch.cat([self.slots(row, torch.arange(length)) for row, length in enumerate(case.lengths)])
         mixed = torch.randperm(len(slots), generator=self.generator)
         both = [torch.cat(parts)[mixed].to(device) for parts in (self.keys, self.values)]
         self.left_out = len(slots) // 3
         both = [torch.cat([part, part[: self.left_out] * 2]) for part in both]
-        places = torch.tensor([slots[i] for i in mixed.tolist()] + [-1] * self.left_out, device=device)
+        places = torch.cat([slots[mixed], torch.full([self.left_out], -1)]).to(device)
         kernels.write(*both, self.pages, places)
         self.table, self.lengths = self.table.to(device), torch.tensor(case.lengths, dtype=torch.int32, device=device)
 
@@ -80,8 +80,12 @@ class Filled:
         drawn = torch.randn(tokens, case.kv_heads, case.size, generator=self.generator) * size * case.spread
         return drawn.to(case.dtype)
 
+    def slots(self, row: int, at: torch.Tensor) -> torch.Tensor:
+        at = at.to(self.table.device)
+        return self.table[row, at // self.case.slots].long() * self.case.slots + at % self.case.slots
+
     def slot(self, row: int, at: int) -> int:
-        return int(self.table[row, at // self.case.slots]) * self.case.slots + at % self.case.slots
+        return int(self.slots(row, torch.tensor(at)))
 
     def query(self) -> torch.Tensor:
         case = self.case

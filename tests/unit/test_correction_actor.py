@@ -127,3 +127,42 @@ def test_update_actor_is_dispatched_as_verls() -> None:
             function.func,
             function.args,
         )
+
+
+def rows_with_objects(images: list) -> TensorDict:
+    """Three rows as verl's transfer queue delivers them: jagged columns, objects by row, one value for all."""
+    from verl.utils import tensordict_utils as tu
+
+    tokens = torch.nested.as_nested_tensor([torch.arange(n) for n in (2, 3, 1)], layout=torch.jagged)
+    data = TensorDict({"input_ids": tokens, "weights": torch.rand(3)}, batch_size=[3])
+    for name in ("raw_prompt", "extra_info", "my_column"):
+        tu.assign_non_tensor_stack(data, name, [{"row": i} for i in range(3)])
+    tu.assign_non_tensor_stack(data, "multi_modal_inputs", images)
+    tu.assign_non_tensor_data(data, "temperature", 0.5)
+    tu.assign_non_tensor_data(data, "global_token_num", [2, 3, 1])
+    return data
+
+
+def test_the_engine_gets_tensors_and_settings_and_no_objects_by_row() -> None:
+    from verl.utils import tensordict_utils as tu
+
+    from flashrl_verl.actor import without_objects
+
+    data = rows_with_objects([{}, {}, {}])
+    left = without_objects(data)
+    assert set(left.keys()) == {"input_ids", "weights", "temperature", "global_token_num"}
+    assert left["input_ids"] is data["input_ids"] and left["weights"].data_ptr() == data["weights"].data_ptr()
+    assert tu.get(left, "temperature") == 0.5 and tu.get(left, "global_token_num") == [2, 3, 1]
+    assert "raw_prompt" in data and len(data.keys()) == 8
+    parts = tu.chunk_tensordict(left, 3)
+    assert [part["input_ids"].values().tolist() for part in parts] == [[0, 1], [0, 1, 2], [0]]
+
+
+def test_images_of_some_rows_are_kept() -> None:
+    from verl.workers.engine.fsdp.transformer_impl import extract_multi_modal_inputs
+
+    from flashrl_verl.actor import without_objects
+
+    left = without_objects(rows_with_objects([{}, {"pixel_values": torch.ones(2, 4)}, {}]))
+    assert set(left.keys()) == {"input_ids", "weights", "temperature", "global_token_num", "multi_modal_inputs"}
+    assert extract_multi_modal_inputs(left["multi_modal_inputs"])["pixel_values"].shape == (2, 4)
