@@ -6,9 +6,10 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from flashrl_verl.errors import FlashRLError
 from flashrl_verl.log_excerpt import last_error
@@ -16,6 +17,111 @@ from flashrl_verl.process_tree import ProcessTree, stoppable
 
 ROOT = Path(__file__).resolve().parents[2]
 """Where this package lies: a process started there with ``python -m`` imports the same one."""
+
+
+Key = TypeVar("Key")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question(Generic[Key]):
+    """What one process is to do."""
+
+    key: Key
+    """The caller's, to tell its answer by."""
+    name: str
+    """Of its files."""
+    job: dict[str, Any]
+    title: str | None = None
+    """What an error calls it; without one, its name."""
+
+
+class _Asked:
+    """A process that is answering.
+
+    Args:
+        module: it runs ``python -m MODULE JOB.json ANSWER.json``.
+        question: what it is asked.
+        folder: for its files and its log, ``<name>.log``.
+        gpus: that it sees, by ``CUDA_VISIBLE_DEVICES``; None: all that this process does.
+    """
+
+    def __init__(self, module: str, question: Question, folder: Path, gpus: str | None):
+        self.question, self.gpus = question, gpus
+        self._job, self._answer, self._log = (folder / f"{question.name}.{end}" for end in ("job.json", "answer.json", "log"))
+        self._job.write_text(json.dumps(question.job))
+        self._answer.unlink(missing_ok=True)
+        self._log.unlink(missing_ok=True)
+        command = [sys.executable, "-m", module, str(self._job), str(self._answer)]
+        env = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
+        env |= {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
+        self._tree = ProcessTree(command, self._log, env, ROOT, memory=False)
+
+    def is_over(self) -> bool:
+        """Does not wait."""
+        return self._tree.poll() is not None
+
+    def end(self) -> None:
+        """End what is left of it, and wait."""
+        self._tree.end()
+
+    def answer(self) -> dict[str, Any]:
+        """Of one that is over.
+
+        Raises:
+            FlashRLError: it failed; the message has its error and the log's path.
+        """
+        code = self._tree.poll()
+        if code or not self._answer.is_file():
+            said = "\n  ".join(last_error(self._log.read_text(errors="replace")))
+            title = self.question.title or self.question.name
+            raise FlashRLError(f"{title} failed (exit code {code}):\n  {said}\nwhole log: {self._log}")
+        answer = json.loads(self._answer.read_text())
+        for path in (self._job, self._answer):
+            path.unlink()
+        return answer
+
+
+def answers(
+    module: str,
+    questions: Iterable[Question[Key]],
+    folder: Path,
+    places: Sequence[str | None] = (None,),
+    meanwhile: Callable[[], None] = lambda: None,
+) -> Iterator[tuple[Key, dict[str, Any]]]:
+    """Run ``python -m MODULE JOB.json ANSWER.json`` for each question, one at each place at a time.
+
+    Args:
+        module: to run.
+        questions: taken one by one, as places become free.
+        folder: for files and logs.
+        places: the GPUs of each, as in ``CUDA_VISIBLE_DEVICES``; None: all that this process sees.
+        meanwhile: called every half second.
+
+    Yields:
+        Keys of questions and their answers, as they come. Whatever runs is ended where the caller closes this.
+
+    Raises:
+        FlashRLError: a process failed; the message has its error and the log's path. The others are ended.
+    """
+    folder, waiting, free, going = folder.resolve(), iter(questions), list(places), []
+    with stoppable():
+        try:
+            while True:
+                while free and (question := next(waiting, None)) is not None:
+                    going.append(_Asked(module, question, folder, free.pop(0)))
+                if not going:
+                    return
+                while not (over := [asked for asked in going if asked.is_over()]):
+                    time.sleep(0.5)
+                    meanwhile()
+                for asked in over:
+                    asked.end()  # its children may outlive it for a while, and hold memory of the GPU
+                    going.remove(asked)
+                    free.append(asked.gpus)
+                    yield asked.question.key, asked.answer()
+        finally:
+            for asked in going:
+                asked.end()
 
 
 def ask(
@@ -27,38 +133,7 @@ def ask(
     title: str | None = None,
     meanwhile: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Run ``python -m MODULE JOB.json ANSWER.json`` to its end.
-
-    Args:
-        module: to run.
-        name: of its files in ``folder``.
-        job: the question.
-        folder: for its log, ``<name>.log``.
-        title: what an error calls it; without one, its name.
-        meanwhile: called every half second.
-
-    Raises:
-        FlashRLError: it failed; the message has its error and the log's path.
-    """
-    folder = folder.resolve()
-    job_file, answer_file, log = (folder / f"{name}.{end}" for end in ("job.json", "answer.json", "log"))
-    job_file.write_text(json.dumps(job))
-    answer_file.unlink(missing_ok=True)
-    log.unlink(missing_ok=True)
-    command = [sys.executable, "-m", module, str(job_file), str(answer_file)]
-    env = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
-    tree = ProcessTree(command, log, env, ROOT, memory=False)
-    with stoppable():
-        try:
-            while (code := tree.poll()) is None:
-                time.sleep(0.5)
-                meanwhile()
-        finally:
-            tree.end()
-    if code or not answer_file.is_file():
-        said = "\n  ".join(last_error(log.read_text(errors="replace")))
-        raise FlashRLError(f"{title or name} failed (exit code {code}):\n  {said}\nwhole log: {log}")
-    answer = json.loads(answer_file.read_text())
-    for path in (job_file, answer_file):
-        path.unlink()
+    """The answer of one process to one question: see ``answers`` and ``Question``."""
+    question = Question(key=None, name=name, job=job, title=title)
+    ((_, answer),) = answers(module, [question], folder, meanwhile=meanwhile)
     return answer

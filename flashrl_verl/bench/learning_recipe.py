@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from flashrl_verl.bench.learning import ASSETS, LearningConfig, Run, environment
+from flashrl_verl.bench.visible_gpus import visible_gpus
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.quickstart import compose, quoted
 from flashrl_verl.recipe_process import MODULE
@@ -78,12 +78,9 @@ def facts_of(config: LearningConfig, run: Run, composed: DictConfig) -> dict[str
 
 def gpus(config: LearningConfig) -> tuple[str, ...]:
     """GPUs that runs are spread over, in the names of ``CUDA_VISIBLE_DEVICES``; none where a run has all, or there are none."""
-    import torch
-
     if config.hardware != "cuda" or any("trainer.n_gpus_per_node=" in word for word in config.overrides):
         return ()
-    named = [name for name in map(str.strip, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")) if name]
-    return tuple(named or map(str, range(torch.cuda.device_count())))
+    return visible_gpus()
 
 
 def _over(count: int) -> str:

@@ -2,14 +2,15 @@
 """``flashrl bench rollout``: how fast a model's shape generates, by precision, and how many tokens its KV cache holds.
 
 Weights are random, made on the GPU and loaded as a run loads them. Arms take turns, round by round, so that a GPU that warms up
-or a neighbour that comes and goes does not favour one; what is measured is written at once, and the same command goes on after
-a stop. Beside each figure stands what ``flashrl plan`` says.
+or a neighbour that comes and goes does not favour one, or run at the same time on GPUs of their own; what is measured is
+written at once, and the same command goes on after a stop. Beside each figure stands what ``flashrl plan`` says.
 """
 
 import datetime
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ from transformers import PretrainedConfig
 
 from flashrl_verl.bench import engine_process
 from flashrl_verl.bench.arms import Arm
-from flashrl_verl.bench.rollout_engine import Answer, Job, Timing
+from flashrl_verl.bench.rollout_engine import Answer, Job, Timing, require_device
 from flashrl_verl.bench.shapes import load_config, save_config
+from flashrl_verl.bench.visible_gpus import gpu_groups
 from flashrl_verl.config import KVCache, Precision
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.plan.schedule import Work
@@ -27,6 +29,7 @@ from flashrl_verl.software import software
 from flashrl_verl.whole_file import write_whole
 
 RESULTS = "rollout.jsonl"
+_ENGINE = "flashrl_verl.bench.rollout_engine"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +50,8 @@ class RolloutConfig:
     layers: int | None
     seed: int
     output: Path
+    parallel: int = 1
+    """Engines at a time, each on GPUs of its own."""
     profile: bool = True
     """Record the kernels of some decode steps, in one more rollout of each work."""
 
@@ -115,6 +120,7 @@ def run(config: RolloutConfig, progress: Callable[[str], None] = lambda text: No
     Raises:
         ConfigError: the output folder has results of other settings, of other versions, or something that is no results.
         FlashRLError: an engine failed, is not what its arm says, or runs on another device than the results that are there.
+            What others have answered by then is kept.
     """
     config.output.mkdir(parents=True, exist_ok=True)
     file = config.output / RESULTS
@@ -125,18 +131,30 @@ def run(config: RolloutConfig, progress: Callable[[str], None] = lambda text: No
     model = save_config(shape, config.output / "model")
     done = {(result.round, result.arm) for result in report.results}
     pending = [(i, arm) for i in range(config.rounds) for arm in config.arms if (i, str(arm)) not in done]
-    for number, (turn, arm) in enumerate(pending, start=1):
-        progress(f"engine {number} of {len(pending)}: {arm}, round {turn + 1} of {config.rounds}")
-        answer = _measure(config, arm, model, report.environment.get("device"))
-        if not report.environment:
-            report.environment.update(answer.device | runs | {"date": datetime.date.today().isoformat()})
-        report.results.append(Result(round=turn, arm=str(arm), answer=answer))
-        _write(file, report)
+
+    def questions() -> Iterator[engine_process.Question[tuple[int, Arm]]]:
+        for number, (turn, arm) in enumerate(pending, start=1):
+            progress(f"engine {number} of {len(pending)}: {arm}, round {turn + 1} of {config.rounds}")
+            job = _job(config, arm, model, report.environment.get("device"))
+            name = f"engine {arm}{f' {turn + 1}' if config.rounds > 1 else ''}".replace(" ", "-")
+            yield engine_process.Question(key=(turn, arm), name=name, job=asdict(job), title=f"the {arm} engine")
+
+    places = gpu_groups(config.parallel, config.tensor_parallel)
+    with closing(engine_process.answers(_ENGINE, questions(), config.output, places)) as answers:
+        for (turn, arm), record in answers:
+            answer = _answer(record)
+            if not report.environment:
+                report.environment.update(answer.device | runs | {"date": datetime.date.today().isoformat()})
+            require_device(answer.device, report.environment["device"])
+            report.results.append(Result(round=turn, arm=str(arm), answer=answer))
+            _write(file, report)
+    report.results.sort(key=lambda result: result.round)  # engines at the same time end in any order
+    _write(file, report)
     return report
 
 
-def _measure(config: RolloutConfig, arm: Arm, model: Path, device: str | None) -> Answer:
-    job = Job(
+def _job(config: RolloutConfig, arm: Arm, model: Path, device: str | None) -> Job:
+    return Job(
         model=str(model),
         precision=arm.precision.value,
         kv_cache=arm.kv_cache.value,
@@ -150,8 +168,6 @@ def _measure(config: RolloutConfig, arm: Arm, model: Path, device: str | None) -
         seed=config.seed,
         device=device,
     )
-    module, name = "flashrl_verl.bench.rollout_engine", f"engine {arm}".replace(" ", "-")
-    return _answer(engine_process.ask(module, name, asdict(job), config.output, title=f"the {arm} engine"))
 
 
 def _write(file: Path, report: Report) -> None:
@@ -231,6 +247,6 @@ def _answer(record: dict[str, Any]) -> Answer:
 def _settings(config: RolloutConfig, shape: PretrainedConfig) -> dict[str, Any]:
     """What two results have to share to stand in one table, the model's shape among it: a folder's may have changed."""
     settings = asdict(config) | {"config.json": shape.to_dict()}
-    for name in ("output", "arms", "rounds", "profile"):  # more arms and rounds may be added later
+    for name in ("output", "arms", "rounds", "parallel", "profile"):  # more arms and rounds may be added later
         del settings[name]
     return json.loads(json.dumps(settings))

@@ -34,6 +34,9 @@ def rollout(
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences decoded together.")] = 1024,
     max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prefill.")] = 8192,
     layers: Annotated[int | None, typer.Option(min=1, help="Decoder layers instead of the model's.")] = None,
+    parallel: Annotated[
+        int, typer.Option(min=1, help="Engines at a time, each on GPUs of its own; with 1, arms take turns on the same.")
+    ] = 1,
     seed: Annotated[int, typer.Option(min=0, help="Seed of weights, prompts and sampling.")] = 0,
     profile: Annotated[bool, typer.Option(help="Record which kernels a decode step consists of, in one more rollout.")] = True,
     output: Annotated[
@@ -62,6 +65,7 @@ def rollout(
         layers=layers,
         seed=seed,
         output=output.expanduser().resolve(),
+        parallel=parallel,
         profile=profile,
     )
     _measure(config)

@@ -127,10 +127,22 @@ def require_arm(job: Job, layers: dict[str, Any], memory: dict[str, Any], device
             f"--arm {job.precision}:{job.kv_cache}: the engine's KV cache is {memory['kv_dtype']}, not "
             f"{' or '.join(expected)}. Leave this arm out"
         )
-    if job.device not in (None, device["device"]):
-        raise FlashRLError(
-            f"--output has results of another device, {job.device}; this is {device['device']}. Name another folder"
-        )
+    if job.device is not None:
+        require_device(device, job.device)
+
+
+def require_device(device: dict[str, Any], there: str) -> None:
+    """Refuse figures of one device beside those of another.
+
+    Args:
+        device: as in ``Answer``.
+        there: name of the other results' device.
+
+    Raises:
+        FlashRLError: they differ.
+    """
+    if device["device"] != there:
+        raise FlashRLError(f"--output has results of another device, {there}; this is {device['device']}. Name another folder")
 
 
 def require_weights(weights: dict[str, Any]) -> None:

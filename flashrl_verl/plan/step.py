@@ -27,7 +27,7 @@ PREFILL = 0.6
 SHARPNESS = 3.0
 """Exponent p of (memory^p + compute^p)^(1/p), the time of a product between the two roofs."""
 
-KV_STREAM = {KVCache.AUTO: STREAM, KVCache.FP8: 0.52, KVCache.FP8_PER_TOKEN_HEAD: 0.52, KVCache.INT8_PER_TOKEN_HEAD: 0.58}
+KV_STREAM = {KVCache.AUTO: STREAM, KVCache.FP8: 0.52, KVCache.FP8_PER_TOKEN_HEAD: 0.52, KVCache.INT8_PER_TOKEN_HEAD: 0.64}
 """The same share for attention that reads keys and values: FlashAttention's in BF16 and FP8, and ours in INT8
 (docs/results/rollout.md). fp8_per_token_head has not been measured, and is slower."""
 

@@ -2,7 +2,7 @@
 """`flashrl bench rollout`: figures by hand from measured seconds, what is gone on with after a stop, words that are refused."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from flashrl_verl.bench.rollout_worker import kv_tokens
 from flashrl_verl.bench.shapes import load_config, save_config
 from flashrl_verl.cli import app
 from flashrl_verl.config import KVCache, Precision
-from flashrl_verl.errors import ConfigError
+from flashrl_verl.errors import ConfigError, FlashRLError
 from flashrl_verl.plan import gpus
 from flashrl_verl.plan.schedule import Work
 
@@ -51,15 +51,19 @@ def measured(monkeypatch):
     """Engines that answer at once, the order in which they were asked, and the device beside whose results they would stand."""
     asked, devices = [], []
 
-    def measure(cfg, arm, model, device):
-        asked.append(str(arm))
-        devices.append(device)
-        if len(asked) > measured_limit[0]:
-            raise KeyboardInterrupt
-        return answer(arm.precision, [6.0, 6.2] if arm == BF16 else [3.5, 3.7], [1.0, 1.2])
+    def answers(module, questions, folder, places):
+        assert places == (None,)
+        for question in questions:
+            turn, arm = question.key
+            asked.append(str(arm))
+            devices.append(question.job["device"])
+            if len(asked) > measured_limit[0]:
+                raise KeyboardInterrupt
+            seconds = [6.0, 6.2] if arm == BF16 else [3.5, 3.7]
+            yield question.key, asdict(answer(arm.precision, seconds, [1.0, 1.2]))
 
     measured_limit = [99]
-    monkeypatch.setattr(rollout, "_measure", measure)
+    monkeypatch.setattr(rollout.engine_process, "answers", answers)
     return asked, measured_limit, devices
 
 
@@ -106,6 +110,37 @@ def test_later_engines_are_told_the_device_of_the_first(tmp_path, measured):
     report = rollout.run(config(tmp_path))
     assert measured[2] == [None] + ["NVIDIA H100 80GB HBM3"] * 3
     assert report.environment["device"] == "NVIDIA H100 80GB HBM3" and report.environment["memory_bytes"] is None
+
+
+def test_engines_at_a_time_have_gpus_of_their_own_and_results_their_order(tmp_path, monkeypatch):
+    """Four places of two GPUs; engines end in the opposite order."""
+    seen = []
+
+    def answers(module, questions, folder, places):
+        seen.append(places)
+        for question in reversed(list(questions)):
+            yield question.key, asdict(answer(question.key[1].precision, [5.0], [1.0]))
+
+    monkeypatch.setattr(rollout.engine_process, "answers", answers)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
+    report = rollout.run(config(tmp_path, parallel=4, tensor_parallel=2))
+    assert seen == [("0,1", "2,3", "4,5", "6,7")]
+    assert [result.round for result in report.results] == [0, 0, 1, 1]
+    assert rollout.load(tmp_path / rollout.RESULTS) == report
+    with pytest.raises(ConfigError, match=r"--parallel 5 with 2 GPU\(s\) each needs 10, and 8 are visible.*--parallel 4"):
+        rollout.run(config(tmp_path / "more", parallel=5, tensor_parallel=2))
+
+
+def test_an_engine_that_turns_out_to_run_on_another_device_is_refused_and_the_first_kept(tmp_path, monkeypatch):
+    def answers(module, questions, folder, places):
+        for question, device in zip(list(questions), ("NVIDIA H200", "NVIDIA A100"), strict=True):
+            yield question.key, asdict(answer(question.key[1].precision, [5.0], [1.0], device))
+
+    monkeypatch.setattr(rollout.engine_process, "answers", answers)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    with pytest.raises(FlashRLError, match="another device, NVIDIA H200; this is NVIDIA A100"):
+        rollout.run(config(tmp_path, rounds=1, parallel=2))
+    assert [result.arm for result in rollout.load(tmp_path / rollout.RESULTS).results] == ["bf16"]
 
 
 def test_results_of_another_version_are_refused(tmp_path, measured, monkeypatch):

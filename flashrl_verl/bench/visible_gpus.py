@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The GPUs that this process sees, for programs that it starts on some of them each."""
+
+from __future__ import annotations
+
+import os
+
+from flashrl_verl.errors import ConfigError
+
+
+def visible_gpus() -> tuple[str, ...]:
+    """Their names by ``CUDA_VISIBLE_DEVICES``; none of their memory is taken."""
+    import torch
+
+    named = [name for name in map(str.strip, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")) if name]
+    return tuple(named or map(str, range(torch.cuda.device_count())))
+
+
+def gpu_groups(count: int, size: int) -> tuple[str | None, ...]:
+    """Places for programs at the same time.
+
+    Args:
+        count: programs.
+        size: GPUs of each.
+
+    Returns:
+        A value of ``CUDA_VISIBLE_DEVICES`` for each; for a single one None, which is all that this process sees.
+
+    Raises:
+        ConfigError: there are fewer GPUs.
+    """
+    if count == 1:
+        return (None,)
+    gpus = visible_gpus()
+    if len(gpus) < count * size:
+        raise ConfigError(
+            f"--parallel {count} with {size} GPU(s) each needs {count * size}, and {len(gpus)} are visible here. "
+            f"Remedy: --parallel {max(1, len(gpus) // size)}"
+        )
+    return tuple(",".join(gpus[i * size : (i + 1) * size]) for i in range(count))
