@@ -17,6 +17,7 @@ from flashrl_verl.bench.learning_command import learning
 from flashrl_verl.bench.mismatch_command import mismatch
 from flashrl_verl.bench.rollout_command import rollout
 from flashrl_verl.bench.rollout_figure import rollout_figure
+from flashrl_verl.bench.training_command import training
 from flashrl_verl.check.command import check
 from flashrl_verl.console import new_console
 from flashrl_verl.data.command import data
@@ -115,6 +116,7 @@ bench.command()(rollout)
 bench.command()(rollout_figure)
 bench.command()(mismatch)
 bench.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(learning)
+bench.command()(training)
 bench.command()(learning_pack)
 bench.command()(learning_unpack)
 

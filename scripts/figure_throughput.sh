@@ -1,15 +1,17 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# FlashRL's throughput figures on one GPU: rollout speed of 7B, 14B and 32B shapes by precision, short and long contexts, with the
-# whole memory and with as much as an A100-80GB gives. By estimate an hour and a half on an H200; the same command goes on
-# after a stop.
+# FlashRL's throughput figures: rollout speed of 7B, 14B and 32B shapes by precision, short and long contexts, with the whole
+# memory and with as much as an A100-80GB gives. By estimate an hour and a half on one H200, half an hour on four; the same
+# command goes on after a stop.
 #
 #   bash scripts/figure_throughput.sh [words for flashrl bench rollout]
 #
 #   FIGURE_OUTPUT=outputs/throughput             results, a folder for each model and memory, and throughput.png, throughput.md
 #   FIGURE_MODELS="qwen2.5-7b qwen2.5-14b ..."   shapes
 #   FIGURE_MEMORY="0.9 0.52"                     shares of the GPU's memory for vLLM: 0.52 of an H200 is 0.9 of 80 GB
-#   FIGURE_ARMS=bf16,int8,fp8,int8:int8_per_token_head           precisions, with the format of the KV cache
+#   FIGURE_ARMS=bf16,int8,...                    precisions, with the format of the KV cache
+#   FIGURE_WORK=256x256+384,28x8192+192          sequences x prompt + response
+#   FIGURE_GPUS=1                                engines at a time, each on a GPU of its own
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 source "$root/scripts/lib.sh"
@@ -19,10 +21,11 @@ cd "$root"
 output=${FIGURE_OUTPUT:-outputs/throughput}
 folders=()
 for memory in ${FIGURE_MEMORY:-0.9 0.52}; do
-  for model in ${FIGURE_MODELS:-qwen2.5-7b qwen2.5-14b qwen2.5-32b}; do
+  for model in ${FIGURE_MODELS:-qwen2.5-32b qwen2.5-14b qwen2.5-7b}; do
     folder=$output/$(basename "$model")-$memory
     python -m flashrl_verl bench rollout --model "$model" --arm "${FIGURE_ARMS:-bf16,int8,fp8,int8:int8_per_token_head}" \
-      --work 128x256+512,28x8192+192 --gpu-memory-utilization "$memory" --repeats 2 --output "$folder" "$@"
+      --work "${FIGURE_WORK:-256x256+384,28x8192+192}" --gpu-memory-utilization "$memory" --repeats 2 \
+      --parallel "${FIGURE_GPUS:-1}" --output "$folder" "$@"
     folders+=("$folder")
   done
 done

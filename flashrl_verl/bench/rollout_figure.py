@@ -188,7 +188,11 @@ def _plot(found: list[Bar], path: Path) -> None:
     grid = figure.subplots(len(memories), len(works), squeeze=False, sharey=relative)
     for line, memory in zip(grid, memories, strict=True):
         for axes, work in zip(line, works, strict=True):
-            _draw(axes, [bar for bar in found if (bar.memory_gib, bar.work) == (memory, work)], models, relative)
+            here = [bar for bar in found if (bar.memory_gib, bar.work) == (memory, work)]
+            if not here:
+                axes.set_axis_off()
+                continue
+            _draw(axes, here, models, relative)
             size = "" if memory is None else f", {memory:.0f} GiB"
             axes.set_title(f"{words(work)}{size}", fontsize=9, loc="left")
         line[0].set_ylabel("generated tokens/s, BF16 = 1" if relative else "generated tokens/s", fontsize=8)

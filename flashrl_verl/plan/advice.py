@@ -7,6 +7,7 @@ from flashrl_verl.config import Precision
 from flashrl_verl.plan.memory import Choice, Engine, Memory
 from flashrl_verl.plan.schedule import Timeline
 from flashrl_verl.plan.shape import ModelShape
+from flashrl_verl.plan.whole_step import WholeStep
 
 WORTH = 1.15
 """Rollout speed over BF16 below which eight bits are not recommended: the mismatch and a tenth of error in these figures are
@@ -14,9 +15,6 @@ there whatever is gained."""
 
 KV_WORTH = 1.10
 """Speed over the same precision with a BF16 KV cache from which on one in 8 bits is named."""
-
-STEP_SHARE = 0.7
-"""Share of a DAPO step that is rollout, as FlashRL reports it for DAPO-32B."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +38,8 @@ class Outcome:
     timeline: Timeline | None = None
     speedup: float | None = None
     """Rollout's speed over BF16's; None where BF16 does not fit."""
+    whole: WholeStep | None = None
+    """A step of RL."""
 
 
 def advise(outcomes: list[Outcome], shape: ModelShape, engine: Engine) -> list[str]:
@@ -93,8 +93,8 @@ def _worth(best: Outcome, bf16: Outcome, engine: Engine) -> list[str]:
             "They pay when weights are most of what a decode step reads (from about 14B on, few sequences at a time) or leave "
             "no room for the KV cache."
         ]
-    step = 1 / (1 - STEP_SHARE + STEP_SHARE / best.speedup)
-    whole = f"{step:.2f}x of a whole step that is {STEP_SHARE:.0%} rollout"
+    share = bf16.whole.rollout / bf16.whole.seconds
+    whole = f"{bf16.whole.seconds / best.whole.seconds:.2f}x of a whole step, of which in BF16 the rollout is {share:.0%}"
     layout = f"--tensor-parallel {engine.tensor_parallel} for both"
     said = [f"Take {best.choice}: {best.speedup:.2f}x of BF16's rollout with {layout}, {whole}."]
     if best.timeline.steps < bf16.timeline.steps:

@@ -43,6 +43,9 @@ def plan(
     max_num_seqs: Annotated[int | None, typer.Option(min=1, help=f"Sequences decoded together; {_FROM_RUN}1024.")] = None,
     max_num_batched_tokens: Annotated[int | None, typer.Option(min=1, help=f"Tokens of a prefill; {_FROM_RUN}8192.")] = None,
     gpu_memory_gib: Annotated[float | None, typer.Option(min=1, help="GiB of a GPU, instead of the data sheet's.")] = None,
+    figure: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw a step of RL by part here, as .png or .svg.")
+    ] = None,
     as_json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the plan here too.")] = None,
 ) -> None:
     """Say what each precision needs and gains, before GPUs are rented: memory, sequences that fit, speed over BF16, advice.
@@ -73,6 +76,10 @@ def plan(
     Console(highlight=False).print(render(made))
     if as_json is not None:
         _write(made.as_json(), as_json.expanduser())
+    if figure is not None:
+        from flashrl_verl.plan.figure import draw
+
+        draw(made, figure.expanduser())
 
 
 def _write(record: dict[str, Any], path: Path) -> None:

@@ -14,8 +14,15 @@ from flashrl_verl.plan.shape import ModelShape
 BF16 = 2
 """Bytes of an element."""
 
-FIXED_BYTES = 1.0 * GIB
-"""CUDA context, NCCL, cuBLAS workspaces and the CUDA graphs' own pool."""
+FIXED_BYTES = 0.43 * GIB
+"""CUDA context, NCCL, cuBLAS workspaces: what vLLM 0.24 keeps on one H200 beside what is told here, at 7B and 32B alike."""
+
+GRAPH_BYTES = 16 * 2**20
+"""Of a layer, in the CUDA graphs' pool, which vLLM estimates and leaves out of the KV cache. Its own estimates on an H200 are
+0.9 to 1.0 GiB at 64 layers and 0.5 at 28."""
+
+LOGIT_BYTES = 18
+"""While sampling, for each logit: itself in BF16, in FP32, log-probs, probabilities and random numbers in FP32."""
 
 SCALE_BYTES = 4
 """One FP32 scale per output channel, or per block."""
@@ -83,14 +90,14 @@ def activation_bytes(shape: ModelShape, choice: Choice, engine: Engine) -> float
     """Bytes at the peak of vLLM's profiling run: the widest layer of the largest batch, or the sampler's logits.
 
     In the layer live the residual, its normalized copy, gate and up, and their product, beside it in eight bits for the next
-    layer; while sampling the logits of every sequence in FP32 and two copies (log-probs, sorted).
+    layer; while sampling the logits of every sequence (``LOGIT_BYTES``).
     """
     wide = shape.intermediate / engine.tensor_parallel
     per_token = 2 * shape.hidden * BF16 + wide * BF16 + wide / 2 * BF16
     if choice.precision is not Precision.BF16:
         per_token += wide / 2
     layer = engine.max_num_batched_tokens * per_token
-    sampling = min(engine.max_num_seqs, engine.max_num_batched_tokens) * shape.vocabulary * 4 * 3
+    sampling = min(engine.max_num_seqs, engine.max_num_batched_tokens) * shape.vocabulary * LOGIT_BYTES
     return max(layer, sampling)
 
 
@@ -102,6 +109,6 @@ def memory_of(shape: ModelShape, choice: Choice, gpu: GPU, engine: Engine) -> Me
     return Memory(
         weights=weights,
         activations=activations,
-        kv=max(0.0, usable - weights - activations - FIXED_BYTES),
+        kv=max(0.0, usable - weights - activations - FIXED_BYTES - shape.layers * GRAPH_BYTES),
         kv_per_token=shape.kv_bytes_per_token(choice.kv_element_bytes(shape.head_dim), engine.tensor_parallel),
     )

@@ -14,6 +14,7 @@ from flashrl_verl.plan.memory import BF16, Choice, Engine, memory_of, weight_byt
 from flashrl_verl.plan.schedule import Work, simulate
 from flashrl_verl.plan.shape import ModelShape
 from flashrl_verl.plan.step import Clock
+from flashrl_verl.plan.whole_step import whole_step
 from flashrl_verl.quantization.rank_layers import attention, mlp
 
 
@@ -34,6 +35,8 @@ class Plan:
     gpus: int
     engine: Engine
     work: Work
+    sequences: int
+    """Of the whole batch, all engines together."""
     parameters: int
     outcomes: tuple[Outcome, ...]
     sent_bytes: float
@@ -56,6 +59,7 @@ class Plan:
             }
             if outcome.memory is not None:
                 row["memory"]["tokens"] = outcome.memory.tokens
+                row["whole"]["seconds"] = outcome.whole.seconds
         return record
 
 
@@ -84,6 +88,7 @@ def make_plan(
             f"--tensor-parallel {engine.tensor_parallel} does not divide the model's {shape.heads} attention heads, "
             f"{shape.kv_heads} KV heads and {shape.width} rows of an MLP, as vLLM asks; these do: {sizes}"
         )
+    sequences = work.sequences * gpus // engine.tensor_parallel
     outcomes = [_outcome(choice, shape, gpu, engine, work) for choice in choices()]
     if all(outcome.refused for outcome in outcomes):
         raise ConfigError(
@@ -91,10 +96,11 @@ def make_plan(
             "engine (--tensor-parallel), or a higher --gpu-memory-utilization"
         )
     base = outcomes[0].timeline
-    if base is not None:
-        outcomes = [
-            o if o.timeline is None else Outcome(**{**vars(o), "speedup": base.seconds / o.timeline.seconds}) for o in outcomes
-        ]
+    for at, outcome in enumerate(outcomes):
+        if outcome.timeline is not None:
+            seconds = outcome.timeline.seconds
+            whole = whole_step(shape, gpu, gpus, seconds, sequences, work.prompt + work.response)
+            outcomes[at] = replace(outcome, whole=whole, speedup=base and base.seconds / seconds)
     said = advise(outcomes, shape, engine)
     return Plan(
         model=model,
@@ -102,6 +108,7 @@ def make_plan(
         gpus=gpus,
         engine=engine,
         work=work,
+        sequences=sequences,
         parameters=shape.parameters,
         outcomes=tuple(outcomes),
         sent_bytes=shape.sent * BF16,

@@ -9,11 +9,13 @@ from rich.text import Text
 from flashrl_verl.config import Precision
 from flashrl_verl.plan.gpus import GIB
 from flashrl_verl.plan.planner import Outcome, Plan
+from flashrl_verl.plan.whole_step import FORWARD, REFIT_RATE
 
 ASSUMPTIONS = (
     "Estimates from data sheets and one measured profile (Qwen2.5-32B on one H200): speeds of other GPUs and sizes are "
-    "extrapolated, all responses have one length, and with several GPUs in an engine the all-reduce is a guess. Measure before "
-    "you rent."
+    "extrapolated, all responses have one length, and with several GPUs in an engine the all-reduce is a guess. So is what the "
+    f"trainer does: {FORWARD:.0%} of the BF16 operations in the data sheet, gradient checkpointing, weights at "
+    f"{REFIT_RATE / 1e9:.0f} GB/s. Measure before you rent."
 )
 
 
@@ -50,7 +52,22 @@ def render(plan: Plan) -> Group:
         lines.append("INT8 KV: the rate at which attention reads is that of an H200; on this GPU it was not measured.")
     if plan.not_planned:
         lines.append(f"Not in these figures, though the run sets it: {', '.join(plan.not_planned)}.")
-    return Group(table, *(Text(line) for line in lines), Text(ASSUMPTIONS, style="dim"))
+    return Group(table, *(Text(line) for line in lines), _whole_steps(plan), Text(ASSUMPTIONS, style="dim"))
+
+
+def _whole_steps(plan: Plan) -> Table:
+    title = f"A step of RL with {plan.sequences} sequences, trainer and engines on the same GPUs"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("seconds", no_wrap=True)
+    for name in ("rollout", "old\nlog-probs", "policy\nupdate", "weight\nupdate", "step", "steps\n/hour", "x\nBF16"):
+        table.add_column(name, justify="right", no_wrap=True)
+    bf16 = plan.outcomes[0].whole
+    for outcome in plan.outcomes:
+        if (whole := outcome.whole) is not None:
+            parts = (whole.rollout, whole.log_probs, whole.update, whole.refit, whole.seconds)
+            ratio = "-" if bf16 is None else f"{bf16.seconds / whole.seconds:.2f}"
+            table.add_row(str(outcome.choice), *(f"{s:.1f}" for s in parts), f"{3600 / whole.seconds:.1f}", ratio)
+    return table
 
 
 def _cells(outcome: Outcome, plan: Plan) -> list[str]:

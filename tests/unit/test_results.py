@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from flashrl_verl.bench import rollout as bench
-from flashrl_verl.bench import rollout_report, rollout_steps
+from flashrl_verl.bench import rollout_figure, rollout_report, rollout_steps
 from flashrl_verl.config import Precision
 from flashrl_verl.report import comparison
 
@@ -125,12 +125,16 @@ def test_the_page_on_kv_caches_quotes_these_results():
     (report,) = mismatches(kv_heads=4)
     own = {r["kv_cache"]: r["own"]["rollout_corr/k3_kl"] for r in report["results"] if r["precision"] == "int8"}
     assert table[1][1:] == [f"{own[kind]:.1e}" for kind in kinds]
-    config, measured = bench.measured(RESULTS / "rollout" / "qwen2.5-32b-kv.jsonl")
-    steps = {step.arm: step.whole for step in rollout_steps.steps(config, measured) if step.arm.precision is Precision.INT8}
-    for arm, milliseconds in steps.items():
-        column = 1 + kinds.index(arm.kv_cache.value)
-        assert table[2][column] == str(measured.of(arm)[0].memory["kv_tokens"])
-        assert table[3][column] == f"{milliseconds:.2f}"
+    shown = set()
+    for name in ("qwen2.5-32b-kv", "qwen2.5-32b-int8-kv"):
+        config, measured = bench.measured(RESULTS / "rollout" / f"{name}.jsonl")
+        for step in rollout_steps.steps(config, measured):
+            if step.arm.precision is Precision.INT8:
+                column = 1 + kinds.index(step.arm.kv_cache.value)
+                assert table[2][column] == str(measured.of(step.arm)[0].memory["kv_tokens"])
+                assert table[3][column].split(",")[0] == f"{step.whole:.2f}"
+                shown.add(step.arm.kv_cache.value)
+    assert shown == {"auto", "fp8", "int8_per_token_head"}
 
 
 def test_the_page_on_scales_by_block_quotes_these_results():
@@ -186,24 +190,36 @@ def test_how_far_the_recipes_runs_are_in_words():
 
 
 def test_every_rollout_is_in_the_tables_with_its_figures():
-    memory, speed, steps = [], [], []
+    memory, speed, steps, headers = [], [], [], set()
     for file in sorted((RESULTS / "rollout").glob("*.jsonl")):
         config, report = bench.measured(file)
         memory += rollout_report.memory_rows(config, report)
         speed += rollout_report.speed_rows(config, report)
-        steps += [[*rollout_steps.columns(config, report)], *rollout_steps.rows(config, report)]
+        if rows := rollout_steps.rows(config, report):
+            headers.add(tuple(rollout_steps.columns(config, report)))
+            steps += rows
     shown_memory, shown_speed, shown_steps = tables("rollout.md")
     assert shown_memory[0] == [*rollout_report.MEMORY_COLUMNS]
     assert sorted(shown_memory[1:]) == sorted(map(list, set(map(tuple, memory))))  # two measurements have the same of an arm
     assert shown_speed[0] == [*rollout_report.SPEED_COLUMNS]
     assert sorted(shown_speed[1:]) == sorted(speed)
-    assert shown_steps == [row for row in steps if row]
+    assert {tuple(shown_steps[0])} == headers and sorted(shown_steps[1:]) == sorted(steps)
+
+
+def test_every_throughput_is_in_the_table_with_its_figures():
+    files = [RESULTS / "rollout" / "qwen2.5-32b.jsonl", *sorted((RESULTS / "throughput").glob("*.jsonl"))]
+    expected = rollout_figure.rows([bar for file in files for bar in rollout_figure.bars(file)])
+    (shown,) = tables("throughput.md")
+    assert shown[0] == [*rollout_figure.COLUMNS]
+    assert sorted(shown[1:]) == sorted(expected)
 
 
 def test_how_fast_a_decode_step_reads_is_in_words_what_the_profile_has():
-    config, report = bench.measured(RESULTS / "rollout" / "qwen2.5-32b-kv.jsonl")
+    answers = {}
+    for name in ("qwen2.5-32b-int8-kv", "qwen2.5-32b-kv"):  # of BF16, which both have, the latter is quoted
+        config, report = bench.measured(RESULTS / "rollout" / f"{name}.jsonl")
+        answers |= {str(arm): report.of(arm)[0] for arm in config.arms}
     (work,), shape = config.works, report.settings["config.json"]
-    answers = {str(arm): report.of(arm)[0] for arm in config.arms}
     profiles = {arm: answer.timings[0].profile for arm, answer in answers.items()}
     heads, size = shape["num_key_value_heads"], shape["hidden_size"] // shape["num_attention_heads"]
     tokens = work.sequences * profiles["bf16"]["context"]
@@ -222,7 +238,7 @@ def test_how_fast_a_decode_step_reads_is_in_words_what_the_profile_has():
         r"reads half, (\d+) GB, in ([\d.]+) ms: ([\d.]+) TB/s": (cached, longest("int8 + fp8 KV", "attention")),
         r"INT8\*\* with its scales, (\d+) GB, in ([\d.]+) ms: ([\d.]+) TB/s": (
             cached * (size + 4) // size,
-            longest("int8 + int8_per_token_head KV", "other"),
+            longest("int8 + int8_per_token_head KV", "attention"),
         ),
         r"products\*\* read (\d+) GB in INT8 .*? in ([\d.]+) ms: ([\d.]+) TB/s": (
             projections + head,
@@ -243,7 +259,7 @@ def test_how_fast_a_decode_step_reads_is_in_words_what_the_profile_has():
 
 
 def test_the_plan_is_within_5_percent_of_every_measured_kv_cache_and_within_20_of_every_ratio():
-    for file in sorted((RESULTS / "rollout").glob("*.jsonl")):
+    for file in sorted(RESULTS.glob("[rt]*/*.jsonl")):
         config, report = bench.measured(file)
         for row in rollout_report.memory_rows(config, report):
             assert float(row[-1]) == pytest.approx(1, abs=0.05), row

@@ -185,7 +185,14 @@ def test_setup_refuses_a_word_before_it_makes_anything(tmp_path):
 
 @pytest.mark.parametrize("word", ["--help", "-h"])
 @pytest.mark.parametrize(
-    ("script", "says"), [("setup_env.sh", "FLASHRL_DEVICE"), ("test.sh", "--slow"), ("figure_throughput.sh", "FIGURE_ARMS")]
+    ("script", "says"),
+    [
+        ("setup_env.sh", "FLASHRL_DEVICE"),
+        ("test.sh", "--slow"),
+        ("figure_throughput.sh", "FIGURE_ARMS"),
+        ("figure_learning.sh", "FIGURE_RUNS"),
+        ("figure_step.sh", "flashrl plan"),
+    ],
 )
 def test_a_script_explains_itself_and_makes_nothing(tmp_path, script, says, word):
     environment = {**os.environ, "FLASHRL_VENV": str(tmp_path / "venv")}
@@ -238,7 +245,14 @@ def test_a_relative_output_of_the_quickstart_starts_where_the_caller_is(tmp_path
 
 
 @pytest.mark.parametrize(
-    "script", ["scripts/setup_env.sh", "scripts/test.sh", "scripts/quickstart.sh", "scripts/figure_throughput.sh", ".ci/run"]
+    "script",
+    [
+        "scripts/setup_env.sh",
+        "scripts/test.sh",
+        "scripts/quickstart.sh",
+        ".ci/run",
+        *(f"scripts/figure_{name}.sh" for name in ("throughput", "learning", "step")),
+    ],
 )
 def test_scripts_are_executable_bash(script):
     path = ROOT / script

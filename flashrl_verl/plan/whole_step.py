@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A whole step of RL: the rollout, and what the trainer does around it on the same GPUs (verl's hybrid engine)."""
+
+from dataclasses import dataclass
+
+from flashrl_verl.plan.gpus import GPU
+from flashrl_verl.plan.memory import BF16
+from flashrl_verl.plan.shape import ModelShape
+
+FORWARD = 0.45
+"""Share of the data sheet's BF16 operations that old log-probs reach. Assumed: `flashrl bench training` measures it."""
+
+UPDATE = 0.45
+"""The same share for the policy's update. Assumed likewise."""
+
+PASSES = 4
+"""Forward passes that an update takes as long as: one, its repetition (gradient checkpointing), and a backward pass of two."""
+
+REFIT_RATE = 10e9
+"""Bytes/s from the trainer's shards to an engine's weights. Assumed: what gathering and sending came to for 0.36 billion
+parameters on one H200 (docs/results/recipe.md), where work by tensor weighs more than at 32 billion, and no network less."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeStep:
+    """Seconds of one step, by part. Rewards, advantages and what waits for the longest response are not in it."""
+
+    rollout: float
+    log_probs: float
+    """Of the policy before the update, over all tokens."""
+    update: float
+    refit: float
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        return self.rollout + self.log_probs + self.update + self.refit
+
+
+def forward_operations(shape: ModelShape, tokens: float, length: float) -> float:
+    """Floating-point operations of a forward pass.
+
+    Args:
+        shape: the model's.
+        tokens: in all.
+        length: tokens of each sequence.
+    """
+    active = shape.expert * shape.experts_per_token / shape.experts if shape.experts else 0
+    products = 2 * tokens * (shape.linear + active + shape.head)
+    # Two products of 2 operations each, over half of the length: attention is causal.
+    return products + 2 * shape.layers * shape.heads * shape.head_dim * length * tokens
+
+
+def whole_step(shape: ModelShape, gpu: GPU, gpus: int, rollout: float, sequences: int, length: int) -> WholeStep:
+    """Seconds of a step.
+
+    Args:
+        shape: the model's.
+        gpu: kind of the GPUs.
+        gpus: of the trainer, which are those of all engines.
+        rollout: seconds of the rollout.
+        sequences: of the whole batch.
+        length: tokens of each, prompt included.
+    """
+    forward = forward_operations(shape, sequences * length, length) / (gpus * gpu.bf16)
+    return WholeStep(
+        rollout=rollout,
+        log_probs=forward / FORWARD,
+        update=PASSES * forward / UPDATE,
+        refit=shape.sent * BF16 / REFIT_RATE,
+    )
