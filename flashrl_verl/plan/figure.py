@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from flashrl_verl.plan.planner import Plan
 
 PARTS = {"rollout": BLUE, "log_probs": GREEN, "update": ORANGE, "refit": GREY}
-_WORDS = {"log_probs": "old log-probs", "refit": "weight update"}
+_WORDS = {"log_probs": "old log-probs", "update": "policy update", "refit": "weight update"}
 
 _ROOM = 0.05
 """Share of the longest step that a number in a part needs."""
@@ -43,7 +43,7 @@ def draw(plan: Plan, path: Path) -> None:
             if seconds >= _ROOM * longest:
                 axes.text(left + seconds / 2, at, f"{seconds:.0f}", ha="center", va="center", fontsize=8, color=ink_on(colour))
             left += seconds
-        axes.text(left + 0.01 * longest, at, f"{3600 / left:.1f} an hour", va="center", fontsize=8)
+        axes.text(left + 0.01 * longest, at, f"{3600 / left:.3g} an hour", va="center", fontsize=8)
     axes.set_yticks(range(len(able)), [str(outcome.choice) for outcome in able], fontsize=8)
     axes.invert_yaxis()
     axes.set_xlim(0, 1.15 * longest)

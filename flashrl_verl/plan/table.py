@@ -66,7 +66,7 @@ def _whole_steps(plan: Plan) -> Table:
         if (whole := outcome.whole) is not None:
             parts = (whole.rollout, whole.log_probs, whole.update, whole.refit, whole.seconds)
             ratio = "-" if bf16 is None else f"{bf16.seconds / whole.seconds:.2f}"
-            table.add_row(str(outcome.choice), *(f"{s:.1f}" for s in parts), f"{3600 / whole.seconds:.1f}", ratio)
+            table.add_row(str(outcome.choice), *(f"{s:.1f}" for s in parts), f"{3600 / whole.seconds:.3g}", ratio)
     return table
 
 
