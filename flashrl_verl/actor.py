@@ -77,7 +77,7 @@ def without_objects(data: TensorDict) -> TensorDict:
 
     verl's engines move every micro-batch to the device with all of its columns, and tensordict (0.10) makes a new Python object
     for each row of each of a dozen such columns, which takes longer than a small model's forward pass. Images' inputs are
-    kept, where a row has any; so is everything that is one value for all rows.
+    kept, where a row has any; so is everything that is one value for all rows, and a column with a tensor in it.
 
     Args:
         data: [B] rows; it is left alone.
@@ -88,7 +88,12 @@ def without_objects(data: TensorDict) -> TensorDict:
 
     def is_left_out(key: str) -> bool:
         column = data.get(key)
-        return isinstance(column, NonTensorStack) and (key != _IMAGES or not any(column.tolist()))
+        if not isinstance(column, NonTensorStack):
+            return False
+        rows = column.tolist()
+        if any(isinstance(row, torch.Tensor) for row in rows):  # of a column that some rows lack: verl's engines shall see it
+            return False
+        return key != _IMAGES or not any(rows)
 
     return data.exclude(*[key for key in data.keys() if is_left_out(key)])
 

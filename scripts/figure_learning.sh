@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # FlashRL's learning figure: reinforcement learning on chains of sums, BF16, INT8 and FP8 rollouts with and without TIS, three
-# seeds each, and the accuracy of all last weights in one BF16 engine. A step takes 6 to 9 s with six runs on an H200; by estimate
-# forty minutes on one GPU, fifteen on four. The same command goes on after a stop (exit code 3: time was over first).
+# seeds each, and the accuracy of all last weights in one BF16 engine. A step takes 6 to 9 s with six runs on an H200: by estimate
+# forty minutes on one GPU, and fifteen on four with FIGURE_RUNS=18. The same command goes on after a stop (exit code 3: time was
+# over first).
 #
 #   bash scripts/figure_learning.sh [words for flashrl bench learning]
 #
 #   FIGURE_OUTPUT=outputs/learning   runs, learning.json, learning.png
-#   FIGURE_RUNS=6                    runs at a time, spread over the GPUs: up to six on each, and ten cores for three
+#   FIGURE_RUNS=6                    runs at a time, spread over the GPUs; each keeps three cores busy
 #   FIGURE_MINUTES=60                for everything
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

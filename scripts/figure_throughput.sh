@@ -8,7 +8,7 @@
 #
 #   FIGURE_OUTPUT=outputs/throughput             results, a folder for each model and memory, and throughput.png, throughput.md
 #   FIGURE_MODELS="qwen2.5-7b qwen2.5-14b ..."   shapes
-#   FIGURE_MEMORY="0.9 0.52"                     shares of the GPU's memory for vLLM: 0.52 of an H200 is 0.9 of 80 GB
+#   FIGURE_MEMORY="0.9 0.51"                     shares of the GPU's memory for vLLM: 0.51 of an H200 is 0.9 of an A100-80GB
 #   FIGURE_ARMS=bf16,int8,...                    precisions, with the format of the KV cache
 #   FIGURE_WORK=256x256+384,28x8192+192          sequences x prompt + response
 #   FIGURE_GPUS=1                                engines at a time, each on a GPU of its own
@@ -20,7 +20,7 @@ cd "$root"
 
 output=${FIGURE_OUTPUT:-outputs/throughput}
 folders=()
-for memory in ${FIGURE_MEMORY:-0.9 0.52}; do
+for memory in ${FIGURE_MEMORY:-0.9 0.51}; do
   for model in ${FIGURE_MODELS:-qwen2.5-32b qwen2.5-14b qwen2.5-7b}; do
     folder=$output/$(basename "$model")-$memory
     python -m flashrl_verl bench rollout --model "$model" --arm "${FIGURE_ARMS:-bf16,int8,fp8,int8:int8_per_token_head}" \

@@ -4,7 +4,9 @@ when it ends. Question and answer are JSON files beside its log; ``engine_child`
 
 import json
 import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -101,7 +103,8 @@ def answers(
         Keys of questions and their answers, as they come. Whatever runs is ended where the caller closes this.
 
     Raises:
-        FlashRLError: a process failed; the message has its error and the log's path. The others are ended.
+        FlashRLError: a process failed; the message has its error and the log's path. What has ended by then is yielded
+            first, and the others are ended.
     """
     folder, waiting, free, going = folder.resolve(), iter(questions), list(places), []
     with stoppable():
@@ -114,14 +117,35 @@ def answers(
                 while not (over := [asked for asked in going if asked.is_over()]):
                     time.sleep(0.5)
                     meanwhile()
+                failed = []
                 for asked in over:
                     asked.end()  # its children may outlive it for a while, and hold memory of the GPU
                     going.remove(asked)
                     free.append(asked.gpus)
-                    yield asked.question.key, asked.answer()
+                    try:
+                        answer = asked.answer()
+                    except FlashRLError as error:  # what others have answered meanwhile is not lost
+                        failed.append(error)
+                    else:
+                        yield asked.question.key, answer
+                if failed:
+                    raise failed[0]
         finally:
-            for asked in going:
-                asked.end()
+            _end_all(going)
+
+
+def _end_all(going: Sequence[_Asked]) -> None:
+    """At once: one after another would take as many times half a minute. Ctrl-C is ignored meanwhile, so that none is left."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        enders = [threading.Thread(target=asked.end, name=f"ending {asked.question.name}") for asked in going]
+        for ender in enders:
+            ender.start()
+        for ender in enders:
+            ender.join()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def ask(

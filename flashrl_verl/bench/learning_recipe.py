@@ -8,14 +8,18 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from flashrl_verl.bench.learning import ASSETS, LearningConfig, Run, environment
+from flashrl_verl.bench.learning import ASSETS, CHOSEN, LearningConfig, Run, environment
 from flashrl_verl.bench.visible_gpus import visible_gpus
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.quickstart import compose, quoted
 from flashrl_verl.recipe_process import MODULE
+from flashrl_verl.run_directory import CONFIG_FILE, MAY_CHANGE
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
+
+
+_KV_CACHE_BYTES = "actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes"
 
 
 def training_overrides(config: LearningConfig, run: Run) -> list[str]:
@@ -34,7 +38,7 @@ def training_overrides(config: LearningConfig, run: Run) -> list[str]:
     if config.hardware == "cuda":
         # Given, not measured: vLLM stops where another run frees memory while it measures.
         size = round(config.kv_cache_gib * 2**30)
-        words.append(f"+actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes={size}")
+        words.append(f"+{_KV_CACHE_BYTES}={size}")
     return [*words, *config.overrides]
 
 
@@ -78,7 +82,7 @@ def facts_of(config: LearningConfig, run: Run, composed: DictConfig) -> dict[str
 
 def gpus(config: LearningConfig) -> tuple[str, ...]:
     """GPUs that runs are spread over, in the names of ``CUDA_VISIBLE_DEVICES``; none where a run has all, or there are none."""
-    if config.hardware != "cuda" or any("trainer.n_gpus_per_node=" in word for word in config.overrides):
+    if config.hardware != "cuda" or compose_run(config, config.runs()[0]).trainer.n_gpus_per_node > 1:
         return ()
     return visible_gpus()
 
@@ -103,7 +107,36 @@ def check_arms(config: LearningConfig) -> None:
     """Compose one run of every arm: whatever can be refused is, before anything is made.
 
     Raises:
-        ConfigError: see ``compose_run``.
+        ConfigError: see ``compose_run``; also when a run of the folder was begun with other settings, as by an older release.
     """
+    runs = config.runs()
     for arm in config.arms:
-        compose_run(config, next(run for run in config.runs() if run.arm == arm))
+        composed = compose_run(config, next(run for run in runs if run.arm == arm))
+        for run in runs:
+            if run.arm == arm and (changed := _begun_otherwise(config, run, composed)):
+                raise ConfigError(
+                    f"{run.name} in {config.output} was begun with other settings: {'; '.join(changed)}. "
+                    "Name another folder in --output, or remove it"
+                )
+
+
+def _begun_otherwise(config: LearningConfig, run: Run, composed: DictConfig) -> list[str]:
+    """What a run was begun with and would not go on with, apart from its arm, its seed and where it lies."""
+    from omegaconf import OmegaConf
+
+    from flashrl_verl.dryrun import leaves
+    from flashrl_verl.rules import words
+
+    file = run.folder / CONFIG_FILE
+    if not file.is_file():
+        return []
+    old = leaves(OmegaConf.load(file), resolve=False)
+    new = leaves(OmegaConf.create(OmegaConf.to_yaml(composed, resolve=True)), resolve=False)  # the same way through YAML
+    free = (*MAY_CHANGE, *CHOSEN, _KV_CACHE_BYTES)
+    return [
+        f"{key}={words(new.get(key))} (was {words(old.get(key))})"
+        for key in sorted({*old, *new})
+        if old.get(key) != new.get(key)
+        and not any(key == name or key.startswith(f"{name}.") for name in free)
+        and not str(new.get(key)).startswith(str(config.output))
+    ]

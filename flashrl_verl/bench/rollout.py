@@ -70,6 +70,8 @@ class Result:
     round: int
     arm: str
     answer: Answer
+    parallel: int = 1
+    """Engines at a time on the machine, this one among them: they share its cores."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +141,11 @@ def run(config: RolloutConfig, progress: Callable[[str], None] = lambda text: No
             name = f"engine {arm}{f' {turn + 1}' if config.rounds > 1 else ''}".replace(" ", "-")
             yield engine_process.Question(key=(turn, arm), name=name, job=asdict(job), title=f"the {arm} engine")
 
+    arms = [*(result.arm for result in report.results), *map(str, config.arms)]
+
+    def order(result: Result) -> tuple[int, int]:
+        return result.round, arms.index(result.arm)
+
     places = gpu_groups(config.parallel, config.tensor_parallel)
     with closing(engine_process.answers(_ENGINE, questions(), config.output, places)) as answers:
         for (turn, arm), record in answers:
@@ -146,10 +153,9 @@ def run(config: RolloutConfig, progress: Callable[[str], None] = lambda text: No
             if not report.environment:
                 report.environment.update(answer.device | runs | {"date": datetime.date.today().isoformat()})
             require_device(answer.device, report.environment["device"])
-            report.results.append(Result(round=turn, arm=str(arm), answer=answer))
+            report.results.append(Result(round=turn, arm=str(arm), answer=answer, parallel=config.parallel))
+            report.results.sort(key=order)  # engines at the same time end in any order
             _write(file, report)
-    report.results.sort(key=lambda result: result.round)  # engines at the same time end in any order
-    _write(file, report)
     return report
 
 
@@ -192,7 +198,7 @@ def load(file: Path) -> Report | None:
     return Report(
         settings=head["settings"],
         environment=head["environment"],
-        results=[Result(round=row["round"], arm=row["arm"], answer=_answer(row["answer"])) for row in rows],
+        results=[Result(**{**row, "answer": _answer(row["answer"])}) for row in rows],
     )
 
 

@@ -65,15 +65,21 @@ def measure(config: TrainingConfig, progress: Callable[[str], None] = lambda tex
 
     Raises:
         ConfigError: the model is not known, or has fewer layers.
-        FlashRLError: the times are too noisy to tell a layer from the head.
+        FlashRLError: a model does not fit the GPU, or the times are too noisy to tell a layer from the head.
     """
     kinds = {"old log-probs": (_log_probs, 1), "policy update": (_update, PASSES)}
     seconds = {name: {} for name in kinds}
     for layers in config.layers:
         progress(f"{config.model} with {layers} layers")
-        model, ids = _model(config, layers), _ids(config)
-        for name, (run, _) in kinds.items():
-            seconds[name][layers] = [_timed(run, model, ids) for _ in range(1 + config.repeats)][1:]
+        try:
+            model, ids = _model(config, layers), _ids(config)
+            for name, (run, _) in kinds.items():
+                seconds[name][layers] = [_timed(run, model, ids) for _ in range(1 + config.repeats)][1:]
+        except torch.OutOfMemoryError as error:
+            raise FlashRLError(
+                f"{config.model} with {layers} layers and a sequence of {config.tokens} tokens does not fit the GPU. "
+                "Remedy: fewer --layers, or fewer --tokens"
+            ) from error
         del model
         if config.device == "cuda":
             torch.cuda.empty_cache()
@@ -88,7 +94,8 @@ def _pass(config: TrainingConfig, name: str, seconds: dict[int, list[float]], pa
     if min(layer, head) <= 0:
         raise FlashRLError(
             f"{name}: {medians[few]:.4f} s with {few} layers and {medians[many]:.4f} s with {many} leave {layer:.4f} s for a "
-            f"layer and {head:.4f} s for the head: too much noise. Remedy: --layers further apart, more --tokens or --repeats"
+            f"layer and {head:.4f} s for the head: too much noise in {seconds}. "
+            "Remedy: --layers further apart, more --tokens or --repeats"
         )
     shape = shape_of(load_config(config.model))
     whole = head + shape.layers * layer

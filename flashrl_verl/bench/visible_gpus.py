@@ -12,8 +12,10 @@ def visible_gpus() -> tuple[str, ...]:
     """Their names by ``CUDA_VISIBLE_DEVICES``; none of their memory is taken."""
     import torch
 
+    count = torch.cuda.device_count()
     named = [name for name in map(str.strip, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")) if name]
-    return tuple(named or map(str, range(torch.cuda.device_count())))
+    # CUDA ignores a name that it does not know, and all behind it.
+    return tuple(named[:count] if named else map(str, range(count)))
 
 
 def gpu_groups(count: int, size: int) -> tuple[str | None, ...]:

@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.plan.gpus import GPUS
 from flashrl_verl.whole_file import write_whole
+
+if TYPE_CHECKING:
+    from flashrl_verl.plan.planner import Plan
 
 _FROM_RUN = "else the run's, else "
 
@@ -58,6 +61,7 @@ def plan(
     from flashrl_verl.plan.request import DEFAULTS, of_run, plan_of
     from flashrl_verl.plan.table import render
 
+    _require_picture(figure)
     options = {
         "model": model,
         "gpus": gpus,
@@ -74,17 +78,30 @@ def plan(
     made = plan_of({**DEFAULTS, **run, **given}, kinds.find(gpu), gpu_memory_gib)
     # Where the output goes to a file, rich assumes 80 columns: the table keeps to them, and so do its sentences.
     Console(highlight=False).print(render(made))
-    if as_json is not None:
-        _write(made.as_json(), as_json.expanduser())
-    if figure is not None:
-        from flashrl_verl.plan.figure import draw
-
-        draw(made, figure.expanduser())
+    _keep(made, as_json, figure)
 
 
-def _write(record: dict[str, Any], path: Path) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, (json.dumps(record, indent=1) + "\n").encode())
-    except OSError as error:
-        raise ConfigError(f"--json {path} cannot be written: {error.strerror or error}") from error
+def _require_picture(path: Path | None) -> None:
+    if path is not None and path.suffix not in (".png", ".svg"):
+        raise ConfigError(f"--figure {path}: it ends in neither .png nor .svg")
+
+
+def _keep(made: Plan, as_json: Path | None, figure: Path | None) -> None:
+    """Write what was asked for.
+
+    Raises:
+        ConfigError: a path cannot be written.
+    """
+    from flashrl_verl.plan.figure import draw
+
+    def write(path: Path) -> None:
+        write_whole(path, (json.dumps(made.as_json(), indent=1) + "\n").encode())
+
+    for option, path, make in (("--json", as_json, write), ("--figure", figure, lambda path: draw(made, path))):
+        if path is None:
+            continue
+        try:
+            path.expanduser().parent.mkdir(parents=True, exist_ok=True)
+            make(path.expanduser())
+        except OSError as error:
+            raise ConfigError(f"{option} {path} cannot be written: {error.strerror or error}") from error

@@ -53,5 +53,4 @@ def draw(plan: Plan, path: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     handles = {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, fontsize=8, frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)

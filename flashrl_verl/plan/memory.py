@@ -15,7 +15,8 @@ BF16 = 2
 """Bytes of an element."""
 
 FIXED_BYTES = 0.43 * GIB
-"""CUDA context, NCCL, cuBLAS workspaces: what vLLM 0.24 keeps on one H200 beside what is told here, at 7B and 32B alike."""
+"""CUDA context, NCCL, cuBLAS workspaces: what vLLM 0.24 keeps on one H200 beside what is told here, at 7B and 32B alike
+(docs/LOG.md, 2026-11-22)."""
 
 GRAPH_BYTES = 16 * 2**20
 """Of a layer, in the CUDA graphs' pool, which vLLM estimates and leaves out of the KV cache. Its own estimates on an H200 are

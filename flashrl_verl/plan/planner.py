@@ -36,7 +36,7 @@ class Plan:
     engine: Engine
     work: Work
     sequences: int
-    """Of the whole batch, all engines together."""
+    """Of the whole batch, all engines together; each has as many."""
     parameters: int
     outcomes: tuple[Outcome, ...]
     sent_bytes: float
@@ -115,16 +115,17 @@ def make_plan(
         written_bytes={
             precision.value: weight_bytes(shape, Choice(precision=precision), engine.tensor_parallel) for precision in Precision
         },
-        advice=(said[0], *_layouts(outcomes, shape, gpu, gpus, engine, work), *said[1:]),
+        advice=(said[0], *_layouts(outcomes, shape, gpu, gpus, engine, work, sequences), *said[1:]),
         not_planned=tuple(not_planned),
         blocks_refused=_blocks_refused(shape, engine.tensor_parallel),
     )
 
 
-def _layouts(outcomes: Sequence[Outcome], shape: ModelShape, gpu: GPU, gpus: int, engine: Engine, work: Work) -> Iterator[str]:
+def _layouts(
+    outcomes: Sequence[Outcome], shape: ModelShape, gpu: GPU, gpus: int, engine: Engine, work: Work, total: int
+) -> Iterator[str]:
     """Where another number of GPUs in an engine is faster, BF16 at its best beside INT8 at its best: a BF16 that hardly fits is
     no measure of what eight bits gain."""
-    total = work.sequences * gpus // engine.tensor_parallel
     best = {}
     for choice in (outcomes[0].choice, Choice(precision=Precision.INT8)):
         for size in (1, 2, 4, 8):

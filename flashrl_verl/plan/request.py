@@ -38,10 +38,18 @@ _NOT_PLANNED = {
     "flashrl.keep_last_layers": 0,
     "flashrl.bf16_replica_fraction": 0.0,
     "flashrl.fp32_lm_head": False,
+    "algorithm.rollout_correction.bypass_mode": False,
+    "algorithm.use_kl_in_reward": False,
+    "algorithm.filter_groups.enable": False,
+    "actor_rollout_ref.actor.use_kl_loss": False,
+    "actor_rollout_ref.actor.ppo_epochs": 1,
+    "actor_rollout_ref.actor.fsdp_config.param_offload": False,
+    "actor_rollout_ref.actor.fsdp_config.optimizer_offload": False,
+    "actor_rollout_ref.model.enable_gradient_checkpointing": True,
     "actor_rollout_ref.rollout.enforce_eager": False,
     "actor_rollout_ref.rollout.engine_kwargs.vllm": {},
 }
-"""Keys that change memory or speed and are not in the arithmetic, with the values that change nothing."""
+"""Keys that change memory, speed or what a step consists of and are not in the arithmetic, with the values that it has."""
 
 
 def plan_of(values: dict[str, Any], gpu: GPU, gpu_memory_gib: float | None = None) -> Plan:

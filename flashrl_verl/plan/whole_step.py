@@ -8,17 +8,18 @@ from flashrl_verl.plan.memory import BF16
 from flashrl_verl.plan.shape import ModelShape
 
 FORWARD = 0.45
-"""Share of the data sheet's BF16 operations that old log-probs reach. Assumed: `flashrl bench training` measures it."""
+"""Share of the data sheet's BF16 operations that old log-probs reach. Assumed: ``flashrl bench training`` measures it."""
 
 UPDATE = 0.45
 """The same share for the policy's update. Assumed likewise."""
 
 PASSES = 4
-"""Forward passes that an update takes as long as: one, its repetition (gradient checkpointing), and a backward pass of two."""
+"""Forward passes that an update takes as long as: one, its repetition (gradient checkpointing), and a backward pass of two. The
+head is not repeated, which is 0.6 % of 32 billion parameters' operations."""
 
-REFIT_RATE = 10e9
-"""Bytes/s from the trainer's shards to an engine's weights. Assumed: what gathering and sending came to for 0.36 billion
-parameters on one H200 (docs/results/recipe.md), where work by tensor weighs more than at 32 billion, and no network less."""
+REFIT_RATE = 6e9
+"""Bytes/s from the trainer's shards to an engine's weights. Assumed: gathering and sending 0.72 GB took 52 and 68 ms on one
+H200 (docs/results/recipe.md). There tensors are small, which costs; and nothing crosses a network, which does not."""
 
 
 @dataclass(frozen=True, kw_only=True)

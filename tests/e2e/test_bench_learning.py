@@ -106,7 +106,7 @@ def test_one_arm_is_trained_and_the_same_command_has_nothing_left_to_do(tmp_path
     for line in (run / "metrics.jsonl").read_text().splitlines():
         entry = json.loads(line)
         metrics.setdefault(entry["step"], {}).update(entry["data"])
-    assert metrics[2]["flashrl/quantized_layers"] == 4 and "val-core/toy_chain/acc/mean@4" in metrics[2]
+    assert metrics[2]["flashrl/quantized_layers"] == 4 and "val-core/toy_chain/acc/mean@2" in metrics[2]
     record = json.loads((run / "run.json").read_text())
     assert (record["precision"], record["seed"], len(record["attempts"])) == ("int8", 5, 1)
 

@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-KEY = "val-core/toy_chain/acc/mean@4"
+KEY = "val-core/toy_chain/acc/mean@2"
 
 
 def main() -> None:

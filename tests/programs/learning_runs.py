@@ -1,11 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of ``flashrl bench learning`` as its tests make them: a configuration, and files in a run's folder."""
+"""Runs of ``flashrl bench learning`` as its tests make them: a configuration, files in a run's folder, runs that only count."""
 
 import json
+import sys
+import time
+from pathlib import Path
+
+from omegaconf import OmegaConf
 
 from flashrl_verl.bench.learning import LearningConfig, arms_of
+from flashrl_verl.bench.learning_schedule import Event, Limits, Schedule
 
-KEY = "val-core/toy_chain/acc/mean@4"
+KEY = "val-core/toy_chain/acc/mean@2"
 
 
 def config(folder, **more) -> LearningConfig:
@@ -28,3 +34,42 @@ def write_record(run, *attempts) -> None:
     """A record with these attempts."""
     run.folder.mkdir(parents=True, exist_ok=True)
     (run.folder / "run.json").write_text(json.dumps({"attempts": attempts}))
+
+
+PROGRAM = Path(__file__).with_name("counting_run.py")
+STEPS = 4
+
+
+def limits(**more) -> Limits:
+    waits = dict(first_s=60.0, between_s=60.0, stagger_s=0.0, start_s=0.0, ending_s=0.0, poll_s=0.02)
+    return Limits(**{**dict(parallel=2, seconds=60), **waits, **more})
+
+
+class Seen:
+    """News, and how many ran at each look."""
+
+    def __init__(self):
+        self.news, self.looks, self.most, self.starts = [], [], 0, []
+
+    def tell(self, news):
+        self.news.append((news.state.run.name, news.event))
+        if news.event is Event.STARTED:
+            self.starts.append(time.monotonic())
+
+    def watch(self, running):
+        self.most = max(self.most, len(running))
+
+    def of(self, event):
+        return [name for name, seen in self.news if seen is event]
+
+
+def carry_out(runs, bounds, seconds="0.01", fails=None, retry=False) -> Seen:
+    """Schedule runs that count; ``fails`` has the words after the seconds by name of a run."""
+    seen, fails = Seen(), fails or {}
+
+    def prepare(run):
+        words = [sys.executable, str(PROGRAM), str(run.folder), str(STEPS), seconds, *fails.get(run.name, ["0"])]
+        return words, {"seed": run.seed}, OmegaConf.create({})
+
+    Schedule(runs, STEPS, bounds, prepare, seen.tell, seen.watch, retry=retry).carry_out()
+    return seen

@@ -23,20 +23,6 @@ from flashrl_verl.toy.model import ToyModelConfig
 from flashrl_verl.toy.warmup import WarmupConfig
 from flashrl_verl.validation import validate_config
 
-# ---- GPUs ----
-
-
-def test_runs_are_spread_over_the_gpus_that_this_process_sees(tmp_path, monkeypatch):
-    there = config(tmp_path, hardware="cuda")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert learning_recipe.gpus(there) == ("0", "1", "2")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, GPU-5c")
-    assert learning_recipe.gpus(there) == ("4", "GPU-5c")
-    assert learning_recipe.gpus(replace(there, overrides=("trainer.n_gpus_per_node=2",))) == ()
-    assert learning_recipe.gpus(config(tmp_path)) == ()
-
-
 # ---- words ----
 
 
@@ -159,7 +145,7 @@ def test_the_policy_is_updated_several_times_a_batch_and_asked_as_it_samples(tmp
     assert {k: rollout[k] for k in ("temperature", "top_p", "top_k")} == {
         k: rollout.val_kwargs[k] for k in ("temperature", "top_p", "top_k")
     }
-    assert rollout.val_kwargs.do_sample and rollout.val_kwargs.n == 4
+    assert rollout.val_kwargs.do_sample and rollout.val_kwargs.n == 2
 
 
 def test_the_longest_chain_that_is_accepted_fits_into_the_response(tmp_path):

@@ -7,59 +7,20 @@ import signal
 import sys
 import threading
 import time
-from pathlib import Path
 
 import psutil
 import pytest
-from learning_runs import config, write_metrics
+from learning_runs import PROGRAM, STEPS, Seen, carry_out, config, limits, write_metrics
 from omegaconf import OmegaConf
 from rich.console import Console
 
 from flashrl_verl.bench.learning import arms_of
 from flashrl_verl.bench.learning_board import Board, summary
 from flashrl_verl.bench.learning_run import Attempt, Status, process_of, state_of, stop_all
-from flashrl_verl.bench.learning_schedule import Event, Limits, Schedule, stagger
+from flashrl_verl.bench.learning_schedule import Event, Schedule
 from flashrl_verl.errors import ConfigError, FlashRLError
 from flashrl_verl.process_tree import Stopped
 from flashrl_verl.run_directory import LATEST
-
-PROGRAM = Path(__file__).parents[1] / "programs" / "counting_run.py"
-STEPS = 4
-
-
-def limits(**more) -> Limits:
-    waits = dict(first_s=60.0, between_s=60.0, stagger_s=0.0, start_s=0.0, ending_s=0.0, poll_s=0.02)
-    return Limits(**{**dict(parallel=2, seconds=60), **waits, **more})
-
-
-class Seen:
-    """News, and how many ran at each look."""
-
-    def __init__(self):
-        self.news, self.looks, self.most, self.starts = [], [], 0, []
-
-    def tell(self, news):
-        self.news.append((news.state.run.name, news.event))
-        if news.event is Event.STARTED:
-            self.starts.append(time.monotonic())
-
-    def watch(self, running):
-        self.most = max(self.most, len(running))
-
-    def of(self, event):
-        return [name for name, seen in self.news if seen is event]
-
-
-def carry_out(runs, bounds, seconds="0.01", fails=None, retry=False) -> Seen:
-    """Schedule runs that count; ``fails`` has the words after the seconds by name of a run."""
-    seen, fails = Seen(), fails or {}
-
-    def prepare(run):
-        words = [sys.executable, str(PROGRAM), str(run.folder), str(STEPS), seconds, *fails.get(run.name, ["0"])]
-        return words, {"seed": run.seed}, OmegaConf.create({})
-
-    Schedule(runs, STEPS, bounds, prepare, seen.tell, seen.watch, retry=retry).carry_out()
-    return seen
 
 
 @pytest.fixture
@@ -80,34 +41,6 @@ def test_all_runs_are_finished_and_never_more_at_a_time_than_allowed(runs):
     assert record["seed"] == 1 and record["attempts"][-1]["exit_code"] == 0 and "error" not in record["attempts"][-1]
 
 
-def test_each_run_sees_the_gpu_with_the_fewest_runs(runs):
-    carry_out(runs, limits(parallel=4, gpus=("3", "GPU-5c")), seconds="0.5")
-    assert [(run.folder / "gpu").read_text() for run in runs] == ["3", "GPU-5c"] * 2
-
-
-def test_a_gpu_whose_run_is_over_takes_the_next_one(runs):
-    """The first run takes three times as long as the others, which share the other GPU one after another."""
-    seen = Seen()
-
-    def prepare(run):
-        words = [sys.executable, str(PROGRAM), str(run.folder), str(STEPS), "1" if run is runs[0] else "0.05", "0"]
-        return words, {"seed": run.seed}, OmegaConf.create({})
-
-    Schedule(runs, STEPS, limits(gpus=("0", "1")), prepare, seen.tell, seen.watch).carry_out()
-    assert [(run.folder / "gpu").read_text() for run in runs[:3]] == ["0", "1", "1"]
-
-
-def test_without_gpus_to_spread_over_a_run_sees_what_the_command_does(runs, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,7")
-    carry_out(runs[:1], limits())
-    assert (runs[0].folder / "gpu").read_text() == "6,7"
-
-
-@pytest.mark.parametrize(("cores", "seconds"), [(2, 15.0), (16, 15.0), (64, 3.75), (256, 3.0)])
-def test_many_cores_start_runs_sooner_after_each_other(cores, seconds):
-    assert stagger(cores) == seconds
-
-
 def test_what_is_finished_is_not_started_again(runs):
     carry_out(runs[:2], limits())
     before = (runs[0].folder / "metrics.jsonl").read_bytes()
@@ -119,7 +52,7 @@ def test_what_is_finished_is_not_started_again(runs):
 def test_starts_are_staggered(runs):
     seen = carry_out(runs[:3], limits(parallel=3, stagger_s=0.3))
     gaps = [b - a for a, b in zip(seen.starts, seen.starts[1:], strict=False)]
-    assert len(gaps) == 2 and min(gaps) >= 0.25  # seen a little later than they are made
+    assert len(gaps) == 2 and min(gaps) >= 0.15  # each is seen later than it is made, a busy machine's first one most
 
 
 def test_what_runs_when_time_is_over_is_ended_and_goes_on_from_its_checkpoint(runs):

@@ -6,44 +6,19 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
+from rollout_results import BF16, INT8, INT8_FP8, WORK, answer, config
 from typer.testing import CliRunner
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 from flashrl_verl.bench import rollout, rollout_report
-from flashrl_verl.bench.arms import Arm
-from flashrl_verl.bench.rollout import Report, Result, RolloutConfig, decode_seconds, tokens_per_second
-from flashrl_verl.bench.rollout_engine import Answer, Timing
+from flashrl_verl.bench.rollout import Report, Result, decode_seconds, tokens_per_second
+from flashrl_verl.bench.rollout_engine import Timing
 from flashrl_verl.bench.rollout_worker import kv_tokens
 from flashrl_verl.bench.shapes import load_config, save_config
 from flashrl_verl.cli import app
-from flashrl_verl.config import KVCache, Precision
-from flashrl_verl.errors import ConfigError, FlashRLError
+from flashrl_verl.errors import ConfigError
 from flashrl_verl.plan import gpus
-from flashrl_verl.plan.schedule import Work
-
-BF16, INT8 = (Arm(precision=precision) for precision in (Precision.BF16, Precision.INT8))
-INT8_FP8 = Arm(precision=Precision.INT8, kv_cache=KVCache.FP8)
-WORK = Work(sequences=10, prompt=100, response=51)
-
-
-def answer(precision: Precision, seconds: list[float], prefill: list[float], device="NVIDIA H100 80GB HBM3") -> Answer:
-    dtypes = {"int8": {"int8": 8}, "bf16": {}}[precision.value]
-    return Answer(
-        layers={"precision": precision.value, "quantized": dtypes},
-        memory={"kv_tokens": 1000, "kv_bytes": 512000, "kv_dtype": "bfloat16", "weight_bytes": 2e9},
-        weights={"tensors": 10, "zeros": 0.01, "std": 0.02},
-        device={"device": device, "memory_bytes": None},
-        timings=[Timing(work=[10, 100, 51], seconds=seconds, prefill_seconds=prefill)],
-    )
-
-
-def config(tmp_path, **more) -> RolloutConfig:
-    settings = dict(
-        model="tiny", arms=(BF16, INT8), works=(WORK,), rounds=2, repeats=2, gpu_memory_utilization=0.9, tensor_parallel=1,
-        max_num_seqs=64, max_num_batched_tokens=512, layers=None, seed=0, output=tmp_path,
-    )  # fmt: skip
-    return RolloutConfig(**{**settings, **more})
 
 
 @pytest.fixture
@@ -110,37 +85,6 @@ def test_later_engines_are_told_the_device_of_the_first(tmp_path, measured):
     report = rollout.run(config(tmp_path))
     assert measured[2] == [None] + ["NVIDIA H100 80GB HBM3"] * 3
     assert report.environment["device"] == "NVIDIA H100 80GB HBM3" and report.environment["memory_bytes"] is None
-
-
-def test_engines_at_a_time_have_gpus_of_their_own_and_results_their_order(tmp_path, monkeypatch):
-    """Four places of two GPUs; engines end in the opposite order."""
-    seen = []
-
-    def answers(module, questions, folder, places):
-        seen.append(places)
-        for question in reversed(list(questions)):
-            yield question.key, asdict(answer(question.key[1].precision, [5.0], [1.0]))
-
-    monkeypatch.setattr(rollout.engine_process, "answers", answers)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
-    report = rollout.run(config(tmp_path, parallel=4, tensor_parallel=2))
-    assert seen == [("0,1", "2,3", "4,5", "6,7")]
-    assert [result.round for result in report.results] == [0, 0, 1, 1]
-    assert rollout.load(tmp_path / rollout.RESULTS) == report
-    with pytest.raises(ConfigError, match=r"--parallel 5 with 2 GPU\(s\) each needs 10, and 8 are visible.*--parallel 4"):
-        rollout.run(config(tmp_path / "more", parallel=5, tensor_parallel=2))
-
-
-def test_an_engine_that_turns_out_to_run_on_another_device_is_refused_and_the_first_kept(tmp_path, monkeypatch):
-    def answers(module, questions, folder, places):
-        for question, device in zip(list(questions), ("NVIDIA H200", "NVIDIA A100"), strict=True):
-            yield question.key, asdict(answer(question.key[1].precision, [5.0], [1.0], device))
-
-    monkeypatch.setattr(rollout.engine_process, "answers", answers)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    with pytest.raises(FlashRLError, match="another device, NVIDIA H200; this is NVIDIA A100"):
-        rollout.run(config(tmp_path, rounds=1, parallel=2))
-    assert [result.arm for result in rollout.load(tmp_path / rollout.RESULTS).results] == ["bf16"]
 
 
 def test_results_of_another_version_are_refused(tmp_path, measured, monkeypatch):

@@ -110,15 +110,16 @@ def test_metrics_survive_verls_collection_and_reduction() -> None:
     assert reduced == {"actor/loss": 2.0, **{f"actor/{name}": value for name, value in metrics.items()}}
 
 
-def test_update_actor_is_dispatched_as_verls() -> None:
+@pytest.mark.parametrize("name", ["update_actor", "compute_log_prob", "compute_ref_log_prob"])
+def test_what_is_overridden_is_dispatched_as_verls(name: str) -> None:
     from verl.single_controller.base.decorator import MAGIC_ATTR
     from verl.workers.engine_workers import ActorRolloutRefWorker
 
     from flashrl_verl.actor import FlashRLActorWorker
 
-    assert FlashRLActorWorker.update_actor is not ActorRolloutRefWorker.update_actor
-    ours = getattr(FlashRLActorWorker.update_actor, MAGIC_ATTR)
-    verls = getattr(ActorRolloutRefWorker.update_actor, MAGIC_ATTR)
+    method, original = getattr(FlashRLActorWorker, name), getattr(ActorRolloutRefWorker, name)
+    assert method is not original
+    ours, verls = getattr(method, MAGIC_ATTR), getattr(original, MAGIC_ATTR)
     assert ours.keys() == verls.keys()
     assert (ours["execute_mode"], ours["blocking"]) == (verls["execute_mode"], verls["blocking"])
     assert ours["dispatch_mode"].keys() == verls["dispatch_mode"].keys()
@@ -166,3 +167,14 @@ def test_images_of_some_rows_are_kept() -> None:
     left = without_objects(rows_with_objects([{}, {"pixel_values": torch.ones(2, 4)}, {}]))
     assert set(left.keys()) == {"input_ids", "weights", "temperature", "global_token_num", "multi_modal_inputs"}
     assert extract_multi_modal_inputs(left["multi_modal_inputs"])["pixel_values"].shape == (2, 4)
+
+
+def test_a_column_that_has_a_tensor_in_some_rows_only_is_left_for_verls_engine_to_see() -> None:
+    from tensordict import NonTensorData, NonTensorStack
+
+    from flashrl_verl.actor import without_objects
+
+    data = rows_with_objects([{}, {}, {}])
+    rows = [NonTensorData(None), NonTensorData(torch.ones(2)), NonTensorData(None)]
+    data["routed_experts"] = NonTensorStack.from_list(rows)
+    assert "routed_experts" in without_objects(data)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A process that is asked: its answer or its error comes back, nothing of it stays, and the waiting does not disturb it."""
 
+import os
+import signal
 import time
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import pytest
 
 from flashrl_verl.bench import engine_process
 from flashrl_verl.errors import FlashRLError
+from flashrl_verl.process_tree import Stopped
 
 PROGRAMS = Path(__file__).resolve().parents[1] / "programs"
 
@@ -45,6 +48,7 @@ def jobs(*numbers: list[int], seconds: float) -> list[engine_process.Question]:
     ]
 
 
+@pytest.mark.slow
 def test_as_many_are_asked_at_a_time_as_there_are_places(tmp_path, monkeypatch):
     monkeypatch.setattr("flashrl_verl.process_tree.GRACE", 0.2)
     started = []
@@ -61,12 +65,77 @@ def test_as_many_are_asked_at_a_time_as_there_are_places(tmp_path, monkeypatch):
     assert started[1][2] - started[0][2] < 0.9 < started[2][2] - started[0][2]
 
 
-def test_where_one_fails_the_others_are_ended(tmp_path, monkeypatch):
-    monkeypatch.setattr("flashrl_verl.process_tree.PATIENCE", ((2, 1.0), (9, 5.0)))
+def left(folder: Path) -> list[int]:
+    """Processes that work on a job of this folder."""
+    return [p.pid for p in psutil.process_iter(["cmdline"]) if any(str(folder) in word for word in p.info["cmdline"] or [])]
+
+
+def wait_for(count: int, folder: Path) -> None:
+    over = time.monotonic() + 60
+    while len(left(folder)) < count and time.monotonic() < over:
+        time.sleep(0.1)
+    assert len(left(folder)) >= count
+
+
+@pytest.mark.slow
+def test_where_one_fails_the_others_are_ended(tmp_path):
     asked = engine_process.answers("answering", jobs([], [5], seconds=600.0), tmp_path, ("0", "1"))
     with pytest.raises(FlashRLError, match="sum0 failed"):
         next(asked)
-    assert not [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path / "sum1.job.json") in (p.info["cmdline"] or [])]
+    assert not left(tmp_path)
+
+
+@pytest.mark.slow
+def test_what_has_ended_beside_a_failure_is_not_lost(tmp_path, monkeypatch):
+    """Both are over at the first look: the failure comes first in line, and the answer is yielded before it is raised."""
+    monkeypatch.setattr("flashrl_verl.process_tree.GRACE", 0.2)
+    is_over = engine_process._Asked.is_over
+    monkeypatch.setattr(engine_process._Asked, "is_over", lambda self: is_over(self) and len(list(tmp_path.glob("*.done"))) > 0)
+
+    def meanwhile():
+        if (tmp_path / "sum1.answer.json").is_file() and "is empty" in (tmp_path / "sum0.log").read_text():
+            time.sleep(3.0)  # until both processes are gone
+            (tmp_path / "all.done").touch()
+
+    asked = engine_process.answers("answering", jobs([], [5], seconds=0.0), tmp_path, ("0", "1"), meanwhile)
+    assert next(asked) == (1, {"total": 5, "folder": str(tmp_path)})
+    with pytest.raises(FlashRLError, match="sum0 failed"):
+        next(asked)
+
+
+@pytest.mark.slow
+def test_what_runs_is_ended_where_the_caller_closes(tmp_path, monkeypatch):
+    monkeypatch.setattr("flashrl_verl.process_tree.GRACE", 0.2)
+    made = [*jobs([1], seconds=0.0), *jobs([0], [2], [3], seconds=600.0)[1:]]
+    asked = engine_process.answers("answering", made, tmp_path, ("0", "1", "2"))
+    assert next(asked)[0] == 0
+    wait_for(2, tmp_path)
+    asked.close()
+    assert not left(tmp_path)
+
+
+@pytest.mark.slow
+def test_ctrl_c_again_while_engines_are_ended_leaves_none(tmp_path, monkeypatch):
+    """The second one comes while the first engine's children are looked for."""
+    asked = engine_process.answers("answering", jobs([1], [2], seconds=600.0), tmp_path, ("0", "1"), lambda: interrupt())
+    looks, remember = [], engine_process.ProcessTree._remember_children
+
+    def interrupt():
+        if len(left(tmp_path)) >= 2 and not looks:
+            looks.append("first")
+            signal.raise_signal(signal.SIGINT)
+
+    def slowly(self):
+        if looks == ["first"]:
+            looks.append("second")
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.5)
+        remember(self)
+
+    monkeypatch.setattr(engine_process.ProcessTree, "_remember_children", slowly)
+    with pytest.raises(Stopped):
+        next(asked)
+    assert looks == ["first", "second"] and not left(tmp_path)
 
 
 def test_an_error_comes_back_with_its_message_and_the_log(tmp_path):

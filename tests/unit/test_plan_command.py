@@ -20,7 +20,13 @@ def test_the_command_plans_a_run_by_its_overrides(tmp_path):
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.output
     made = json.loads(out.read_text())
-    assert made["not_planned"] == ["flashrl.keep_first_layers=3"] and "flashrl.keep_first_layers=3" in result.output
+    assert sorted(key.rpartition(".")[2] for key in made["not_planned"]) == [
+        "enable=True",  # algorithm.filter_groups
+        "keep_first_layers=3",
+        "optimizer_offload=True",
+        "param_offload=True",
+    ]
+    assert "flashrl.keep_first_layers=3" in result.output
     assert made["gpus"] == 32 and made["engine"]["tensor_parallel"] == 4 and made["engine"]["gpu_memory_utilization"] == 0.8
     assert made["work"] == {"sequences": 1024, "prompt": 1024, "response": 3000}  # 512 prompts x 16 samples, 8 engines
     rows = [(row["choice"]["precision"], row["choice"]["kv_cache"]) for row in made["outcomes"]]

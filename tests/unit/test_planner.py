@@ -19,7 +19,6 @@ from flashrl_verl.plan.planner import choices, make_plan
 from flashrl_verl.plan.schedule import Work, simulate
 from flashrl_verl.plan.shape import shape_of
 from flashrl_verl.plan.step import Clock, StepTime
-from flashrl_verl.plan.whole_step import FORWARD, UPDATE, forward_operations, whole_step
 
 BF16, INT8, FP8 = (Choice(precision=precision) for precision in (Precision.BF16, Precision.INT8, Precision.FP8))
 INT8_KV8 = Choice(precision=Precision.INT8, kv_cache=KVCache.FP8)
@@ -292,29 +291,3 @@ def test_eight_bits_of_keys_and_values_are_int8_with_a_scale_for_each_token_and_
     assert memory_of(qwen32b, choice, H200, Engine()).kv_per_token == 128 * 1024 * (1 + 4 / 128)
     for gpu in ("a100-80gb", "h200"):
         assert "flashrl.kv_cache=int8_per_token_head" in " ".join(plan(gpu=gpu, response=16384).advice)
-
-
-def test_a_whole_step_by_hand(qwen32b):
-    """64 H200s, 8192 sequences of 4096 tokens; 31.2 billion weights of projections and 0.78 of the head pass a token."""
-    step = whole_step(qwen32b, H200, 64, rollout=100.0, sequences=8192, length=4096)
-    tokens = 8192 * 4096
-    products = 2 * tokens * (64 * (5120 * 5120 * 2 + 2 * 5120 * 1024 + 3 * 5120 * 27648) + 5120 * 152064)
-    attention = 64 * 4 * 5120 * (4096 / 2) * tokens  # queries x keys and weights x values, half of them behind the token
-    forward = (products + attention) / (64 * 989e12)
-    assert step.log_probs == pytest.approx(forward / FORWARD, rel=1e-3)
-    assert step.update == pytest.approx(4 * forward / UPDATE, rel=1e-3)
-    assert step.refit == pytest.approx(2 * qwen32b.parameters / 10e9)
-    assert step.seconds == 100.0 + step.log_probs + step.update + step.refit
-
-
-def test_a_token_passes_its_experts_and_no_others():
-    shape = shape_of(load_config("qwen3-30b-a3b"))
-    active = shape.linear + shape.expert * 8 / 128 + shape.head
-    assert forward_operations(shape, 10, 0) == pytest.approx(20 * active)
-
-
-def test_where_bf16_does_not_fit_steps_have_no_ratio():
-    work = Work(sequences=8, prompt=256, response=256)
-    plan = make_plan("qwen2.5-32b", shape_of(load_config("qwen2.5-32b")), gpus.find("a6000"), 8, Engine(), work)
-    assert plan.outcomes[0].whole is None and all(outcome.speedup is None for outcome in plan.outcomes)
-    assert any(outcome.whole is not None for outcome in plan.outcomes)
