@@ -8,7 +8,7 @@
 #   bash scripts/figure_learning.sh [words for flashrl bench learning]
 #
 #   FIGURE_OUTPUT=outputs/learning   runs, learning.json, learning.png
-#   FIGURE_RUNS=6                    runs at a time, spread over the GPUs; each keeps three cores busy
+#   FIGURE_RUNS=6                    runs at a time, spread over the GPUs; by estimate three or four cores each
 #   FIGURE_MINUTES=60                for everything
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

@@ -1,53 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is seen of an engine with a given KV cache, in BF16 weights so that nothing else is rounded."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 
 import torch
 from engines import Refit, engine, runner, teacher_forced
-from tiny_models import VOCAB, make, wire
+from tiny_models import CONFIGS, VOCAB, make, wire
 
 LONG = 240
 """Tokens: prompts and responses span several pages and tiles of the kernel, and two steps of 256 tokens."""
 
 
 @dataclasses.dataclass
-class Distance:
-    """Means over tokens."""
-
-    mean: float
-    """Of all. Where a router chooses other experts for a last bit, few tokens are most of it."""
-    most: float
-    """Of the 95 % that are nearest."""
-
-
-@dataclasses.dataclass
 class Seen:
-    """Distances are k3 of tokens' log-probs."""
+    """Distances are means of k3 over tokens."""
 
     backends: set[str]
     dtypes: set[str]
-    to_trainer: Distance
+    to_trainer: float
     responses: int
     """Tokens."""
-    decoded_to_read: Distance
+    decoded_to_read: float
     cached_tokens: int
-    cached_to_fresh: Distance
-    before_update: Distance
+    cached_to_fresh: float
+    before_update: float
     """From the engine with the first weights to a trainer with the second."""
-    after_update: Distance | None
+    after_update: float
     """From the engine after sleep and an update to what it had with the same weights."""
-    decoded_after_sleep: Distance | None
+    decoded_after_sleep: float
     """As ``decoded_to_read``."""
 
 
-def k3(found: list[list[float]], expected: list[list[float]]) -> Distance:
+def k3(found: list[list[float]], expected: list[list[float]]) -> float:
     ratio = torch.tensor(sum(expected, [])) - torch.tensor(sum(found, []))
-    each = (ratio.exp() - 1 - ratio).sort().values
-    return Distance(mean=float(each.mean()), most=float(each[: len(each) * 95 // 100].mean()))
+    return float((ratio.exp() - 1 - ratio).mean())
 
 
 def trainers(model: torch.nn.Module, sequences: list[list[int]]) -> list[list[float]]:
@@ -82,7 +69,10 @@ def read(llm, prompts: list[list[int]], responses: list[list[int]]) -> list[list
 
 def seen(path: Path, family: str, kv_cache: str) -> Seen:
     """Start an engine, look, sample, put it to sleep, update it, look again."""
-    model, other = make(family, seed=6), make(family, seed=7)
+    # A random router has many near ties, and chooses other experts for a last bit, which moves a token's log-prob by tenths.
+    # It is not what is looked at here, so every token has all experts.
+    every_expert = {"num_experts_per_tok": CONFIGS[family].num_experts} if "moe" in family else {}
+    model, other = (make(family, seed=seed, **every_expert) for seed in (6, 7))
     model.config.save_pretrained(path)
     generator = torch.Generator().manual_seed(2)
     sequences = torch.randint(3, VOCAB, (16, LONG), generator=generator).tolist()
@@ -105,10 +95,10 @@ def seen(path: Path, family: str, kv_cache: str) -> Seen:
             responses=sum(map(len, responses)),
             decoded_to_read=k3(log_probs, read(llm, prompts, responses)),
             cached_tokens=cached,
-            cached_to_fresh=k3([b for _, b in same], [a for a, _ in same]),
+            cached_to_fresh=k3([b for _, b in same], [a for a, _ in same]) if same else float("nan"),
             before_update=k3(first, trainers(other, sequences)),
-            after_update=None,
-            decoded_after_sleep=None,
+            after_update=float("nan"),
+            decoded_after_sleep=float("nan"),
         )
         refit(wire(other), step=1)
         expected = teacher_forced(llm, sequences)

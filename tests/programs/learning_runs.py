@@ -9,7 +9,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from flashrl_verl.bench.learning import LearningConfig, arms_of
-from flashrl_verl.bench.learning_schedule import Event, Limits, Schedule
+from flashrl_verl.bench.learning_schedule import Limits, Schedule
 
 KEY = "val-core/toy_chain/acc/mean@2"
 
@@ -53,8 +53,6 @@ class Seen:
 
     def tell(self, news):
         self.news.append((news.state.run.name, news.event))
-        if news.event is Event.STARTED:
-            self.starts.append(time.monotonic())
 
     def watch(self, running):
         self.most = max(self.most, len(running))
@@ -68,6 +66,7 @@ def carry_out(runs, bounds, seconds="0.01", fails=None, retry=False) -> Seen:
     seen, fails = Seen(), fails or {}
 
     def prepare(run):
+        seen.starts.append(time.monotonic())  # what follows takes as long as the machine is busy
         words = [sys.executable, str(PROGRAM), str(run.folder), str(STEPS), seconds, *fails.get(run.name, ["0"])]
         return words, {"seed": run.seed}, OmegaConf.create({})
 

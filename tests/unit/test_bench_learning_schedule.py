@@ -52,7 +52,7 @@ def test_what_is_finished_is_not_started_again(runs):
 def test_starts_are_staggered(runs):
     seen = carry_out(runs[:3], limits(parallel=3, stagger_s=0.3))
     gaps = [b - a for a, b in zip(seen.starts, seen.starts[1:], strict=False)]
-    assert len(gaps) == 2 and min(gaps) >= 0.15  # each is seen later than it is made, a busy machine's first one most
+    assert len(gaps) == 2 and min(gaps) >= 0.25  # seen a little later than they are made
 
 
 def test_what_runs_when_time_is_over_is_ended_and_goes_on_from_its_checkpoint(runs):
