@@ -3,7 +3,7 @@
 
 A layer's seconds are the difference between a model of more layers and one of fewer, the head's what is left; a whole model is
 as many layers and a head. Weights are random and BF16, as FSDP2 gathers them; nothing is communicated and no optimizer steps.
-What `flashrl plan` takes for a share of the data sheet's operations is measured here.
+What `flashrl plan` takes for a share of the data sheet's operations was measured by it (docs/results/step.md).
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def training(
     seed: Annotated[int, typer.Option(min=0, help="Seed of weights and tokens.")] = 0,
     output: Annotated[Path, typer.Option(help=f"Folder for {FILE}.")] = Path("outputs/bench_training"),
 ) -> None:
-    """Time old log-probs and policy updates of a model's shape on one GPU, or on the CPU: `flashrl plan` assumes both."""
+    """Time old log-probs and policy updates of a model's shape on one GPU, or on the CPU, as `flashrl plan` counts them."""
     import torch
 
     from flashrl_verl.bench import training as bench

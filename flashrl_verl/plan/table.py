@@ -9,13 +9,14 @@ from rich.text import Text
 from flashrl_verl.config import Precision
 from flashrl_verl.plan.gpus import GIB
 from flashrl_verl.plan.planner import Outcome, Plan
-from flashrl_verl.plan.whole_step import FORWARD, REFIT_RATE
+from flashrl_verl.plan.whole_step import FORWARD, REFIT_RATE, UPDATE
 
 ASSUMPTIONS = (
     "Estimates from data sheets and one measured profile (Qwen2.5-32B on one H200): speeds of other GPUs and sizes are "
-    "extrapolated, all responses have one length, and with several GPUs in an engine the all-reduce is a guess. So is what the "
-    f"trainer does: {FORWARD:.0%} of the BF16 operations in the data sheet, gradient checkpointing, weights at "
-    f"{REFIT_RATE / 1e9:.0f} GB/s. Measure before you rent."
+    "extrapolated, all responses have one length, and with several GPUs in an engine the all-reduce is a guess. The "
+    f"trainer is taken to reach {FORWARD:.0%} (old log-probs) and {UPDATE:.0%} (update, gradient checkpointing) of the BF16 "
+    "operations in the data sheet, as one H200 did that communicated nothing, and to send weights at "
+    f"{REFIT_RATE / 1e9:.0f} GB/s, which is a guess. Measure before you rent."
 )
 
 

@@ -7,11 +7,12 @@ from flashrl_verl.plan.gpus import GPU
 from flashrl_verl.plan.memory import BF16
 from flashrl_verl.plan.shape import ModelShape
 
-FORWARD = 0.45
-"""Share of the data sheet's BF16 operations that old log-probs reach. Assumed: ``flashrl bench training`` measures it."""
+FORWARD = 0.58
+"""Share of the data sheet's BF16 operations that old log-probs reach: ``flashrl bench training`` with layers of Qwen2.5-32B on
+one H200 (docs/results/step.md). Nothing is communicated there: shards that arrive too late for their layer take longer."""
 
-UPDATE = 0.45
-"""The same share for the policy's update. Assumed likewise."""
+UPDATE = 0.59
+"""The same share for the policy's update, likewise, with gradient checkpointing and without the optimizer's step."""
 
 PASSES = 4
 """Forward passes that an update takes as long as: one, its repetition (gradient checkpointing), and a backward pass of two. The

@@ -4,37 +4,14 @@
 import json
 import re
 import statistics
-from pathlib import Path
 
 import pytest
+from result_pages import RESULTS, page, raw, tables
 
 from flashrl_verl.bench import rollout as bench
 from flashrl_verl.bench import rollout_figure, rollout_report, rollout_steps
 from flashrl_verl.config import Precision
 from flashrl_verl.report import comparison
-
-RESULTS = Path(__file__).parents[2] / "docs" / "results"
-
-
-def page(name: str) -> str:
-    return (RESULTS / name).read_text()
-
-
-def tables(name: str) -> list[list[list[str]]]:
-    """Every table of a page as rows of cells, header first."""
-    found, rows = [], []
-    for line in [*page(name).splitlines(), ""]:
-        if line.startswith("|"):
-            rows.append([cell.strip() for cell in line.strip("|").split("|")])
-        elif rows:
-            found.append([rows[0], *rows[2:]])
-            rows = []
-    return found
-
-
-def raw(folder: str) -> list[dict]:
-    return [json.loads(path.read_text()) for path in sorted((RESULTS / folder).glob("*.json"))]
-
 
 OUR_ATTENTION = "h200-int8-kv.json"
 """Of ``mismatch``; in the older ones ``int8_per_token_head`` was read by vLLM's Triton attention."""
