@@ -24,6 +24,7 @@ from flashrl_verl.software import software
 from flashrl_verl.toy.assets import Assets, AssetsConfig, made_before, make_assets
 from flashrl_verl.toy.chain import ChainConfig
 from flashrl_verl.toy.model import ToyModelConfig
+from flashrl_verl.toy.outliers import OutlierConfig
 from flashrl_verl.toy.warmup import Accuracy, WarmupConfig
 from flashrl_verl.whole_file import write_whole
 
@@ -107,6 +108,8 @@ class LearningConfig:
     model: ToyModelConfig = MODEL
     chain: ChainConfig = CHAIN
     warmup: WarmupConfig = WARMUP
+    outliers: OutlierConfig | None = None
+    """Channels of the model with which INT8 is further from the trainer; None: as it was warmed up."""
     overrides: tuple[str, ...] = ()
     """Hydra overrides of every run; they win over what is set here."""
 
@@ -228,7 +231,9 @@ def make(config: LearningConfig, on_probe: Callable[[int, Accuracy], None] | Non
     """
     import torch
 
-    asked = AssetsConfig(seed=config.model_seed, task=config.chain, model=config.model, warmup=config.warmup)
+    asked = AssetsConfig(
+        seed=config.model_seed, task=config.chain, model=config.model, warmup=config.warmup, outliers=config.outliers
+    )
     begun = list((config.output / RUNS).glob(f"*/{METRICS_FILE}"))
     if begun and made_before(config.output / ASSETS, asked) is None:
         raise ConfigError(

@@ -42,6 +42,10 @@ def learning(
     target_accuracy: Annotated[
         float | None, typer.Option(min=0.0, max=1.0, help="Sampled accuracy at which the supervised warm-up stops.")
     ] = None,
+    outliers: Annotated[
+        int | None,
+        typer.Option(help="Make two channels of every layer so many times as large, a power of two: more mismatch in INT8."),
+    ] = None,
     first_step_limit: Annotated[
         float, typer.Option(min=1, help="Seconds to a run's first line of metrics; then it is ended, as failed.")
     ] = 600.0,
@@ -59,6 +63,7 @@ def learning(
     """
     from flashrl_verl.bench.learning import LearningConfig, arms_of, seeds_of
     from flashrl_verl.run_directory import check_output
+    from flashrl_verl.toy.outliers import OutlierConfig
 
     started = time.monotonic()
     for word in context.args:
@@ -77,6 +82,7 @@ def learning(
         kv_cache_gib=kv_cache_gib,
         model_seed=model_seed,
         overrides=tuple(context.args),
+        outliers=None if outliers is None else OutlierConfig(factor=outliers),
         **_sizes(hidden_size, layers, chain_steps, target_accuracy),
     )
     over = started + 60 * config.minutes

@@ -16,6 +16,7 @@ from typing import Any
 
 from flashrl_verl.errors import FlashRLError
 from flashrl_verl.toy.model import ToyModelConfig, build_model
+from flashrl_verl.toy.outliers import OutlierConfig, plant
 from flashrl_verl.toy.task import Split, Task, TaskConfig, TaskProblem, verl_rows
 from flashrl_verl.toy.tokenizer import build_tokenizer
 from flashrl_verl.toy.warmup import Accuracy, Encoder, WarmupConfig, evaluate, warm_up
@@ -34,11 +35,16 @@ class AssetsConfig:
     task: Task = field(default_factory=TaskConfig)
     model: ToyModelConfig = field(default_factory=ToyModelConfig)
     warmup: WarmupConfig = field(default_factory=WarmupConfig)
+    outliers: OutlierConfig | None = None
+    """Of the warmed-up model; None leaves it as it is."""
 
     def recipe(self) -> dict[str, Any]:
         """What a manifest must say for its assets to be used again."""
+        config = asdict(self)
+        if self.outliers is None:
+            del config["outliers"]  # as before there were any: what is there is used again
         versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
-        return {"generator": GENERATOR_VERSION, "config": asdict(self), "versions": versions}
+        return {"generator": GENERATOR_VERSION, "config": config, "versions": versions}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,6 +161,8 @@ def _make_model(
         seed=config.seed,
         on_probe=on_probe,
     )
+    if config.outliers is not None:
+        plant(model, config.outliers, seed=config.seed)
     with _no_progress_bar():
         model.to(torch.bfloat16).save_pretrained(path)
     tokenizer.save_pretrained(path)

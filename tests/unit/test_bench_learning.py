@@ -20,6 +20,7 @@ from flashrl_verl.errors import ConfigError
 from flashrl_verl.run_directory import LATEST
 from flashrl_verl.toy.chain import ChainConfig
 from flashrl_verl.toy.model import ToyModelConfig
+from flashrl_verl.toy.outliers import OutlierConfig
 from flashrl_verl.toy.warmup import WarmupConfig
 from flashrl_verl.validation import validate_config
 
@@ -169,6 +170,7 @@ def test_a_folder_takes_more_arms_seeds_and_time_but_no_other_settings(tmp_path)
         ({"steps": 5}, "steps (4, now 5)"),
         ({"overrides": ("trainer.save_freq=1", "data.shuffle=false")}, 'overrides ([], now ["data.shuffle=false"])'),
         ({"chain": ChainConfig(steps=2)}, "chain"),
+        ({"outliers": OutlierConfig(factor=64)}, 'outliers (null, now {"factor": 64, "channels": 2})'),
     ):
         with pytest.raises(ConfigError) as refused:
             check_settings(replace(cfg, **other))

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Outlier channels of the toy model: its function stays, to the bit, and INT8 loses what FP8 keeps."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from flashrl_verl.errors import ConfigError
+from flashrl_verl.toy.assets import MANIFEST, AssetsConfig, make_assets
+from flashrl_verl.toy.model import ToyModelConfig, build_model
+from flashrl_verl.toy.outliers import OutlierConfig, plant
+from flashrl_verl.toy.tokenizer import build_tokenizer
+from flashrl_verl.toy.warmup import WarmupConfig
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return build_tokenizer()
+
+
+@pytest.fixture
+def ids(tokenizer):
+    return torch.randint(len(tokenizer), (4, 40), generator=torch.Generator().manual_seed(3))
+
+
+def model_of(tokenizer, dtype):
+    return build_model(tokenizer, ToyModelConfig(), seed=7).to(dtype).eval()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("factor", [2, 64])
+def test_the_outputs_are_the_same_to_the_bit(tokenizer, ids, dtype, factor):
+    model = model_of(tokenizer, dtype)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    with torch.no_grad():
+        expected = model(ids).logits
+        plant(model, OutlierConfig(factor=factor), seed=5)
+        assert torch.equal(model(ids).logits, expected)
+    changed = {name for name, weight in model.state_dict().items() if not torch.equal(weight, before[name])}
+    assert changed == {
+        name
+        for name in before
+        if "layers" in name and name.endswith(("layernorm.weight", "proj.weight")) and "o_proj" not in name
+    }
+
+
+def signal_to_noise(inputs: torch.Tensor, step: float | None) -> float:
+    """Of tokens [tokens, K], dB, without the two largest channels: rounded to so many steps a token; None: to E4M3."""
+    x = inputs.double()
+    largest = x.abs().amax(-1, keepdim=True)
+    if step is None:
+        scale = largest / 448
+        rounded = (x / scale).to(torch.float8_e4m3fn).double() * scale
+    else:
+        rounded = (x / largest * step).round() / step * largest
+    ordinary = x.abs().amax(0).argsort()[:-2]
+    signal, noise = x[:, ordinary], (x - rounded)[:, ordinary]
+    return float(10 * torch.log10(signal.square().sum() / noise.square().sum()))
+
+
+@pytest.mark.parametrize("reader", ["self_attn.q_proj", "mlp.gate_proj", "mlp.down_proj"])
+def test_int8_loses_what_fp8_keeps(tokenizer, ids, reader):
+    seen = []
+    for factor in (None, 64):
+        model = model_of(tokenizer, torch.float32)
+        if factor:
+            plant(model, OutlierConfig(factor=factor), seed=5)
+        inputs = []
+        linear = model.model.layers[1].get_submodule(reader)
+        linear.register_forward_pre_hook(lambda module, given, kept=inputs: kept.append(given[0].flatten(0, 1)))
+        with torch.no_grad():
+            model(ids)
+        seen.append([signal_to_noise(inputs[0], step) for step in (127, None)])
+    (int8, fp8), (int8_with, fp8_with) = seen
+    assert int8_with < int8 - 15 and abs(fp8_with - fp8) < 2.5
+
+
+@pytest.mark.parametrize("factor", [-2, 0, 1, 3, 48])
+def test_a_factor_that_would_round_is_refused(factor):
+    with pytest.raises(ConfigError, match=f"outliers {factor} times .* power of two"):
+        OutlierConfig(factor=factor)
+
+
+def test_assets_say_whether_they_have_any_and_those_made_before_are_used_again(tmp_path):
+    brief = AssetsConfig(
+        model=ToyModelConfig(hidden_size=64, intermediate_size=64, num_layers=1),
+        warmup=WarmupConfig(target_accuracy=0.0, probe_every=1, batch_size=8),
+    )
+    make_assets(tmp_path / "assets", brief)
+    recipe = json.loads((tmp_path / "assets" / MANIFEST).read_text())["recipe"]
+    assert "outliers" not in recipe["config"] and make_assets(tmp_path / "assets", brief).reused
+    with_some = dataclasses.replace(brief, outliers=OutlierConfig(factor=16))
+    assert not make_assets(tmp_path / "assets", with_some).reused and make_assets(tmp_path / "assets", with_some).reused
+    recipe = json.loads((tmp_path / "assets" / MANIFEST).read_text())["recipe"]
+    assert recipe["config"]["outliers"] == {"factor": 16, "channels": 2}
