@@ -11,7 +11,7 @@ from flashrl_verl.errors import ConfigError
 from flashrl_verl.plan.advice import Outcome, advise
 from flashrl_verl.plan.gpus import GIB, GPU
 from flashrl_verl.plan.memory import BF16, Choice, Engine, memory_of, weight_bytes
-from flashrl_verl.plan.schedule import Work, simulate
+from flashrl_verl.plan.schedule import Work, own_prompt, simulate
 from flashrl_verl.plan.shape import ModelShape
 from flashrl_verl.plan.step import Clock
 from flashrl_verl.plan.whole_step import whole_step
@@ -37,6 +37,8 @@ class Plan:
     work: Work
     sequences: int
     """Of the whole batch, all engines together; each has as many."""
+    samples: int
+    """Responses to a prompt, which share it where they meet in an engine."""
     parameters: int
     outcomes: tuple[Outcome, ...]
     sent_bytes: float
@@ -64,7 +66,14 @@ class Plan:
 
 
 def make_plan(
-    model: str, shape: ModelShape, gpu: GPU, gpus: int, engine: Engine, work: Work, not_planned: Sequence[str] = ()
+    model: str,
+    shape: ModelShape,
+    gpu: GPU,
+    gpus: int,
+    engine: Engine,
+    work: Work,
+    not_planned: Sequence[str] = (),
+    samples: int = 1,
 ) -> Plan:
     """Compare every choice of formats for one engine's share of a rollout.
 
@@ -76,6 +85,8 @@ def make_plan(
         engine: settings of each engine.
         work: what one engine generates in a step.
         not_planned: settings to name as left out.
+        samples: responses to a prompt, which share its part of an engine's KV cache, and its prefill. They are spread evenly
+            over the engines, as verl balances requests: with as many engines nothing is shared.
 
     Raises:
         ConfigError: the GPUs do not divide into engines, or nothing fits.
@@ -88,8 +99,9 @@ def make_plan(
             f"--tensor-parallel {engine.tensor_parallel} does not divide the model's {shape.heads} attention heads, "
             f"{shape.kv_heads} KV heads and {shape.width} rows of an MLP, as vLLM asks; these do: {sizes}"
         )
-    sequences = work.sequences * gpus // engine.tensor_parallel
-    outcomes = [_outcome(choice, shape, gpu, engine, work) for choice in choices()]
+    engines = gpus // engine.tensor_parallel
+    sequences = work.sequences * engines
+    outcomes = [_outcome(choice, shape, gpu, engine, work, _sharing(samples, engines)) for choice in choices()]
     if all(outcome.refused for outcome in outcomes):
         raise ConfigError(
             f"{model} fits in no precision: {'; '.join(f'{o.choice}: {o.refused}' for o in outcomes)}. Take more GPUs for an "
@@ -109,20 +121,21 @@ def make_plan(
         engine=engine,
         work=work,
         sequences=sequences,
+        samples=samples,
         parameters=shape.parameters,
         outcomes=tuple(outcomes),
         sent_bytes=shape.sent * BF16,
         written_bytes={
             precision.value: weight_bytes(shape, Choice(precision=precision), engine.tensor_parallel) for precision in Precision
         },
-        advice=(said[0], *_layouts(outcomes, shape, gpu, gpus, engine, work, sequences), *said[1:]),
+        advice=(said[0], *_layouts(outcomes, shape, gpu, gpus, engine, work, sequences, samples), *said[1:]),
         not_planned=tuple(not_planned),
         blocks_refused=_blocks_refused(shape, engine.tensor_parallel),
     )
 
 
 def _layouts(
-    outcomes: Sequence[Outcome], shape: ModelShape, gpu: GPU, gpus: int, engine: Engine, work: Work, total: int
+    outcomes: Sequence[Outcome], shape: ModelShape, gpu: GPU, gpus: int, engine: Engine, work: Work, total: int, samples: int
 ) -> Iterator[str]:
     """Where another number of GPUs in an engine is faster, BF16 at its best beside INT8 at its best: a BF16 that hardly fits is
     no measure of what eight bits gain."""
@@ -132,7 +145,8 @@ def _layouts(
             if gpus % size or not _divides(shape, size):
                 continue
             share = replace(work, sequences=max(1, total * size // gpus))
-            outcome = _outcome(choice, shape, gpu, replace(engine, tensor_parallel=size), share)
+            there = replace(engine, tensor_parallel=size)
+            outcome = _outcome(choice, shape, gpu, there, share, _sharing(samples, gpus // size))
             if outcome.timeline is not None:
                 speed = share.sequences * share.response * (gpus // size) / outcome.timeline.seconds
                 best[choice] = max(best.get(choice, (0.0, 0)), (speed, size))
@@ -161,7 +175,12 @@ def _divides(shape: ModelShape, size: int) -> bool:
     return kv and shape.heads % size == 0 and shape.width % size == 0
 
 
-def _outcome(choice: Choice, shape: ModelShape, gpu: GPU, engine: Engine, work: Work) -> Outcome:
+def _sharing(samples: int, engines: int) -> float:
+    """Sequences of one engine to a prompt."""
+    return max(1.0, samples / engines)
+
+
+def _outcome(choice: Choice, shape: ModelShape, gpu: GPU, engine: Engine, work: Work, sharing: float) -> Outcome:
     if gpu.compute(choice.precision) is None:
         return Outcome(choice=choice, refused="no FP8 tensor cores")
     if choice.eight_bit_kv and (reason := why_not(shape.head_dim, shape.heads, shape.kv_heads)) is not None:
@@ -176,14 +195,14 @@ def _outcome(choice: Choice, shape: ModelShape, gpu: GPU, engine: Engine, work: 
             f"cache: {memory.tokens} tokens, one sequence has {length}",
         )
     clock = Clock(shape=shape, choice=choice, gpu=gpu, tensor_parallel=engine.tensor_parallel)
-    timeline = simulate(clock, work, memory.tokens, engine.max_num_seqs)
+    timeline = simulate(clock, work, memory.tokens, engine.max_num_seqs, sharing)
     together, context = work.sequences * work.response / timeline.steps, work.prompt + work.response / 2
     step = clock.decode(together, context)
     return Outcome(
         choice=choice,
         refused=None,
         memory=memory,
-        fit=memory.tokens // length,
+        fit=memory.tokens // (own_prompt(work, sharing) + work.response),
         together=together,
         floor_s=clock.floor(together, context),
         step_s=step.total,

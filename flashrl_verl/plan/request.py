@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flashrl_verl.bench.shapes import SHAPES, load_config
+from flashrl_verl.config import KVCache, Precision
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.plan.gpus import GPU
 from flashrl_verl.plan.memory import Engine
@@ -23,6 +24,7 @@ DEFAULTS: dict[str, Any] = {
     "gpus": 8,
     "tensor_parallel": 1,
     "sequences": None,
+    "samples": 1,
     "prompt": 512,
     "response": 2048,
     "gpu_memory_utilization": 0.9,
@@ -30,7 +32,8 @@ DEFAULTS: dict[str, Any] = {
     "max_num_batched_tokens": 8192,
     "not_planned": (),
 }
-"""Without a run and without options; sequences None is 1024 for each engine."""
+"""Without a run and without options; sequences None is 1024 for each engine. Samples: responses to a prompt, where
+prefix caching is on."""
 
 _NOT_PLANNED = {
     "flashrl.ignore": [],
@@ -71,7 +74,7 @@ def plan_of(values: dict[str, Any], gpu: GPU, gpu_memory_gib: float | None = Non
     sequences = 1024 if values["sequences"] is None else -(-values["sequences"] // engines)
     work = Work(sequences=sequences, prompt=values["prompt"], response=values["response"])
     shape = shape_of(load_config(values["model"]))
-    return make_plan(values["model"], shape, gpu, values["gpus"], engine, work, values["not_planned"])
+    return make_plan(values["model"], shape, gpu, values["gpus"], engine, work, values["not_planned"], values["samples"])
 
 
 def of_run(overrides: list[str], *, with_model: bool = True) -> dict[str, Any]:
@@ -98,8 +101,10 @@ def of_run(overrides: list[str], *, with_model: bool = True) -> dict[str, Any]:
 
     rollout = cfg.actor_rollout_ref.rollout
     changed = [key for key, harmless in _NOT_PLANNED.items() if get(key) not in (harmless, None)]
-    if get("flashrl.kv_cache") in ("fp8", "fp8_per_token_head"):  # of 8 bits INT8 is planned
+    if get("flashrl.kv_cache") in (KVCache.FP8.value, KVCache.FP8_PER_TOKEN_HEAD.value):  # of 8 bits INT8 is planned
         changed.append("flashrl.kv_cache")
+    if get("flashrl.precision") == Precision.FP8_BLOCK.value:  # has no speed here
+        changed.append("flashrl.precision")
     return {
         **({"model": _shape_name(cfg)} if with_model else {}),
         "gpus": get("trainer.nnodes") * get("trainer.n_gpus_per_node"),
@@ -108,6 +113,7 @@ def of_run(overrides: list[str], *, with_model: bool = True) -> dict[str, Any]:
         "max_num_seqs": rollout.max_num_seqs,
         "max_num_batched_tokens": rollout.max_num_batched_tokens,
         "sequences": get("data.train_batch_size") * rollout.n,
+        "samples": rollout.n if rollout.enable_prefix_caching else 1,
         "prompt": max(1, get("data.max_prompt_length") // 2),
         "response": max(1, get("data.max_response_length") // 2),
         "not_planned": tuple(f"{key}={get(key)}" for key in changed),

@@ -11,6 +11,9 @@ from flashrl_verl.plan.gpus import GIB
 from flashrl_verl.plan.planner import Outcome, Plan
 from flashrl_verl.plan.whole_step import FORWARD, REFIT_RATE, UPDATE
 
+TRAINER_BYTES = 16
+"""A parameter: weight, gradient, and AdamW's two moments, in FP32."""
+
 ASSUMPTIONS = (
     "Estimates from data sheets and one measured profile (Qwen2.5-32B on one H200): speeds of other GPUs and sizes are "
     "extrapolated, all responses have one length, and with several GPUs in an engine the all-reduce is a guess. The "
@@ -35,13 +38,20 @@ def render(plan: Plan) -> Group:
     for outcome in plan.outcomes:
         table.add_row(str(outcome.choice), *_cells(outcome, plan))
     lines = [f"{o.choice}: not possible, {o.refused}" for o in plan.outcomes if o.refused]
-    written = ", ".join(f"{name} {size / GIB:.1f}" for name, size in plan.written_bytes.items())
+    able = {name: size for name, size in plan.written_bytes.items() if plan.gpu.compute(Precision(name)) is not None}
+    written = ", ".join(f"{name} {size / GIB:.1f}" for name, size in able.items())
     lines.append(
         "GiB of one GPU. fit: whole sequences in an engine's KV cache; run: sequences decoded together, the mean; floor: what "
-        "a step has to read at the speed of a copy; tokens/s of one engine, prefills included."
+        "a step has to read at the speed of a copy; tokens/s of one engine, prefills included. More run than fit while "
+        "responses are not whole yet."
     )
+    if plan.samples > engines:
+        lines.append(
+            f"The {plan.samples} responses to a prompt share it: {plan.samples / engines:.3g} in an engine, on average."
+        )
     lines.append(f"A weight update sends {plan.sent_bytes / GIB:.1f} GiB of BF16 to each GPU, which writes (GiB): {written}.")
     lines.extend(plan.advice)
+    lines.append(_trainer(plan))
     if plan.gpu.compute(Precision.FP8_BLOCK) is not None and plan.blocks_refused:
         lines.append(f"fp8_block: not possible, {plan.blocks_refused}.")
     elif plan.gpu.compute(Precision.FP8_BLOCK) is not None:
@@ -54,6 +64,15 @@ def render(plan: Plan) -> Group:
     if plan.not_planned:
         lines.append(f"Not in these figures, though the run sets it: {', '.join(plan.not_planned)}.")
     return Group(table, *(Text(line) for line in lines), _whole_steps(plan), Text(ASSUMPTIONS, style="dim"))
+
+
+def _trainer(plan: Plan) -> str:
+    each = TRAINER_BYTES * plan.parameters / plan.gpus / GIB
+    over = f", more than its {plan.gpu.memory_gib:.0f}" if each > plan.gpu.memory_gib else ""
+    return (
+        f"Not asked is whether training fits: FP32 weights and gradients and AdamW's moments, sharded over all GPUs, are "
+        f"{each:.1f} GiB of each{over}, unless FSDP offloads them to the host's memory; activations come on top."
+    )
 
 
 def _whole_steps(plan: Plan) -> Table:

@@ -4,13 +4,19 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
+import flashrl_verl
 from flashrl_verl.bench.shapes import SHAPES
 from flashrl_verl.cli import app
 from flashrl_verl.errors import ConfigError
-from flashrl_verl.plan.request import of_run
+from flashrl_verl.plan.gpus import find
+from flashrl_verl.plan.request import DEFAULTS, of_run, plan_of
+
+EXPERIMENTS = Path(flashrl_verl.__file__).parent / "configs" / "experiment"
 
 
 def test_the_command_plans_a_run_by_its_overrides(tmp_path):
@@ -58,6 +64,34 @@ def test_less_memory_than_the_data_sheets_can_be_named(tmp_path):
     assert json.loads(out.read_text())["gpu"]["memory_gib"] == 76
 
 
-def test_every_shipped_experiment_of_a_known_model_can_be_planned():
-    for name in ("dapo_qwen2.5_7b_int8", "dapo_qwen3_30b_a3b_int8", "gsm8k_qwen2.5_0.5b_int8", "dapo_qwen2.5_32b_fp8"):
-        assert of_run([f"experiment={name}"])["model"] in SHAPES
+@pytest.mark.parametrize("name", sorted(path.stem for path in EXPERIMENTS.glob("*_*.yaml")))
+def test_every_shipped_experiment_can_be_planned(name):
+    run = of_run([f"experiment={name}"])
+    assert run["model"] in SHAPES and run["samples"] > 1
+    made = plan_of({**DEFAULTS, **run}, find("h200"))
+    assert all(outcome.refused is None and outcome.whole.seconds > 0 for outcome in made.outcomes)
+    engines = made.gpus // made.engine.tensor_parallel
+    assert made.sequences == engines * -(-run["sequences"] // engines)
+
+
+def test_responses_share_their_prompt_where_the_run_caches_prefixes():
+    words = ["experiment=dapo_qwen2.5_7b_int8", "actor_rollout_ref.rollout.n=8"]
+    assert of_run(words)["samples"] == 8
+    assert of_run([*words, "actor_rollout_ref.rollout.enable_prefix_caching=false"])["samples"] == 1
+
+
+def test_what_a_run_sets_and_the_plan_leaves_out_is_named():
+    for words, key in (
+        (["flashrl.precision=fp8_block"], "flashrl.precision=fp8_block"),
+        (["flashrl.kv_cache=fp8"], "flashrl.kv_cache=fp8"),
+    ):
+        assert key in of_run(["experiment=dapo_qwen2.5_32b_int8", *words])["not_planned"]
+    assert not any("kv_cache" in left for left in of_run(["experiment=dapo_qwen2.5_32b_int8"])["not_planned"])
+
+
+def test_what_the_trainer_keeps_is_told_by_hand():
+    """16 bytes for each of 32.76 billion parameters: 488.2 GiB, over two GPUs of 44."""
+    said = " ".join(CliRunner().invoke(app, ["plan", "--gpu", "l40", "--gpus", "2", "--tensor-parallel", "2"]).output.split())
+    assert "are 244.1 GiB of each, more than its 44, unless" in said
+    said = " ".join(CliRunner().invoke(app, ["plan", "--gpu", "h200", "--gpus", "64"]).output.split())
+    assert "are 7.6 GiB of each, unless" in said

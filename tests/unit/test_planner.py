@@ -18,7 +18,7 @@ from flashrl_verl.plan.memory import Choice, Engine, memory_of, weight_bytes
 from flashrl_verl.plan.planner import choices, make_plan
 from flashrl_verl.plan.schedule import Work, simulate
 from flashrl_verl.plan.shape import shape_of
-from flashrl_verl.plan.step import Clock, StepTime
+from flashrl_verl.plan.step import Clock
 
 BF16, INT8, FP8 = (Choice(precision=precision) for precision in (Precision.BF16, Precision.INT8, Precision.FP8))
 INT8_KV8 = Choice(precision=Precision.INT8, kv_cache=KVCache.FP8)
@@ -112,56 +112,16 @@ def test_memory_is_divided_as_vllm_does_by_hand(qwen32b):
     assert memory_of(qwen32b, INT8_KV8, H200, Engine()).kv_per_token == 128 * 1024
 
 
-class SteadyClock:
-    """Every decode step takes a second, prefills nothing: times can be counted by hand."""
-
-    def decode(self, sequences, context):
-        return StepTime(linear=1.0, attention=0, quantize=0, reduce=0, rest=0)
-
-    def prefill(self, tokens, length):
-        return 0.0
-
-
-@pytest.mark.parametrize(
-    "tokens, limit, seconds, largest",
-    [
-        (10**9, 100, 10, 4),
-        (4 * 15, 100, 10, 4),  # 4 sequences of 5 + 10 tokens just fit
-        (10**9, 2, 20, 2),  # two, then the other two
-        (10**9, 1, 40, 1),
-    ],
-)
-def test_a_rollout_takes_as_many_steps_as_its_waves(tokens, limit, seconds, largest):
-    line = simulate(SteadyClock(), Work(sequences=4, prompt=5, response=10), tokens, limit)
-    assert (line.seconds, line.steps, line.largest, line.preemptions) == (seconds, seconds, largest, 0)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_the_schedule_is_that_of_a_loop_over_single_steps(seed):
-    generator = torch.Generator().manual_seed(seed)
-    sequences, prompt, response, limit = (int(torch.randint(1, high, (), generator=generator)) for high in (40, 30, 50, 30))
-    tokens = prompt + response + int(torch.randint(0, sequences * (prompt + response), (), generator=generator))
-    work = Work(sequences=sequences, prompt=prompt, response=response)
-    line = simulate(SteadyClock(), work, tokens, limit)
-    assert (line.steps, line.preemptions) == step_by_step(work, tokens, limit)
-
-
-def step_by_step(work: Work, tokens: int, limit: int) -> tuple[int, int]:
-    """Steps and preemptions, one token at a time."""
-    waiting, running, steps, preemptions = [0] * work.sequences, [], 0, 0
-    while waiting or running:
-        while waiting and len(running) < limit:
-            held = sum(work.prompt + done for done in running)
-            if held + work.prompt + waiting[0] + len(running) + 1 > tokens:
-                break
-            running.append(waiting.pop(0))
-        while sum(work.prompt + done + 1 for done in running) > tokens:
-            waiting.insert(0, running.pop())
-            preemptions += 1
-        running = [done + 1 for done in running]
-        running = [done for done in running if done < work.response]
-        steps += 1
-    return steps, preemptions
+def test_a_prompt_passes_the_head_once_by_hand():
+    """0.5B: 358 million weights of layers, 136 of the head, a quarter of the operations; 100 sequences of 1000."""
+    shape = shape_of(load_config("qwen2.5-0.5b"))
+    clock = Clock(shape=shape, choice=BF16, gpu=H200)
+    tokens, sequences = 100_000, 100
+    speed = 0.65 * 989e12
+    operations = 2 * (357_826_560 * tokens + 896 * 151936 * sequences)
+    attention = 24 * 4 * 896 * (1000 / 2) * tokens
+    assert clock.prefill(tokens, 1000, sequences) == pytest.approx((operations + attention) / speed, rel=0.01)
+    assert clock.prefill(tokens, 1000, tokens) > 1.2 * clock.prefill(tokens, 1000, sequences)
 
 
 MEASURED = [  # tokens/s on one H200, vLLM 0.24.0: the table of docs/precision_and_cap.md
@@ -237,16 +197,15 @@ def test_a_model_whose_time_or_cache_is_not_known_is_refused(config, part):
         shape_of(config)
 
 
-def test_a_preempted_sequence_is_read_again_at_its_own_length():
-    lengths = []
+def test_responses_are_spread_over_the_engines():
+    shared, alone = (make_plan_of_7b(samples=8, count=count).outcomes[0] for count in (2, 8))
+    one = make_plan_of_7b(samples=1, count=8).outcomes[0]
+    assert shared.fit > 1.5 * one.fit and alone.fit == one.fit and alone.timeline == one.timeline
 
-    class Listening(SteadyClock):
-        def prefill(self, tokens, length):
-            lengths.append((tokens, length))
-            return 0.0
 
-    line = simulate(Listening(), Work(sequences=2, prompt=4, response=12), 20, max_num_seqs=2)
-    assert line.preemptions == 1 and lengths[0] == (8, 4) and lengths[1][0] == lengths[1][1] > 4
+def make_plan_of_7b(samples: int, count: int):
+    shape, work = shape_of(load_config("qwen2.5-7b")), Work(sequences=64, prompt=2048, response=512)
+    return make_plan("qwen2.5-7b", shape, H200, count, Engine(), work, samples=samples)
 
 
 def test_a_large_model_is_advised_to_take_int8_for_its_smaller_mismatch():
