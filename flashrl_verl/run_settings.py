@@ -9,20 +9,27 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flashrl_verl.config import FlashRLConfig
-from flashrl_verl.errors import FlashRLError
+from flashrl_verl.config import FlashRLConfig, KVCache
+from flashrl_verl.errors import ConfigError, FlashRLError
 
 FILE = "flashrl.json"
 """In verl's folder of a checkpoint, ``global_step_N``."""
 
-KEYS = ("precision", "ignore", "keep_first_layers", "keep_last_layers", "fp32_lm_head")
+KEYS = ("precision", "ignore", "keep_first_layers", "keep_last_layers", "fp32_lm_head", "kv_cache")
 """Settings that decide what the engine computes from given weights."""
+
+_NOT_IN_OLD_RECORDS = {"kv_cache": KVCache.AUTO.value}
+"""What earlier versions did not write down, and their runs nearly all had."""
+
+NOTHING = "none"
+"""``--ignore none``: no layer, whatever the run recorded."""
 
 
 def record(settings: FlashRLConfig) -> dict[str, Any]:
     """Return ``KEYS`` of a run as JSON takes them."""
     values = {key: getattr(settings, key) for key in KEYS}
-    return values | {"precision": settings.precision.value, "ignore": list(settings.ignore)}
+    named = {"precision": settings.precision.value, "kv_cache": settings.kv_cache.value}
+    return values | named | {"ignore": list(settings.ignore)}
 
 
 def save(folder: Path, settings: FlashRLConfig) -> None:
@@ -44,7 +51,7 @@ def load(folder: Path) -> dict[str, Any] | None:
     """
     path = folder / FILE
     try:
-        found = json.loads(path.read_text())
+        found = _NOT_IN_OLD_RECORDS | json.loads(path.read_text())
         return record(FlashRLConfig.from_mapping({key: found[key] for key in KEYS}))
     except FileNotFoundError:
         return None
@@ -60,7 +67,7 @@ def layers_of(recorded: Mapping[str, Any] | None, ignore: Sequence[str], first: 
 
     Args:
         recorded: the checkpoint's record.
-        ignore: ``--ignore``; empty when it was not said.
+        ignore: ``--ignore``; empty when it was not said, ``none`` alone for no layer.
         first: ``--keep-first-layers``, or None.
         last: ``--keep-last-layers``, or None.
 
@@ -71,10 +78,20 @@ def layers_of(recorded: Mapping[str, Any] | None, ignore: Sequence[str], first: 
         ConfigError: a value is not of its kind.
     """
     known = recorded or {}
+    if NOTHING in ignore and len(ignore) > 1:
+        raise ConfigError(
+            f"--ignore {' --ignore '.join(ignore)}: {NOTHING} stands for no layer at all. Leave it out, or the others"
+        )
+    said = [entry for entry in ignore if entry != NOTHING]
     chosen = {
-        "ignore": list(ignore) or known.get("ignore", []),
+        "ignore": said if ignore else known.get("ignore", []),
         "keep_first_layers": known.get("keep_first_layers", 0) if first is None else first,
         "keep_last_layers": known.get("keep_last_layers", 0) if last is None else last,
     }
     FlashRLConfig(**chosen)
     return chosen
+
+
+def kv_cache_of(recorded: Mapping[str, Any] | None) -> KVCache:
+    """The KV cache that a run's engine had; BF16 where the record is older, or there is none."""
+    return KVCache((recorded or {}).get("kv_cache", KVCache.AUTO))

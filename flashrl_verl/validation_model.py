@@ -37,7 +37,7 @@ def check_model(cfg: DictConfig, settings: FlashRLConfig) -> None:
 
 def _other_attention(cfg: DictConfig) -> bool:
     engine = f"{ROLLOUT}.engine_kwargs.vllm"
-    return bool(get(cfg, f"{engine}.attention_backend", None) or get(cfg, f"{engine}.attention_config", None))
+    return any(get(cfg, f"{engine}.{key}", None) for key in ("attention_backend", "attention_config.backend"))
 
 
 def _config(cfg: DictConfig) -> dict[str, Any] | None:

@@ -88,6 +88,10 @@ class Int8KVBackend(AttentionBackend):
         return False  # a connector that cuts a page by the shape it is told would move parts of other tokens
 
     @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True  # so that it is ``Int8KVAttention`` that refuses it, with a remedy, and not vLLM, which has none
+
+    @classmethod
     def supports_combination(cls, head_size: int, *others: Any) -> str | None:
         """Here and not in a method of each: what this returns is in vLLM's message, where "head_size not supported" would have
         no remedy. The last argument is the GPU's capability."""

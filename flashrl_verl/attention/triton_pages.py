@@ -4,8 +4,6 @@
 import triton
 import triton.language as tl
 
-CODE_MAX = 127
-
 _ROUND = tl.constexpr(12582912.0)
 """1.5 * 2**23: added and taken away it leaves the nearest whole number, half to even, of what is below 2**22."""
 

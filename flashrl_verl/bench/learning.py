@@ -2,7 +2,7 @@
 """``flashrl bench learning``: learning curves of RL by precision of the rollout and correction of the mismatch, over seeds.
 
 Every run is the recipe in a process of its own, `experiment=chain`, from the same warmed-up model; a seed gives the order of
-the prompts and vLLM's random numbers, the same in every arm. Runs share a machine, and are done in pieces: when time is over
+the prompts and vLLM's seed, the same in every arm. Runs share a machine, and are done in pieces: when time is over
 they are ended; the same command goes on from their checkpoints.
 """
 

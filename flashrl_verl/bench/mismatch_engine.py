@@ -23,6 +23,7 @@ from flashrl_verl.config import FlashRLConfig, KVCache, Precision
 from flashrl_verl.errors import FlashRLError
 from flashrl_verl.quantization.formats import weight_format
 from flashrl_verl.rollout.kv_check import require_kv_cache
+from flashrl_verl.rollout.layer_check import unknown_layers
 
 _BUCKET_TENSORS = 16
 """Tensors handed over at once; verl counts bytes instead. At most 16 x 1.6 GB (a 32B model's embedding) on the GPU."""
@@ -96,16 +97,17 @@ def name_of(job: Job) -> str:
     return "engine-" + (job.precision if job.kv_cache == KVCache.AUTO.value else f"{job.precision}-{job.kv_cache}")
 
 
-def require_formats(arm: Arm, layers: dict[str, Any], option: str) -> None:
+def require_formats(arm: Arm, layers: dict[str, Any], option: str, remedy: str = "Leave this arm out") -> None:
     """The live engine's model, not its arguments, decides whether a row may carry the arm's name.
 
     Args:
         arm: the name.
         layers: of its ``Answer``.
         option: by which the command was given the name.
+        remedy: against layers that the quantizer does not know.
 
     Raises:
-        FlashRLError: the engine holds something else.
+        FlashRLError: the engine holds something else, or half of it only.
     """
     fmt = weight_format(arm.precision)
     expected = set() if fmt is None else {fmt.storage}
@@ -113,6 +115,11 @@ def require_formats(arm: Arm, layers: dict[str, Any], option: str) -> None:
         raise FlashRLError(
             f"{option} {arm}: the engine's quantization is {layers['precision']!r} and its quantized weights are "
             f"{layers['quantized'] or 'none'}"
+        )
+    if fmt is not None and (unknown := unknown_layers(layers)):
+        raise FlashRLError(
+            f"{option} {arm} would leave {len(unknown)} layers of this model in high precision, of kinds the quantizer does "
+            f"not know: {list(unknown.items())[:8]}. {remedy}"
         )
     try:
         require_kv_cache(arm.kv_cache, layers["kv_cache"])

@@ -206,7 +206,7 @@ def _buckets(weights: list[tuple[str, torch.Tensor]]) -> Iterator[list[tuple[str
 def _sender(weights, device: torch.device) -> Callable:
     """What turns a bucket into what the engine gets: as it is, or cast into memory that is there already, as in a run, where
     the trainer's bucket is."""
-    from flashrl_verl.rollout.adapter import wire_dtype
+    from flashrl_verl.rollout.wire import wire_dtype
 
     if all(wire_dtype(name, tensor, torch.bfloat16) == tensor.dtype for name, tensor in weights):
         return list

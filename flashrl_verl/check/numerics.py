@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -40,7 +41,7 @@ _ALIKE_DB = 10.0
 
 
 def check_layer(precision: Precision, device: str, gpus: int) -> Iterator[Finding]:
-    """Load two weights in turn into a vLLM layer and compare its output after each.
+    """Load two weights in turn into a vLLM layer, with a bias and without, and compare its output after each.
 
     Args:
         precision: of the layer.
@@ -49,48 +50,59 @@ def check_layer(precision: Precision, device: str, gpus: int) -> Iterator[Findin
     """
     from flashrl_verl.bench import engine_model, shapes
 
-    devices = [torch.device(device, index) for index in range(gpus)] if device == "cuda" else [torch.device("cpu")]
     least = float("inf")
     blocks = (fmt := weight_format(precision)) is not None and fmt.block is not None
     with tempfile.TemporaryDirectory() as folder:
         path = shapes.save_config(shapes.load_config("tiny"), Path(folder))
         with engine_model.vllm_config(path), engine_model.process_group():
-            for place in devices:
-                for rows, columns in _BLOCK_SHAPES if blocks else _SHAPES:
-                    ratio, wrong = _look(precision, place, rows, columns)
+            for place in places_of(device, gpus):
+                for (rows, columns), bias in product(_BLOCK_SHAPES if blocks else _SHAPES, (False, True)):
+                    ratio, wrong = _look(precision, place, rows, columns, bias)
                     if wrong:
-                        yield fail(numerics(precision), f"a layer of {rows} x {columns} on {place} {wrong}", _remedy(precision))
+                        kind = f"a layer of {rows} x {columns} {'with' if bias else 'without'} a bias on {place}"
+                        yield fail(numerics(precision), f"{kind} {wrong}", remedy_for(precision))
                         return
                     least = min(least, ratio)
     limit, places = LIMIT_DB[precision], f", on {gpus} GPU(s)" if gpus else ""
     yield ok(numerics(precision), f"{least:.1f} dB against float64 (at least {limit:g}), after a second load too{places}")
 
 
-def _remedy(precision: Precision) -> str:
+def places_of(device: str, gpus: int) -> list[torch.device]:
+    """Every GPU, or the CPU."""
+    return [torch.device(device, index) for index in range(gpus)] if device == "cuda" else [torch.device("cpu")]
+
+
+def remedy_for(precision: Precision) -> str:
+    """What to do about wrong numbers."""
     other = "flashrl.precision=bf16, to see whether quantization is at fault" if weight_format(precision) else "another machine"
     return f"do not train with it: tested versions (`flashrl version`), another GPU, {other}; then report it"
 
 
-def _look(precision: Precision, device: torch.device, rows: int, columns: int) -> tuple[float, str | None]:
+def _look(precision: Precision, device: torch.device, rows: int, columns: int, bias: bool) -> tuple[float, str | None]:
     """The lowest ratio of two loads in dB, and what is wrong, None if nothing is."""
     generator = torch.Generator().manual_seed(rows)
-    layer = _layer(precision, device, rows, columns)
+    layer = _layer(precision, device, rows, columns, bias)
     if (fmt := weight_format(precision)) and layer.weight.dtype != fmt.dtype:
         return 0.0, f"holds {layer.weight.dtype}, not {fmt.dtype}: it is not quantized"
     block = None if fmt is None else fmt.block
     before, sizes_before, address, least = None, None, layer.weight.data_ptr(), float("inf")
     for _ in range(2):
-        values, sizes = torch.randn(rows, columns, generator=generator), _sizes(rows, columns, block, generator)
+        values, sizes = torch.randn(rows, columns, generator=generator), sizes_of(rows, columns, block, generator)
         weight = (values * sizes).bfloat16()
+        added = _bias(weight, generator) if bias else torch.zeros(rows)
         with torch.no_grad(), torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
             layer.weight.weight_loader(layer.weight, weight.to(device))
+            if bias:
+                layer.bias.weight_loader(layer.bias, added.to(device))
             layer.quant_method.process_weights_after_loading(layer)
         for count in _TOKENS:
-            x = _tokens(count, columns, block, generator)
+            # A bias would be lost beside groups of columns that are a thousand times larger.
+            x = _tokens(count, columns, None if bias else block, generator)
             with torch.no_grad(), torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
                 output = layer(x.to(device)).cpu()
             if not output.isfinite().all():
                 return 0.0, f"gives NaN or Inf for {count} token(s)"
+            output = output.double() - added.double()
             ratio = _ratio(x, weight, output)
             if ratio < LIMIT_DB[precision]:
                 # Whole, or its codes with the new scales, which a packed copy may read where they lie.
@@ -105,12 +117,19 @@ def _look(precision: Precision, device: torch.device, rows: int, columns: int) -
     return least, None
 
 
-def _sizes(rows: int, columns: int, block: int | None, generator: torch.Generator) -> torch.Tensor:
-    """A factor for each row or block of a weight [N, K], the largest ``10**_DECADES`` times the smallest."""
+def sizes_of(rows: int, columns: int, block: int | None, generator: torch.Generator, decades: float = _DECADES) -> torch.Tensor:
+    """A factor for each row or block of a weight [N, K], the largest ``10**decades`` times the smallest."""
     places = (rows, 1) if block is None else (rows // block, columns // block)
     count = places[0] * places[1]
-    sizes = torch.logspace(-_DECADES, 0, count)[torch.randperm(count, generator=generator)].view(places)
+    sizes = torch.logspace(-decades, 0, count)[torch.randperm(count, generator=generator)].view(places)
     return spread(sizes, (rows, columns)) * 0.02
+
+
+def _bias(weight: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """[N] bfloat16 for a weight [N, K], half of what its row gives of a token: left out it leaves 6 dB, and added it makes the
+    rounding of the output 1 dB worse."""
+    rows = len(weight)
+    return (0.5 * weight.float().norm(dim=1) * torch.randn(rows, generator=generator)).bfloat16()
 
 
 def _tokens(count: int, columns: int, block: int | None, generator: torch.Generator) -> torch.Tensor:
@@ -137,7 +156,7 @@ def _ratio(x: torch.Tensor, weight: torch.Tensor, output: torch.Tensor) -> float
     return sqnr_db(x @ weight.T / sizes, output.double() / sizes)
 
 
-def _layer(precision: Precision, device: torch.device, rows: int, columns: int) -> torch.nn.Module:
+def _layer(precision: Precision, device: torch.device, rows: int, columns: int, bias: bool) -> torch.nn.Module:
     """A row-parallel linear [rows, columns] as vLLM makes it for the quantization config ``flashrl``."""
     from vllm.model_executor.layers.linear import RowParallelLinear
     from vllm.model_executor.layers.quantization import get_quantization_config
@@ -147,6 +166,6 @@ def _layer(precision: Precision, device: torch.device, rows: int, columns: int) 
     config = get_quantization_config(NAME).from_config(quantization_config_dict(FlashRLConfig(precision=precision)))
     with device:
         return RowParallelLinear(
-            columns, rows, bias=False, params_dtype=torch.bfloat16, quant_config=config, prefix="model.layers.0.mlp.down_proj",
+            columns, rows, bias=bias, params_dtype=torch.bfloat16, quant_config=config, prefix="model.layers.0.mlp.down_proj",
             return_bias=False,
         )  # fmt: skip

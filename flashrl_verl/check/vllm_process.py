@@ -29,7 +29,7 @@ def run(settings: CheckSettings, ranks: bool = True) -> Iterator[Finding | tuple
         yield from (skipped(subject, "this node offers no GPU to Ray, so no rank of a run comes here") for subject in of_ranks)
         yield ("GPUs", "none")
         return
-    from flashrl_verl.check import gpu, numerics  # they import vLLM's ops
+    from flashrl_verl.check import attention, experts, gpu, numerics  # they import vLLM's ops
 
     yield from guarded(subjects.DRIVER, gpu.check_driver, nvidia_devices(), driver_cuda(), torch_cuda())
     try:
@@ -37,7 +37,8 @@ def run(settings: CheckSettings, ranks: bool = True) -> Iterator[Finding | tuple
         gpus = cuda_gpus() if device == "cuda" else []
     except (ConfigError, RuntimeError) as error:
         yield gpu.no_device(error)
-        later = (subjects.ROW_KERNEL, *(f(p) for p in settings.precisions for f in (subjects.kernel, subjects.numerics)))
+        before = (VLLM_PLUGIN, subjects.DRIVER, subjects.DEVICE)
+        later = [name for name in subjects.of_vllm_process(settings) if name not in before]
         yield from (skipped(subject, "there is no device") for subject in later)
         return
     yield from guarded(subjects.DEVICE, gpu.check_device, device, gpus)
@@ -46,11 +47,15 @@ def run(settings: CheckSettings, ranks: bool = True) -> Iterator[Finding | tuple
     for precision in settings.precisions:
         kernels = list(guarded(subjects.kernel(precision), gpu.check_kernel, precision, device, [g.capability for g in gpus]))
         yield from kernels
-        # `numerics` imports what the plugin was to register: after a failure above it would say nothing of a run.
+        computed = subjects.of_precision(precision)[1:]
+        # They import what the plugin was to register: after a failure above they would say nothing of a run.
         if any(finding.verdict is Verdict.FAIL for finding in (*loaded, *kernels)):
-            yield skipped(subjects.numerics(precision), "without plugin and kernel there is no layer to look at")
-        else:
-            yield from guarded(subjects.numerics(precision), numerics.check_layer, precision, device, len(gpus))
+            yield from (skipped(subject, "without plugin and kernel there is no layer to look at") for subject in computed)
+            continue
+        yield from guarded(subjects.numerics(precision), numerics.check_layer, precision, device, len(gpus))
+        if subjects.experts(precision) in computed:
+            yield from guarded(subjects.experts(precision), experts.check_experts, precision, device, len(gpus))
+    yield from guarded(subjects.ATTENTION, attention.check_attention, gpus)
 
 
 def check_plugin() -> Iterator[Finding]:

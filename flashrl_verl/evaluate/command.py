@@ -11,7 +11,7 @@ import typer
 
 from flashrl_verl.console import new_console
 from flashrl_verl.errors import ConfigError
-from flashrl_verl.export.command import IGNORE, KEEP_FIRST, KEEP_LAST, quiet, say, say_layers
+from flashrl_verl.export.command import IGNORE, KEEP_FIRST, KEEP_LAST, quiet, say, say_kv_cache, say_layers
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -96,7 +96,8 @@ def _layers(
     opened = open_checkpoint(checkpoint)
     layers = run_settings.layers_of(opened.settings, *said)
     if eight:
-        say_layers(console, layers, given, opened.settings)
+        say_layers(console, layers, said, opened.settings)
+    say_kv_cache(console, opened.settings, "", "engines have BF16 ones")
     return opened.name, layers
 
 

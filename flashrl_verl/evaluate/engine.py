@@ -24,6 +24,7 @@ from flashrl_verl.compat import vllm_device
 from flashrl_verl.config import FlashRLConfig, Precision
 from flashrl_verl.errors import FlashRLError
 from flashrl_verl.platforms.cores import bind_ranks
+from flashrl_verl.rollout.layer_check import keeps_fewer
 
 LOG = "engine.log"
 """What the engine said, in its folder."""
@@ -96,22 +97,29 @@ def ask(job: Job, folder: Path, progress: Callable[[int, int], None]) -> Answer:
     return Answer(**answer)
 
 
-def require_engine(precision: Precision, workers: list[dict[str, Any]]) -> None:
-    """Refuse an engine that is not what its figures will be called.
+def require_engine(precision: Precision, workers: list[dict[str, Any]], kept: dict[str, Any]) -> None:
+    """Refuse an engine that is not what its figures will be called, as a run does (``rollout.server.require_precision``).
 
     Args:
         precision: their name.
         workers: ``FlashRLWorkerExtension.flashrl_layers`` of each.
+        kept: ``Job.layers``.
 
     Raises:
-        FlashRLError: a worker's live model holds something else, or an entry of ``ignore`` matched nothing.
+        FlashRLError: a worker's live model holds something else, has layers that the quantizer does not know, or has not those
+            that were to stay in BF16.
     """
+    first, last = kept.get("keep_first_layers", 0), kept.get("keep_last_layers", 0)
     for layers in workers:
         if precision is Precision.BF16:  # vLLM's own: it has no config of ours to name a precision
             layers = layers | {"precision": "bf16" if layers["precision"] == "None" else layers["precision"]}
-        require_formats(Arm(precision=precision), layers, "--precision")
+        require_formats(Arm(precision=precision), layers, "--precision", "Name them with --ignore, or take --precision bf16")
         if layers["ignore_unused"]:
             raise FlashRLError(f"--ignore {' '.join(layers['ignore_unused'])} matches no layer of the model")
+        if precision is not Precision.BF16 and (too_few := keeps_fewer(first, last, layers)):
+            raise FlashRLError(
+                f"--keep-first-layers {first} and --keep-last-layers {last} {too_few}. Name the layers with --ignore"
+            )
 
 
 def work(job: Job, count: Path) -> Answer:
@@ -124,7 +132,7 @@ def work(job: Job, count: Path) -> Answer:
     started = time.monotonic()
     llm = _start(job)
     workers = llm.collective_rpc("flashrl_layers")
-    require_engine(Precision(job.precision), workers)
+    require_engine(Precision(job.precision), workers, job.layers)
     llm.collective_rpc("monkey_patch_model", kwargs={"vocab_size": job.vocab_size})  # as verl's server does
     ready = time.monotonic()
     outputs = generate(llm, job, count)

@@ -5,28 +5,24 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import hashlib
-import importlib.metadata
 import json
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import flashrl_verl
 from flashrl_verl import run_settings
 from flashrl_verl.config import Precision
 from flashrl_verl.data.source import sha256
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.evaluate.engine import LOG, Answer, Job, ask
+from flashrl_verl.evaluate.kept import RESPONSES, clear, finished, read_answer, settings_of, write_answer
 from flashrl_verl.evaluate.problems import Problem, read_problems
 from flashrl_verl.evaluate.report import Evaluated, Report
 from flashrl_verl.evaluate.scoring import load_reward, score
 from flashrl_verl.export.source import RECORD, Checkpoint, open_checkpoint
 
-GENERATED, ANSWER, RESPONSES = "settings.json", "answer.json", "responses.jsonl"
-"""In a precision's folder: what its responses depend on, what its engine was, and the responses."""
+_GENERATION = "generation_config.json"
 
 Progress = Callable[[str, int, int], None]
 
@@ -90,8 +86,8 @@ def run(config: EvalConfig, progress: Progress = lambda doing, done, total: None
     checkpoint = open_checkpoint(config.checkpoint)
     output = config.output.expanduser().resolve()
     prompts, stops, tokenizer = prompts_of(checkpoint, problems, config)
-    settings = {precision: _settings(config, checkpoint, prompts, precision) for precision in config.precisions}
-    left = [precision for precision in settings if not _finished(output, precision, settings[precision], config.force)]
+    settings = {p: settings_of(config, checkpoint, prompts, stops, len(tokenizer), p) for p in config.precisions}
+    left = [precision for precision in settings if not finished(output, precision, settings[precision], config.force)]
     model = _in_bf16(checkpoint, output, progress) if left else None
     for precision in left:
         job = Job(
@@ -111,7 +107,7 @@ def run(config: EvalConfig, progress: Progress = lambda doing, done, total: None
         _generate(job, output / precision.value, settings[precision], progress)
     evaluated = []
     for precision in config.precisions:
-        answer = _answer(output / precision.value)
+        answer = read_answer(output / precision.value)
         texts = [[tokenizer.decode(ids, skip_special_tokens=True) for ids in group] for group in answer.responses]
         values = []
         for done, (problem, group) in enumerate(zip(problems, texts, strict=True), 1):
@@ -119,9 +115,7 @@ def run(config: EvalConfig, progress: Progress = lambda doing, done, total: None
             progress(f"{precision.value}: scoring", done, len(problems))
         _write_responses(output / precision.value / RESPONSES, problems, texts, values, answer)
         evaluated.append(Evaluated(precision=precision.value, values=values, answer=answer, generated=precision in left))
-    return Report.of(
-        evaluated, problems, config.threshold, config.seed, _facts(config, checkpoint, rows, settings[config.precisions[-1]])
-    )
+    return Report.of(evaluated, problems, config.threshold, config.seed, _facts(config, checkpoint, rows, settings))
 
 
 def prompts_of(checkpoint: Checkpoint, problems: list[Problem], config: EvalConfig) -> tuple[list[list[int]], list[int], Any]:
@@ -137,14 +131,37 @@ def prompts_of(checkpoint: Checkpoint, problems: list[Problem], config: EvalConf
     tokenizer = load_tokenizer(checkpoint.folder, str(checkpoint.folder))
     prompts = [encode(tokenizer, problem.messages) for problem in problems]
     longest = max(map(len, prompts))
-    model = AutoConfig.from_pretrained(checkpoint.folder).get_text_config()
-    limit = getattr(model, "max_position_embeddings", None)
+    limit = longest_of(AutoConfig.from_pretrained(checkpoint.folder).get_text_config())
     if limit is not None and longest + config.max_tokens > limit:
         raise ConfigError(
             f"--max-tokens {config.max_tokens}: with the longest prompt's {longest} tokens that is beyond the model's {limit}; "
             f"set --max-tokens {max(limit - longest, 0)} or lower"
         )
     return prompts, stop_token_ids(checkpoint.folder, tokenizer), tokenizer
+
+
+def longest_of(model: Any) -> int | None:
+    """Return how many tokens vLLM lets a model have; None where ``max_position_embeddings`` does not say it.
+
+    Scaled rotary embeddings reach further by their factor, YaRN's from where it started (vLLM's
+    ``config/model.py: _get_and_verify_max_len``, which is private).
+
+    Args:
+        model: transformers' configuration of the text model.
+    """
+    limit = getattr(model, "max_position_embeddings", None)
+    scaling = getattr(model, "rope_parameters", None) or getattr(model, "rope_scaling", None) or {}
+    if limit is None or "gemma3" in model.model_type:  # Gemma 3 gives the length with its scaling
+        return limit
+    factor = 1.0
+    for rope in scaling.values() if all(isinstance(value, dict) for value in scaling.values()) else [scaling]:
+        kind = rope.get("rope_type", rope.get("type"))
+        if kind in ("su", "longrope", "llama3"):  # so do these
+            continue
+        factor = rope.get("factor") or factor
+        if kind == "yarn":
+            limit = rope.get("original_max_position_embeddings") or limit
+    return int(limit * factor)
 
 
 def _in_bf16(checkpoint: Checkpoint, output: Path, progress: Progress) -> Path:
@@ -155,72 +172,32 @@ def _in_bf16(checkpoint: Checkpoint, output: Path, progress: Progress) -> Path:
 
     folder = output / "model"
     if folder.exists():
-        if (folder / RECORD).is_file() and json.loads((folder / RECORD).read_text())[
-            "source_files"
-        ] == checkpoint.fingerprint():
+        if _is_export_of(checkpoint, folder):
             return folder
-        _clear(folder, RECORD)  # of another checkpoint: `_finished` has let it be replaced
+        clear(folder, RECORD)  # of another checkpoint: `finished` has let it be replaced
     return export(Request(checkpoint=checkpoint.path, output=folder), progress)[0]
 
 
-# ---- what was generated before ----
-
-
-def _settings(config: EvalConfig, checkpoint: Checkpoint, prompts: list[list[int]], precision: Precision) -> dict[str, Any]:
-    """All that the responses of a precision depend on. Answers, rewards and thresholds may change without generating again."""
-    return {
-        "checkpoint": str(checkpoint.path),
-        "weights": checkpoint.fingerprint(),
-        "prompts": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),  # data, their choice, and the chat template
-        **{
-            key: getattr(config, key)
-            for key in ("samples", "temperature", "top_p", "max_tokens", "seed", "tensor_parallel_size")
-        },
-        "layers": None if precision is Precision.BF16 else config.layers,
-        "versions": _versions(),
-    }
-
-
-def _finished(output: Path, precision: Precision, settings: dict[str, Any], force: bool) -> bool:
-    """Whether the responses of a precision are there.
-
-    Raises:
-        ConfigError: they are another evaluation's.
-    """
-    folder = output / precision.value
-    if force or not (folder / GENERATED).is_file():
+def _is_export_of(checkpoint: Checkpoint, folder: Path) -> bool:
+    """Whether weights, configuration and generation settings are still the checkpoint's: the engine reads all three."""
+    try:
+        weights = json.loads((folder / RECORD).read_text())["source_files"]
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError, KeyError):
         return False
-    before = json.loads((folder / GENERATED).read_text())
-    changed = [key for key in settings if before.get(key) != settings[key]]
-    if changed:
-        words = ", ".join(f"{key} {before.get(key)!r:.60} (now {settings[key]!r:.60})" for key in changed)
-        raise ConfigError(f"{folder} has responses that were generated otherwise: {words}. Choose another --output, or --force")
-    return True
+    kind = dict.fromkeys(("dtype", "torch_dtype", "quantization_config"))  # an export sets the former and drops a null
+    files = (folder / _GENERATION, checkpoint.folder / _GENERATION)
+    generation = [file.read_bytes() if file.is_file() else b"" for file in files]
+    same_config = {**config, **kind} == {**checkpoint.config, **kind}
+    return weights == checkpoint.fingerprint() and same_config and generation[0] == generation[1]
 
 
 def _generate(job: Job, folder: Path, settings: dict[str, Any], progress: Progress) -> None:
-    _clear(folder, LOG)
+    clear(folder, LOG)
     folder.mkdir(parents=True)
     progress(f"{job.precision}: starting the engine", 0, 1)
     answer = ask(job, folder, lambda done, total: progress(f"{job.precision}: responses", done, total))
-    (folder / ANSWER).write_text(json.dumps(dataclasses.asdict(answer)))
-    (folder / GENERATED).write_text(json.dumps(settings, indent=1))  # last: with it the precision is finished
-
-
-def _clear(folder: Path, mark: str) -> None:
-    """Remove what an earlier evaluation left, and nothing else.
-
-    Raises:
-        ConfigError: the folder holds something without the mark.
-    """
-    if (folder / mark).exists() or (folder.is_dir() and not any(folder.iterdir())):
-        shutil.rmtree(folder)
-    elif folder.exists():
-        raise ConfigError(f"{folder} is no evaluation's (it has no {mark}) and is not replaced. Choose another --output")
-
-
-def _answer(folder: Path) -> Answer:
-    return Answer(**json.loads((folder / ANSWER).read_text()))
+    write_answer(folder, answer, settings)
 
 
 def _write_responses(
@@ -243,18 +220,13 @@ def _write_responses(
 # ---- what the report says besides figures ----
 
 
-def _facts(config: EvalConfig, checkpoint: Checkpoint, rows: int, settings: dict[str, Any]) -> dict[str, Any]:
+def _facts(config: EvalConfig, checkpoint: Checkpoint, rows: int, settings: dict[Precision, dict[str, Any]]) -> dict[str, Any]:
     return {
         "step": checkpoint.step,
         "data": {str(file): sha256(file) for file in config.data},
         "limit": config.limit,
         "rows": rows,
         "reward": config.reward or "verl's default_compute_score",
-        "settings": settings,
+        "settings": {precision.value: of for precision, of in settings.items()},
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
-
-
-def _versions() -> dict[str, str]:
-    names = ("torch", "vllm", "verl", "transformers")
-    return {"flashrl_verl": flashrl_verl.__version__, **{name: importlib.metadata.version(name) for name in names}}

@@ -115,8 +115,8 @@ def differences(
 ) -> list[Figure]:
     """Return ``columns`` minus ``baseline`` of the same problems, paired.
 
-    Where no problem differs, the interval is what so many problems can exclude: the chance that one differs is at most
-    ``_reach``, and a metric from 0 to 1 differs by at most 1.
+    Where no problem differs, or all do by 1 or by -1, the interval is what so many problems can exclude: the chance of one that
+    does otherwise is at most ``_reach``, and a metric from 0 to 1 is then 1 further from 0, or 2 from 1 and -1.
 
     Args:
         columns: [problems] each.
@@ -127,7 +127,12 @@ def differences(
     pairs = [one - other for one, other in zip(columns, baseline, strict=True)]
     found = figures(pairs, seed, resamples)
     reach = _reach(len(pairs[0]))
-    return [f if pair.any() else Figure(value=0.0, low=-reach, high=reach) for f, pair in zip(found, pairs, strict=True)]
+    alike = {
+        0.0: Figure(value=0.0, low=-reach, high=reach),
+        1.0: Figure(value=1.0, low=1 - 2 * reach, high=1.0),
+        -1.0: Figure(value=-1.0, low=-1.0, high=-1 + 2 * reach),
+    }
+    return [f if np.ptp(pair) else alike.get(float(pair[0]), f) for f, pair in zip(found, pairs, strict=True)]
 
 
 def _reach(trials: int) -> float:

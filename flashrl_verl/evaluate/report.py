@@ -13,6 +13,7 @@ import numpy as np
 from flashrl_verl.evaluate.engine import Answer
 from flashrl_verl.evaluate.metrics import LEVEL, RESAMPLES, Figure, differences, figures, per_problem
 from flashrl_verl.evaluate.problems import Problem
+from flashrl_verl.whole_file import write_whole
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -116,9 +117,7 @@ class Report:
     def write(self, folder: Path) -> Path:
         """Write ``eval.json``; a reader finds the old one or the new one, whole."""
         path = folder / FILE
-        scratch = folder / f"{FILE}.tmp"
-        scratch.write_text(self.to_json() + "\n")
-        scratch.replace(path)
+        write_whole(path, (self.to_json() + "\n").encode())
         return path
 
     def table(self) -> Table:

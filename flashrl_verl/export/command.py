@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 _UNITS = {"kb": 10**3, "mb": 10**6, "gb": 10**9}
 
-IGNORE = typer.Option(help="A layer, or re:pattern, that stays in BF16; may be repeated. Else what the run recorded.")
+IGNORE = typer.Option(
+    help="A layer, or re:pattern, that stays in BF16; may be repeated; none: no layer. Else the run's record."
+)
 KEEP_FIRST = typer.Option(min=0, help="Decoder layers at the start that stay in BF16. Else what the run recorded.")
 KEEP_LAST = typer.Option(min=0, help="Decoder layers at the end that stay in BF16. Else what the run recorded.")
 
@@ -91,7 +93,7 @@ def _request(
     if format is not Precision.BF16:
         recorded = open_checkpoint(checkpoint).settings
         layers = run_settings.layers_of(recorded, *kept)
-        say_layers(console, layers, given, recorded)
+        say_layers(console, layers, kept, recorded)
     elif given:
         raise ConfigError("--ignore and the kept layers have no effect with --format bf16: leave them out")
     return Request(checkpoint=checkpoint, output=output, format=format, layers=layers, max_shard_bytes=max_shard_bytes)
@@ -115,6 +117,7 @@ def _say_result(console: Any, folder: Path, record: dict[str, Any]) -> None:
             console,
             "  the run's logits were FP32 (flashrl.fp32_lm_head), and are BF16 when served: near ties may fall otherwise",
         )
+    say_kv_cache(console, record["settings"], "  ", "the exported model is served with what `vllm serve` is told")
     if record.get("quantized_experts") and record["format"] == Precision.INT8.value:
         say(
             console,
@@ -122,10 +125,39 @@ def _say_result(console: Any, folder: Path, record: dict[str, Any]) -> None:
         )
 
 
-def say_layers(console: Any, layers: dict[str, Any], given: bool, recorded: dict[str, Any] | None) -> None:
-    """Say which layers stay in BF16, and who said so."""
-    source = "the command line" if given else "the run's record" if recorded else "the defaults; the checkpoint has no record"
-    say(console, f"kept in BF16: {', '.join(f'{key}={value}' for key, value in layers.items())} (by {source})")
+def say_layers(
+    console: Any, layers: dict[str, Any], kept: tuple[list[str], int | None, int | None], recorded: dict[str, Any] | None
+) -> None:
+    """Say which layers stay in BF16, and who said so of each setting.
+
+    Args:
+        console: to print on.
+        layers: of ``run_settings.layers_of``.
+        kept: what the command line says of them, in their order.
+        recorded: the checkpoint's record.
+    """
+    otherwise = "the run's record" if recorded else "the defaults; the checkpoint has no record"
+    by: dict[str, list[str]] = {}
+    for (key, value), said in zip(layers.items(), kept, strict=True):
+        by.setdefault(otherwise if said in ([], None) else "the command line", []).append(f"{key}={value}")
+    say(console, "kept in BF16: " + "; ".join(f"{', '.join(values)} (by {source})" for source, values in by.items()))
+
+
+def say_kv_cache(console: Any, recorded: dict[str, Any] | None, indent: str, instead: str) -> None:
+    """Say that a run's 8-bit KV cache is not applied.
+
+    Args:
+        console: to print on.
+        recorded: the checkpoint's record.
+        indent: before the line.
+        instead: what holds in its place.
+    """
+    from flashrl_verl.config import KVCache
+    from flashrl_verl.run_settings import kv_cache_of
+
+    if (kind := kv_cache_of(recorded)) is not KVCache.AUTO:
+        text = f"the run's KV cache was flashrl.kv_cache={kind.value}, which is not applied: {instead}; tokens may differ"
+        say(console, f"{indent}{text} from the rollout's")
 
 
 def say(console: Any, text: str) -> None:

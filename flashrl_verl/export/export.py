@@ -20,8 +20,10 @@ import flashrl_verl
 from flashrl_verl.config import Precision
 from flashrl_verl.data.source import sha256
 from flashrl_verl.errors import ConfigError, FlashRLError
-from flashrl_verl.export.source import INDEX, RECORD, Checkpoint, open_checkpoint
+from flashrl_verl.export.folder import INDEX
+from flashrl_verl.export.source import RECORD, Checkpoint, open_checkpoint
 from flashrl_verl.export.writer import ShardWriter
+from flashrl_verl.rollout.wire import wire_dtype
 
 Progress = Callable[[str, int, int], None]
 
@@ -97,15 +99,15 @@ def export(request: Request, progress: Progress = lambda doing, done, total: Non
     return output, record
 
 
-def in_bf16(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors rounded to BF16, as the rollout gets them; integers stay.
+def as_sent(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors as a BF16 rollout gets them: rounded to BF16, but for MoE routers and integers (``wire_dtype``).
 
     Raises:
         FlashRLError: one holds NaN or Inf, or gets Inf by rounding.
     """
     for name, tensor in weights:
         if tensor.is_floating_point():
-            tensor = tensor.to(torch.bfloat16)
+            tensor = tensor.to(wire_dtype(name, tensor, torch.bfloat16))
             if not (finite := tensor.isfinite()).all():
                 count = tensor.numel() - int(finite.sum())
                 raise FlashRLError(
@@ -130,11 +132,11 @@ def _layers(checkpoint: Checkpoint, request: Request, shapes: dict[str, torch.Si
 
 def _encoded(weights: Iterator[tuple[str, torch.Tensor]], layers: Any, precision: Precision) -> Iterator:
     if layers is None:
-        return in_bf16(weights)
+        return as_sent(weights)
     from flashrl_verl.export.scheme import encode
     from flashrl_verl.quantization.formats import weight_format
 
-    return encode(in_bf16(weights), layers, weight_format(precision))
+    return encode(as_sent(weights), layers, weight_format(precision))
 
 
 def _counted(weights: Iterator[tuple[str, torch.Tensor]], total: int, progress: Progress) -> Iterator:
@@ -147,7 +149,9 @@ def _require_room(output: Path, shapes: dict[str, torch.Size], layers: Any) -> N
     quantized = set() if layers is None else {f"{layer}.weight" for layer in layers.quantized}
     need = _ROOM_TO_SPARE
     for name, shape in shapes.items():
-        need += shape.numel() + 4 * shape[0] if name in quantized else 2 * shape.numel()
+        # FP32 is the widest that a trainer saves, and what a router may keep.
+        kept = wire_dtype(name, torch.empty(shape, dtype=torch.float32, device="meta"), torch.bfloat16)
+        need += shape.numel() + 4 * shape[0] if name in quantized else kept.itemsize * shape.numel()
     there = next(folder for folder in (output, *output.parents) if folder.exists())
     free = shutil.disk_usage(there).free
     if free < need:
@@ -162,6 +166,7 @@ def _copy_rest(checkpoint: Checkpoint, folder: Path, layers: Any, precision: Pre
         if file.is_file() and not any(file.match(pattern) for pattern in _WEIGHT_FILES):
             shutil.copyfile(file, folder / file.name)
     config = {**checkpoint.config, "dtype": "bfloat16"}
+    config.pop("quantization_config", None)  # null, or the checkpoint would have been refused
     if "torch_dtype" in config:
         config["torch_dtype"] = "bfloat16"
     if layers is not None:

@@ -8,7 +8,6 @@ FP32 pieces into memory first; names, experts and tied tensors are converted her
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,9 +18,8 @@ import torch
 
 from flashrl_verl import run_settings
 from flashrl_verl.errors import ConfigError, FlashRLError
-
-INDEX = "model.safetensors.index.json"
-"""Of a folder whose tensors lie in several files: ``weight_map``, name to file."""
+from flashrl_verl.export import folder as hugging_face
+from flashrl_verl.export.folder import read_object, some
 
 RECORD = "export.json"
 """This package's record in a folder that it exported."""
@@ -52,7 +50,7 @@ class Checkpoint:
     def files(self) -> list[Path]:
         """The files that hold the weights."""
         if self.ranks is None:
-            return sorted(self.path.glob("*.safetensors"))
+            return hugging_face.files(self.path)
         return [self.path / f"model_world_size_{self.ranks}_rank_{rank}.pt" for rank in range(self.ranks)]
 
     def fingerprint(self) -> list[list[Any]]:
@@ -68,12 +66,12 @@ class Checkpoint:
         Raises:
             FlashRLError: names or shapes are not those of the model in ``folder``, or a file is damaged.
         """
-        yield from _of_folder(self.files()) if self.ranks is None else _of_ranks(self)
+        yield from hugging_face.tensors(self.path) if self.ranks is None else _of_ranks(self)
 
     def shapes(self) -> dict[str, torch.Size]:
         """Name and shape of all that ``tensors`` yields, without reading it."""
         if self.ranks is None:
-            return dict(_shapes_of_folder(self.files()))
+            return hugging_face.shapes(self.path)
         from verl.workers.engine.fsdp.utils import unfuse_moe_params
 
         model = meta_model(self.folder)
@@ -128,7 +126,7 @@ def _of_run(actor: Path, ranks: int) -> Checkpoint:
     named = [actor / f"model_world_size_{ranks}_rank_{rank}.pt" for rank in range(ranks)]
     if missing := [file.name for file in named if not file.is_file()]:
         raise FlashRLError(
-            f"{actor} was saved by {ranks} ranks, and {len(missing)} of their files are not here ({_some(missing)}). Copy "
+            f"{actor} was saved by {ranks} ranks, and {len(missing)} of their files are not here ({some(missing)}). Copy "
             "them from the nodes that wrote them"
         )
     step_folder = actor.parent if actor.name == "actor" else actor
@@ -139,67 +137,23 @@ def _of_run(actor: Path, ranks: int) -> Checkpoint:
         ranks=ranks,
         step=int(step[1]) if step else None,
         settings=run_settings.load(step_folder),
-        config=_config(folder),
+        config=read_object(folder / "config.json"),
     )
 
 
 def _of_hugging_face(path: Path) -> Checkpoint:
-    config = _config(path)
-    if "quantization_config" in config:
-        method = config["quantization_config"].get("quant_method", "unknown")
+    config = read_object(path / "config.json")
+    if (quantized := config.get("quantization_config")) is not None:
+        method = quantized.get("quant_method", "unknown") if isinstance(quantized, dict) else quantized
         raise ConfigError(f"{path} is quantized already ({method}). Name the high-precision checkpoint that it was made of")
     if not list(path.glob("*.safetensors")):
         raise ConfigError(f"{path} holds no weights (*.safetensors). Save the model with safetensors first")
     record = {}
     if (path / RECORD).is_file():
-        record = json.loads((path / RECORD).read_text())
+        record = read_object(path / RECORD)
     return Checkpoint(
         path=path, folder=path, ranks=None, step=record.get("step"), settings=record.get("settings"), config=config
     )
-
-
-def _config(folder: Path) -> dict[str, Any]:
-    try:
-        return json.loads((folder / "config.json").read_text())
-    except ValueError as error:
-        raise ConfigError(f"{folder / 'config.json'} is not JSON: {error}") from None
-
-
-# ---- a Hugging Face folder ----
-
-
-def _of_folder(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
-    from safetensors import SafetensorError, safe_open
-
-    folder = files[0].parent
-    where: dict[str, str] = {}
-    if (folder / INDEX).is_file():
-        where = json.loads((folder / INDEX).read_text())["weight_map"]
-        files = [folder / name for name in sorted(set(where.values()))]
-        if missing := [file.name for file in files if not file.is_file()]:
-            raise FlashRLError(f"{folder}: its index names files that are not there: {_some(missing)}")
-    seen: set[str] = set()
-    for file in files:
-        try:
-            with safe_open(file, framework="pt") as stream:
-                for name in stream.keys():
-                    if where.get(name, file.name) != file.name or name in seen:
-                        raise FlashRLError(f"{folder}: {name} is in {file.name} and in another file too")
-                    seen.add(name)
-                    yield name, stream.get_tensor(name)
-        except SafetensorError as error:
-            raise FlashRLError(f"{file} is damaged: {error}") from None
-    if absent := sorted(where.keys() - seen):
-        raise FlashRLError(f"{folder}: its index names tensors that are not there: {_some(absent)}")
-
-
-def _shapes_of_folder(files: list[Path]) -> Iterator[tuple[str, torch.Size]]:
-    from safetensors import safe_open
-
-    for file in files:
-        with safe_open(file, framework="pt") as stream:
-            for name in stream.keys():
-                yield name, torch.Size(stream.get_slice(name).get_shape())
 
 
 # ---- verl's FSDP ranks ----
@@ -265,7 +219,7 @@ def _require_names(checkpoint: Checkpoint, found: set[str], wanted: set[str], re
     if missing or unexpected:
         raise FlashRLError(
             f"{checkpoint.path} is not of the model in huggingface/config.json: {len(missing)} tensors are missing "
-            f"({_some(missing)}), {len(unexpected)} are unexpected ({_some(unexpected)})"
+            f"({some(missing)}), {len(unexpected)} are unexpected ({some(unexpected)})"
         )
 
 
@@ -279,7 +233,3 @@ def _require_tied(left_out: set[str], model: Any, states: list[dict[str, Any]]) 
         one, other = (whole([state[key] for state in states], key) for key in (name, partner))
         if not torch.equal(one, other):
             raise FlashRLError(f"{name} is tied to {partner} by huggingface/config.json, and differs from it in the checkpoint")
-
-
-def _some(names: list[str]) -> str:
-    return (", ".join(names[:4]) or "none") + (f" and {len(names) - 4} more" if len(names) > 4 else "")

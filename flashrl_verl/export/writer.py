@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from flashrl_verl.export.source import INDEX
+from flashrl_verl.export.folder import INDEX
 
 
 class ShardWriter:

@@ -9,6 +9,9 @@ from flashrl_verl.plan.schedule import Timeline
 from flashrl_verl.plan.shape import ModelShape
 from flashrl_verl.plan.whole_step import WholeStep
 
+NEARLY = 0.95
+"""Of the fastest choice's speed: what is slower by less is within what the plan's ratios miss (docs/results/rollout.md)."""
+
 WORTH = 1.15
 """Rollout speed over BF16 below which eight bits are not recommended: the mismatch and a tenth of error in these figures are
 there whatever is gained."""
@@ -82,7 +85,7 @@ def _about(outcome: Outcome) -> str:
 def _best(plain: list[Outcome]) -> Outcome:
     """The fastest; INT8 where it is nearly as fast as FP8, because its mismatch is nine to ten times smaller."""
     fastest = max(plain, key=lambda o: o.speedup)
-    int8 = [o for o in plain if o.choice.precision is Precision.INT8 and o.speedup >= 0.95 * fastest.speedup]
+    int8 = [o for o in plain if o.choice.precision is Precision.INT8 and o.speedup >= NEARLY * fastest.speedup]
     return int8[0] if int8 and fastest.choice.precision is Precision.FP8 else fastest
 
 

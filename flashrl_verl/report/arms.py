@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flashrl_verl.errors import FlashRLError
-from flashrl_verl.report.metrics import BF16_REPLICAS, HELD_OUT_CORE, REJECTED, SCORE, STEP_TIME, Metrics
+from flashrl_verl.report.metrics import BF16_REPLICAS, HELD_OUT_CORE, KV_BITS, REJECTED, SCORE, STEP_TIME, Metrics
 from flashrl_verl.report.palette import Style, style
 from flashrl_verl.report.run import METRICS_FILE, Report, load
 
@@ -97,7 +97,8 @@ def derived_name(report: Report) -> str:
     whole = correction is not None and ("rollout_rs" in correction or not report.metrics.series(REJECTED)[0])
     if chosen and whole and held:
         mixed = "+BF16" if layers and report.metrics.last(BF16_REPLICAS) else ""
-        return f"{chosen.upper()}{mixed}, {short_correction(correction)}"
+        cache = " with 8-bit KV" if report.metrics.last(KV_BITS) == 8 else ""
+        return f"{chosen.upper()}{mixed}{cache}, {short_correction(correction)}"
     path = report.metrics_path.resolve()
     return path.parent.name if path.name == METRICS_FILE else path.stem
 

@@ -18,6 +18,7 @@ from flashrl_verl.report.metrics import (
     CORRELATION,
     HELD_OUT,
     IS_WEIGHTS,
+    KV_BITS,
     MISMATCH_KL,
     MISSING,
     REJECTED,
@@ -92,6 +93,8 @@ class Report:
         if share and as_bf16:
             text += f"; quantized layers {share / 1e6:.2f} MB, in BF16 {as_bf16 / 1e6:.2f} MB"
         yield "rollout weights", text
+        bits = last(KV_BITS)
+        yield "KV cache", MISSING if bits is None else f"{bits:.0f} bits"
         yield "weight update (refit)", _seconds(last("flashrl/refit_seconds"), 3)
 
     def _costs(self) -> Iterator[tuple[str, str]]:

@@ -3,7 +3,6 @@
 
 import asyncio
 import contextlib
-import re
 import time
 from collections.abc import Iterable, Iterator
 
@@ -18,15 +17,13 @@ from flashrl_verl.errors import ConfigError, RefitError
 from flashrl_verl.rollout.phase_clock import PhaseClock
 from flashrl_verl.rollout.receipt import Manifest, stride_for
 from flashrl_verl.rollout.transfer import TIMEOUT_KEY, WatchedSender, socket_scope
-
-_ROUTER = re.compile(r"(^|\.)(gate|router)(\.|$)")
-"""Names of MoE routers, which keep the trainer's precision on the wire (verl sends them in FP32 for the same reason)."""
+from flashrl_verl.rollout.wire import wire_dtype
 
 
 def cast_for_rollout(
     weights: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype, clock: PhaseClock | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the weights in the rollout's dtype; routers and non-floating tensors as they are.
+    """Yield the weights in the rollout's dtype; routers and non-floating tensors as they are (``wire_dtype``).
 
     FSDP keeps FP32 masters: sent as they are they would be twice the bytes (131 GB at 32B), and the quantized weight must be
     that of the BF16 model the engine would otherwise run.
@@ -41,13 +38,6 @@ def cast_for_rollout(
             with clock if clock is not None else contextlib.nullcontext():
                 tensor = tensor.to(dtype, non_blocking=True)
         yield name, tensor
-
-
-def wire_dtype(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which ``cast_for_rollout`` sends a tensor."""
-    if not tensor.is_floating_point() or tensor.dtype == dtype or _ROUTER.search(name):
-        return tensor.dtype
-    return dtype
 
 
 class FlashRLServerAdapter(ServerAdapter):

@@ -23,6 +23,7 @@ from flashrl_verl.quantization.formats import weight_format
 from flashrl_verl.replicas import settings_of
 from flashrl_verl.rollout.access import base_url, loopback_address, require_key, server_key, verify_refusal
 from flashrl_verl.rollout.kv_check import require_kv_cache
+from flashrl_verl.rollout.layer_check import keeps_fewer, unknown_layers
 from flashrl_verl.rollout.transfer import socket_scope
 from flashrl_verl.self_check import EngineState
 
@@ -210,24 +211,17 @@ def require_precision(settings: FlashRLConfig, layers: dict) -> None:
             f"named like {list(layers['unquantized_layers'])[:2] + layers['quantized_names'][:4]}; correct the entries or "
             f"remove them"
         )
-    asked = settings.keep_first_layers + settings.keep_last_layers
-    if len(layers["kept_numbers"]) < asked and wanted is not Precision.BF16:
+    too_few = keeps_fewer(settings.keep_first_layers, settings.keep_last_layers, layers)
+    if too_few and wanted is not Precision.BF16:
         raise ConfigError(
-            f"flashrl.keep_first_layers={settings.keep_first_layers} and keep_last_layers={settings.keep_last_layers} keep "
-            f"{len(layers['kept_numbers'])} layers of this model instead of {asked}: they count names with "
-            "'.layers.<number>.', and need as many. Name the layers in flashrl.ignore"
+            f"flashrl.keep_first_layers={settings.keep_first_layers} and keep_last_layers={settings.keep_last_layers} "
+            f"{too_few}. Name the layers in flashrl.ignore"
         )
     if wanted is Precision.BF16:
         if layers["quantized_layers"] > 0:
             raise FlashRLError(f"flashrl.precision=bf16, but the engine holds quantized weights: {layers['quantized']}")
         return
-    # A ReplicatedLinear is left alone by design (a router); any other layer in BF16 that the user did not name would make
-    # the precision half true.
-    unknown = {
-        name: kind
-        for name, kind in layers["unquantized_layers"].items()
-        if kind != "ReplicatedLinear" and name not in layers["kept_layers"]
-    }
+    unknown = unknown_layers(layers)
     if unknown:
         raise FlashRLError(
             f"flashrl.precision={wanted.value} would leave {len(unknown)} layers of this model in high precision, of kinds "

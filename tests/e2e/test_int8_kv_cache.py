@@ -39,7 +39,7 @@ def test_a_token_that_is_decoded_has_the_log_prob_of_one_that_is_read(engine):
 
 
 def test_a_prompt_that_lies_in_the_prefix_cache_is_answered_alike(engine):
-    assert engine.cached_tokens > 0 and engine.cached_to_fresh < 1e-4
+    assert engine.fresh_tokens == 0 < engine.cached_tokens and engine.cached_to_fresh < 1e-4
 
 
 def test_after_an_update_and_sleep_it_is_the_new_policy(engine):

@@ -108,7 +108,7 @@ def test_after_a_large_update_the_scales_are_others_and_the_output_is_the_same(e
     assert distance(engine, sequences, reference) == 0.0
 
 
-def test_the_distance_to_the_trainer_is_near_that_of_a_bf16_cache(engine, family):
+def test_the_distance_to_the_trainer_is_below_5e_3_but_not_zero(engine, family):
     trainer = make(family, seed=6)
     sequences = torch.randint(3, VOCAB, (32, 60), generator=torch.Generator().manual_seed(2)).tolist()
     ids = torch.tensor(sequences)

@@ -22,6 +22,8 @@ class Seen:
     responses: int
     """Tokens."""
     decoded_to_read: float
+    fresh_tokens: int
+    """Of the prompts, taken from the prefix cache when they are asked first: none may be."""
     cached_tokens: int
     cached_to_fresh: float
     before_update: float
@@ -84,7 +86,8 @@ def seen(path: Path, family: str, kv_cache: str) -> Seen:
         refit(wire(model), step=0)
         layers = [m for m in runner(llm).model.modules() if hasattr(m, "attn_backend")]
         first = teacher_forced(llm, sequences)
-        responses, log_probs, _ = sampled(llm, prompts)
+        llm.reset_prefix_cache()  # it holds the prompts, which the sequences begin with
+        responses, log_probs, fresh = sampled(llm, prompts)
         again, cached_log_probs, cached = sampled(llm, prompts)
         assert len(layers) > 0
         same = [(a, b) for r, s, a, b in zip(responses, again, log_probs, cached_log_probs, strict=True) if r == s]
@@ -94,6 +97,7 @@ def seen(path: Path, family: str, kv_cache: str) -> Seen:
             to_trainer=k3(first, trainers(model, sequences)),
             responses=sum(map(len, responses)),
             decoded_to_read=k3(log_probs, read(llm, prompts, responses)),
+            fresh_tokens=fresh,
             cached_tokens=cached,
             cached_to_fresh=k3([b for _, b in same], [a for a, _ in same]) if same else float("nan"),
             before_update=k3(first, trainers(other, sequences)),

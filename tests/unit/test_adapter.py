@@ -12,6 +12,8 @@ def test_floating_weights_are_cast_and_routers_keep_their_precision():
         "model.layers.0.mlp.gate_proj.weight": torch.randn(3, 4),
         "model.layers.0.mlp.gate.weight": torch.randn(3, 4),
         "model.layers.0.block_sparse_moe.router.weight": torch.randn(3, 4),
+        "model.layers.0.mlp.moe_statics.e_score_correction_bias": torch.randn(3),
+        "model.layers.0.mlp.expert_bias": torch.randn(3),
         "model.embed_tokens.weight": torch.randn(3, 4, dtype=torch.bfloat16),
         "counter": torch.arange(3),
     }
@@ -20,6 +22,8 @@ def test_floating_weights_are_cast_and_routers_keep_their_precision():
         "model.layers.0.mlp.gate_proj.weight": torch.bfloat16,
         "model.layers.0.mlp.gate.weight": torch.float32,
         "model.layers.0.block_sparse_moe.router.weight": torch.float32,
+        "model.layers.0.mlp.moe_statics.e_score_correction_bias": torch.float32,
+        "model.layers.0.mlp.expert_bias": torch.float32,
         "model.embed_tokens.weight": torch.bfloat16,
         "counter": torch.int64,
     }

@@ -54,6 +54,12 @@ def test_such_a_model_is_refused_when_the_run_is_composed_unless_it_has_another_
     validate_config(run(tmp_path, **{"flashrl.kv_cache": "auto"}))
 
 
+def test_a_configuration_of_attention_that_names_no_backend_gets_ours_and_its_check(tmp_path):
+    attention = BACKEND.removeprefix("+").replace("attention_backend", "attention_config")
+    assert "heads of 96" in refusal(run(tmp_path, **{attention: {"flash_attn_version": 2}}))
+    validate_config(run(tmp_path, **{attention: {"backend": "TRITON_ATTN"}}))
+
+
 def test_the_plan_does_not_advise_it_for_such_a_model():
     config = load_config("qwen2.5-7b")
     config.head_dim = 96

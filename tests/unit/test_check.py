@@ -123,7 +123,7 @@ def test_a_node_without_a_gpu_for_ray_is_not_asked_for_what_ranks_need():
     report = run_child("vllm_process", subjects.of_vllm_process(settings), settings, ranks=False)
     verdicts = {finding.name: finding.verdict for finding in report.findings}
     assert verdicts.pop("vLLM plugin") is Verdict.OK
-    assert set(verdicts) == {"driver", "device", "row kernel", "int8 kernel", "int8 numerics"}
+    assert set(verdicts) == {"driver", "device", "row kernel", "int8 kernel", "int8 numerics", "int8 experts", "INT8 attention"}
     assert set(verdicts.values()) == {Verdict.SKIPPED} and report.facts == {"GPUs": "none"}
 
 

@@ -48,6 +48,22 @@ def test_nan_of_a_kernel_is_refused(monkeypatch, precision):
 
 
 @pytest.mark.parametrize("precision", EIGHT_BITS)
+@pytest.mark.parametrize("fault", ["dropped", "added twice", "of other rows", "of before"])
+def test_a_kernel_with_another_bias_is_found(monkeypatch, precision, fault):
+    apply, first = kernel(precision).apply, {}
+
+    def another(self, layer, x, bias):
+        if bias is not None:
+            before = first.setdefault(id(bias), bias.clone())
+            bias = {"dropped": None, "added twice": 2 * bias, "of other rows": bias.roll(1), "of before": before}[fault]
+        return apply(self, layer, x, bias)
+
+    monkeypatch.setattr(kernel(precision), "apply", another)
+    finding = look(precision)
+    assert finding.verdict is Verdict.FAIL and "with a bias" in finding.text and "below" in finding.text
+
+
+@pytest.mark.parametrize("precision", EIGHT_BITS)
 def test_a_product_that_is_a_tenth_too_large_is_below_the_limit(monkeypatch, precision):
     apply = kernel(precision).apply
     monkeypatch.setattr(kernel(precision), "apply", lambda self, layer, x, bias: apply(self, layer, x, bias) * 1.1)

@@ -12,7 +12,8 @@ import pytest
 from flashrl_verl.config import Precision
 from flashrl_verl.errors import ConfigError, DataError, FlashRLError
 from flashrl_verl.evaluate.engine import LOG, Answer, require_engine
-from flashrl_verl.evaluate.evaluate import GENERATED, EvalConfig, _clear, _finished
+from flashrl_verl.evaluate.evaluate import EvalConfig, longest_of
+from flashrl_verl.evaluate.kept import ANSWER, GENERATED, clear, finished
 from flashrl_verl.evaluate.problems import Problem, read_problems
 from flashrl_verl.evaluate.report import Evaluated, Report
 from flashrl_verl.evaluate.scoring import load_reward, score
@@ -131,36 +132,41 @@ def test_settings_without_a_meaning_are_refused(change, said):
 
 def test_finished_responses_are_used_again_only_under_the_same_settings(tmp_path):
     settings = {"seed": 0, "samples": 4}
-    assert not _finished(tmp_path, Precision.INT8, settings, force=False)
+    assert not finished(tmp_path, Precision.INT8, settings, force=False)
     (tmp_path / "int8").mkdir()
     (tmp_path / "int8" / GENERATED).write_text(json.dumps(settings))
-    assert _finished(tmp_path, Precision.INT8, settings, force=False)
-    assert not _finished(tmp_path, Precision.INT8, settings, force=True)
+    (tmp_path / "int8" / ANSWER).write_text(json.dumps(dataclasses.asdict(evaluated("int8", [[1]]).answer)))
+    assert finished(tmp_path, Precision.INT8, settings, force=False)
+    assert not finished(tmp_path, Precision.INT8, settings, force=True)
     with pytest.raises(ConfigError, match=r"samples 4 \(now 8\)"):
-        _finished(tmp_path, Precision.INT8, settings | {"samples": 8}, force=False)
+        finished(tmp_path, Precision.INT8, settings | {"samples": 8}, force=False)
 
 
 def test_only_what_an_evaluation_left_is_replaced(tmp_path):
-    _clear(tmp_path / "absent", LOG)
+    clear(tmp_path / "absent", LOG)
     mine = tmp_path / "int8"
     mine.mkdir()
     (mine / "notes.txt").touch()
     with pytest.raises(ConfigError, match="is not replaced"):
-        _clear(mine, LOG)
+        clear(mine, LOG)
     assert (mine / "notes.txt").exists()
     (mine / LOG).touch()
-    _clear(mine, LOG)
+    clear(mine, LOG)
     assert not mine.exists()
 
 
 def _layers(precision: str, quantized: dict[str, int]) -> dict:
     cache = {"dtypes": {"auto": 2}, "backends": ["CPU_ATTN"], "unfollowed": {}}
-    return {"precision": precision, "quantized": quantized, "ignore_unused": [], "kv_cache": cache}
+    held = {"precision": precision, "quantized": quantized, "ignore_unused": [], "kv_cache": cache}
+    return held | {"unquantized_layers": {}, "kept_layers": [], "kept_numbers": []}
+
+
+NONE_KEPT = {"ignore": [], "keep_first_layers": 0, "keep_last_layers": 0}
 
 
 def test_an_engine_that_holds_something_else_than_its_name_says_is_refused():
-    require_engine(Precision.BF16, [_layers("None", {})])
-    require_engine(Precision.INT8, [_layers("int8", {"int8": 8})] * 2)
+    require_engine(Precision.BF16, [_layers("None", {})], NONE_KEPT)
+    require_engine(Precision.INT8, [_layers("int8", {"int8": 8})] * 2, NONE_KEPT)
     for precision, workers in [
         (Precision.INT8, [_layers("int8", {"int8": 8}), _layers("None", {})]),
         (Precision.INT8, [_layers("int8", {})]),
@@ -168,7 +174,52 @@ def test_an_engine_that_holds_something_else_than_its_name_says_is_refused():
         (Precision.BF16, [_layers("CompressedTensorsConfig(...)", {})]),
     ]:
         with pytest.raises(FlashRLError, match=f"--precision {precision.value}"):
-            require_engine(precision, workers)
+            require_engine(precision, workers, NONE_KEPT)
+
+
+def test_an_engine_with_a_layer_that_the_quantizer_does_not_know_is_refused_by_its_name():
+    name, held = "model.layers.0.mixer.in_proj", _layers("int8", {"int8": 8})
+    half = held | {"unquantized_layers": {name: "ColumnParallelLinear"}}
+    with pytest.raises(FlashRLError, match=rf"--precision int8 would leave 1 layers .*{name}.*ColumnParallelLinear.*--ignore"):
+        require_engine(Precision.INT8, [held, half], NONE_KEPT)
+    require_engine(Precision.INT8, [half | {"kept_layers": [name]}], NONE_KEPT)
+    require_engine(Precision.INT8, [held | {"unquantized_layers": {"model.layers.0.mlp.gate": "ReplicatedLinear"}}], NONE_KEPT)
+    require_engine(Precision.BF16, [_layers("None", {}) | {"unquantized_layers": {name: "ColumnParallelLinear"}}], NONE_KEPT)
+
+
+def test_layers_to_keep_that_the_model_does_not_have_are_refused():
+    kept, held = {"ignore": [], "keep_first_layers": 2, "keep_last_layers": 1}, _layers("int8", {"int8": 8})
+    require_engine(Precision.INT8, [held | {"kept_numbers": [0, 1, 27]}], kept)
+    require_engine(Precision.BF16, [_layers("None", {})], kept)
+    with pytest.raises(FlashRLError, match="--keep-first-layers 2 and --keep-last-layers 1 keep 1 layers .* instead of 3"):
+        require_engine(Precision.INT8, [held | {"kept_numbers": [0]}], kept)
+
+
+@pytest.mark.parametrize(
+    "rope, expected",
+    [
+        (None, 1000),
+        ({"rope_type": "default", "rope_theta": 10000.0}, 1000),
+        ({"rope_type": "linear", "factor": 2.0}, 2000),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1000}, 4000),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 250}, 1000),  # given as scaled already
+        ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 125}, 1000),
+    ],
+)
+def test_a_model_is_as_long_as_vllm_lets_it_be(rope, expected, tmp_path):
+    from transformers import AutoConfig, Qwen2Config
+    from vllm.config import ModelConfig
+
+    if rope and rope["rope_type"] == "llama3":
+        rope = rope | {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    sizes = dict(hidden_size=64, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=1, intermediate_size=64)
+    config = Qwen2Config(max_position_embeddings=1000, vocab_size=32, architectures=["Qwen2ForCausalLM"], **sizes)
+    config.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    content = {key: value for key, value in json.loads(file.read_text()).items() if key != "rope_parameters"}
+    file.write_text(json.dumps(content | ({"rope_scaling": rope, "rope_theta": 10000.0} if rope else {})))
+    assert longest_of(AutoConfig.from_pretrained(tmp_path)) == expected
+    assert ModelConfig(str(tmp_path), skip_tokenizer_init=True).max_model_len == expected
 
 
 # ---- report ----

@@ -93,6 +93,14 @@ def test_problems_that_are_all_alike_do_not_look_certain():
     assert (same.value, same.low, same.high) == (0.0, -wrong.high, wrong.high)
 
 
+def test_a_difference_of_1_everywhere_is_as_sure_as_one_of_minus_1():
+    ones, zeros = np.ones(30), np.zeros(30)
+    up, down = differences([ones, zeros], [zeros, ones], 0)
+    (right,), (wrong,) = figures([ones], 0), figures([zeros], 0)
+    assert (up.value, up.high, down.value, down.low) == (1.0, 1.0, -1.0, -1.0)
+    assert up.low == pytest.approx(right.low - wrong.high) == pytest.approx(-down.high) and up.low < 1.0
+
+
 def test_a_seed_fixes_the_interval():
     column = np.random.default_rng(0).random(50)
     assert figures([column], 3) == figures([column], 3) != figures([column], 4)

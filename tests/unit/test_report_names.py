@@ -29,6 +29,15 @@ def test_a_mixture_is_not_called_by_one_of_its_precisions(tmp_path):
     assert cells(compared, 1)["precision"] == "int8, 8 quantized layers"
 
 
+def test_a_name_says_that_keys_and_values_had_eight_bits(tmp_path):
+    eight = make_run(tmp_path / "eight", metrics(0.5, (1.0,), **{"flashrl/kv_cache_bits": 8}), seed=0)
+    sixteen = make_run(tmp_path / "sixteen", metrics(0.5, (1.0,), **{"flashrl/kv_cache_bits": 16}), seed=0)
+    names = [arm.label for arm in arms.load_arms([eight, sixteen])]
+    assert " with 8-bit KV, " in names[0] and "KV" not in names[1]
+    rows = [dict(arm.runs[0].report.rows()) for arm in arms.load_arms([eight, sixteen])]
+    assert [row["KV cache"] for row in rows] == ["8 bits", "16 bits"]
+
+
 def test_a_name_never_says_no_correction_of_a_run_that_rejected(tmp_path):
     settings = {"rollout_is": None, "rollout_is_threshold": None}
     lines = metrics(0.5, (1.0,), **{REJECTED: 0.1})

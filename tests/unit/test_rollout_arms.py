@@ -8,7 +8,14 @@ from flashrl_verl.errors import FlashRLError
 
 
 def looked_at(
-    precision="int8", kv_cache="auto", there=None, quantized="int8", kv_dtype="bfloat16", held="auto", unfollowed=None
+    precision="int8",
+    kv_cache="auto",
+    there=None,
+    quantized="int8",
+    kv_dtype="bfloat16",
+    held="auto",
+    unfollowed=None,
+    unquantized=(),
 ) -> None:
     """`require_arm` of an engine on an H200 that was to be INT8."""
     job = Job(
@@ -17,6 +24,7 @@ def looked_at(
     )  # fmt: skip
     cache = {"dtypes": {held: 2}, "backends": ["FLASH_ATTN"], "unfollowed": unfollowed or {}}
     layers = {"precision": quantized, "quantized": {} if quantized == "bf16" else {"int8": 8}, "kv_cache": cache}
+    layers |= {"unquantized_layers": dict.fromkeys(unquantized, "ColumnParallelLinear"), "kept_layers": []}
     require_arm(job, layers, {"kv_dtype": kv_dtype}, {"device": "NVIDIA H200"})
 
 
@@ -24,6 +32,7 @@ def looked_at(
     "more, part",
     [
         (dict(quantized="bf16"), "--arm int8: the engine's quantization is 'bf16'"),
+        (dict(unquantized=["a.in_proj"]), "--arm int8 would leave 1 layers .*a.in_proj.*Leave this arm out"),
         (dict(kv_dtype="uint8"), "--arm int8:auto: the engine's KV cache is uint8, not bfloat16"),
         (dict(kv_cache="fp8", held="fp8"), "--arm int8:fp8: the engine's KV cache is bfloat16, not uint8"),
         (dict(kv_cache="fp8"), r"--arm int8 \+ fp8 KV: flashrl.kv_cache=fp8, but .* KV cache in {'auto': 2}"),
