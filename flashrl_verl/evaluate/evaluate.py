@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from flashrl_verl import run_settings
-from flashrl_verl.config import Precision
+from flashrl_verl.config import FlashRLConfig, Precision
 from flashrl_verl.data.source import sha256
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.evaluate.engine import LOG, Answer, Job, ask
@@ -21,6 +21,7 @@ from flashrl_verl.evaluate.problems import Problem, read_problems
 from flashrl_verl.evaluate.report import Evaluated, Report
 from flashrl_verl.evaluate.scoring import load_reward, score
 from flashrl_verl.export.source import RECORD, Checkpoint, open_checkpoint
+from flashrl_verl.quantization.rank_layers import require_blocks_of_model
 
 _GENERATION = "generation_config.json"
 
@@ -58,7 +59,8 @@ class EvalConfig:
 
     def __post_init__(self) -> None:
         if self.temperature < 0 or not 0 < self.top_p <= 1:
-            raise ConfigError(f"--temperature {self.temperature} --top-p {self.top_p}: at least 0, and above 0 to 1")
+            said = f"--temperature {self.temperature} --top-p {self.top_p}"
+            raise ConfigError(f"{said}: a temperature of at least 0, and a top-p above 0 and up to 1")
         if self.temperature == 0 and self.samples > 1:
             raise ConfigError(f"--temperature 0 is greedy: all --n {self.samples} responses are one. Set --n 1")
         if len(set(self.precisions)) < len(self.precisions):
@@ -84,6 +86,9 @@ def run(config: EvalConfig, progress: Progress = lambda doing, done, total: None
     for problem in {problem.data_source: problem for problem in problems}.values():
         score(reward, problem, "")  # a source that the reward does not know is found out before hours of generation
     checkpoint = open_checkpoint(config.checkpoint)
+    for precision in config.precisions:
+        kept = {} if precision is Precision.BF16 else config.layers
+        require_blocks_of_model(checkpoint.config, FlashRLConfig(precision=precision, **kept), config.tensor_parallel_size)
     output = config.output.expanduser().resolve()
     prompts, stops, tokenizer = prompts_of(checkpoint, problems, config)
     settings = {p: settings_of(config, checkpoint, prompts, stops, len(tokenizer), p) for p in config.precisions}

@@ -25,6 +25,13 @@ if TYPE_CHECKING:
 GENERATED, ANSWER, RESPONSES = "settings.json", "answer.json", "responses.jsonl"
 """What its responses depend on, what its engine was, and the responses."""
 
+_LONG = ("checkpoint", "weights", "config", "prompts")
+"""Paths, checksums and lists of files, which tell a reader nothing."""
+
+_OPTIONS = {"samples": "--n"} | {
+    name: f"--{name.replace('_', '-')}" for name in ("temperature", "top_p", "max_tokens", "seed", "tensor_parallel_size")
+}
+
 
 def settings_of(
     config: EvalConfig,
@@ -72,7 +79,10 @@ def finished(output: Path, precision: Precision, settings: dict[str, Any], force
     before = _read(folder / GENERATED)
     changed = [key for key in settings if before.get(key) != settings[key]]
     if changed:
-        words = ", ".join(f"{key} {before.get(key)!r:.60} (now {settings[key]!r:.60})" for key in changed)
+        words = ", ".join(
+            f"{key} (another one)" if key in _LONG else f"{_OPTIONS.get(key, key)} {before.get(key)} (now {settings[key]})"
+            for key in changed
+        )
         raise ConfigError(f"{folder} has responses that were generated otherwise: {words}. Choose another --output, or --force")
     read_answer(folder)  # a damaged one is found out before another precision is generated
     return True

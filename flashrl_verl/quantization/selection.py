@@ -78,8 +78,8 @@ class LayerSelection:
         missing = [part for part in parts if part not in named]
         if named and missing:
             raise ConfigError(
-                f"flashrl.ignore names {_some([p for p in parts if p in named])}, but not {_some(missing)}; vLLM keeps them in "
-                f"one weight, {name}. Name all of them in flashrl.ignore, or {name}, or none"
+                f"flashrl.ignore (--ignore) names {_some([p for p in parts if p in named])}, but not {_some(missing)}; vLLM "
+                f"keeps them in one weight, {name}. Name all of them, or {name}, or none"
             )
         return bool(named)
 

@@ -76,6 +76,7 @@ def dry_run(cfg: DictConfig) -> None:
     flashrl = cfg.flashrl
     if flashrl.ignore or flashrl.keep_first_layers or flashrl.keep_last_layers:
         sys.stdout.write("Warning: whether the model has the layers to keep is known when the rollout engine has started.\n")
+    sys.stdout.write("Not looked at: GPUs, and whether model, batch and KV cache fit them (flashrl plan, flashrl check).\n")
     sys.stdout.write("The configuration is valid. Nothing was started.\n")
 
 

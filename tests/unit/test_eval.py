@@ -138,7 +138,7 @@ def test_finished_responses_are_used_again_only_under_the_same_settings(tmp_path
     (tmp_path / "int8" / ANSWER).write_text(json.dumps(dataclasses.asdict(evaluated("int8", [[1]]).answer)))
     assert finished(tmp_path, Precision.INT8, settings, force=False)
     assert not finished(tmp_path, Precision.INT8, settings, force=True)
-    with pytest.raises(ConfigError, match=r"samples 4 \(now 8\)"):
+    with pytest.raises(ConfigError, match=r"--n 4 \(now 8\)"):
         finished(tmp_path, Precision.INT8, settings | {"samples": 8}, force=False)
 
 

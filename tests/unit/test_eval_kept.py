@@ -4,6 +4,7 @@
 import dataclasses
 import errno
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -167,3 +168,18 @@ def test_a_full_disk_leaves_the_precision_unfinished_and_no_empty_file(tmp_path,
 def test_what_is_written_is_what_is_read(tmp_path):
     write_answer(tmp_path, ANSWERED, {"seed": 0})
     assert dataclasses.asdict(read_answer(tmp_path)) == dataclasses.asdict(ANSWERED)
+
+
+def test_what_was_chosen_otherwise_is_told_by_its_option_and_files_without_their_checksums(done, model):
+    with pytest.raises(ConfigError, match=r"generated otherwise: --n 2 \(now 3\)\. Choose"):
+        run(dataclasses.replace(done, samples=3))
+    weights = next(model.glob("*.safetensors"))
+    os.utime(weights, (1, 1))
+    with pytest.raises(ConfigError, match=r"generated otherwise: weights \(another one\)\. Choose"):
+        run(done)
+
+
+def test_blocks_that_the_model_does_not_have_are_refused_before_an_engine_starts(config):
+    with pytest.raises(ConfigError, match=r"not whole blocks\. Set .*--precision.*--ignore"):
+        run(dataclasses.replace(config, precisions=(Precision.FP8_BLOCK,)))
+    assert not config.output.exists()

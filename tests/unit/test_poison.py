@@ -21,7 +21,7 @@ def deaf(folder, precision: Precision) -> list[str]:
     register()
     path = shapes.save_config(shapes.load_config("tiny"), folder)
     with engine_model.vllm_config(path), engine_model.process_group():
-        layer = numerics._layer(precision, CPU, 256, 384)
+        layer = numerics._layer(precision, CPU, 256, 384, bias=False)
         model = torch.nn.ModuleDict({"down_proj": layer})
         return deaf_layers(
             model, dict(model.named_parameters()), lambda: layer.quant_method.process_weights_after_loading(layer)
