@@ -43,5 +43,6 @@ def require_whole_blocks(
     raise ConfigError(
         f"{name}: flashrl.precision={precision.value} has a scale for every {block} x {block} block of a weight, but of a "
         f"projection here a rank holds {rows} output rows x {columns} input columns, not whole blocks. Set "
-        f"flashrl.precision=fp8 (--precision), which takes any shape, {fewer}or name the layer in flashrl.ignore (--ignore)"
+        f"flashrl.precision=fp8, which takes any shape, {fewer}or name the layer in flashrl.ignore (of a command: "
+        "--precision and --ignore)"
     )
