@@ -216,7 +216,7 @@ if ! unchanged .flashrl-environment "$environment_stamp"; then
   echo "$environment_stamp" >"$venv/.flashrl-environment"
 fi
 if ! unchanged .flashrl-package "$package_stamp"; then
-  other=$("$venv/bin/python" -c 'import importlib.metadata, json
+  other=$("$venv/bin/python" -I -c 'import importlib.metadata, json
 print(json.loads(importlib.metadata.distribution("flashrl-verl").read_text("direct_url.json"))["url"].removeprefix("file://"))' 2>/dev/null) || other=
   say "flashrl-verl itself (editable)$([ -z "$other" ] || [ "$other" = "$root" ] || echo ": of $root, no longer of $other")"
   run pip_install --no-deps --no-build-isolation -e "$root"
