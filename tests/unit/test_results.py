@@ -58,8 +58,9 @@ def mismatches(kv_heads: int, *, our_attention: bool = False) -> list[dict]:
     models = {2: "toy", 4: "toy with 4 KV heads, for whole blocks"}
     files = sorted((RESULTS / "mismatch").glob("*.json"))
     reports = [json.loads(path.read_text()) for path in files if (path.name == OUR_ATTENTION) is our_attention]
-    assert reports and all(report["model"] in models.values() for report in reports)
-    return [report for report in reports if report["model"] == models[kv_heads]]
+    found = [report for report in reports if report["model"] == models[kv_heads]]
+    assert found and all(report["model"] in models.values() for report in reports)
+    return found
 
 
 def far(result: dict) -> list[str]:
