@@ -8,6 +8,8 @@
 #   bash scripts/figure_learning.sh [words for flashrl bench learning]
 #
 #   FIGURE_OUTPUT=outputs/learning   runs, learning.json, learning.png
+#   FIGURE_ARMS=bf16:none,...        precisions with their correction; more may be added to the same folder
+#   FIGURE_SEEDS=0,1,2               seeds of each arm; likewise
 #   FIGURE_RUNS=6                    runs at a time, spread over the GPUs; by estimate three or four cores each
 #   FIGURE_MINUTES=60                for everything
 set -euo pipefail
@@ -16,6 +18,6 @@ source "$root/scripts/lib.sh"
 help_if_asked "$@"
 cd "$root"
 
-python -m flashrl_verl bench learning --arm bf16:none,bf16:tis,int8:none,int8:tis,fp8:none,fp8:tis --seed 0,1,2 --steps 60 \
-  --parallel "${FIGURE_RUNS:-6}" --minutes "${FIGURE_MINUTES:-60}" --output "${FIGURE_OUTPUT:-outputs/learning}" \
-  trainer.test_freq=20 "$@"
+python -m flashrl_verl bench learning --arm "${FIGURE_ARMS:-bf16:none,bf16:tis,int8:none,int8:tis,fp8:none,fp8:tis}" \
+  --seed "${FIGURE_SEEDS:-0,1,2}" --steps 60 --parallel "${FIGURE_RUNS:-6}" --minutes "${FIGURE_MINUTES:-60}" \
+  --output "${FIGURE_OUTPUT:-outputs/learning}" trainer.test_freq=20 "$@"

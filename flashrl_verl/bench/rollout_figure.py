@@ -176,40 +176,36 @@ def _table(found: list[Bar]) -> Table:
 
 
 def _plot(found: list[Bar], path: Path) -> None:
-    """Panels: memory down, work across; in each, groups of bars by model, as multiples of BF16's speed where all have one."""
-    from flashrl_verl.bench.rollout_report import words
+    """A panel for each memory; in it, a group of bars for each model and work measured there, as multiples of BF16's speed where
+    all have one."""
     from flashrl_verl.report.figure import new_figure
 
     memories = sorted({bar.memory_gib for bar in found}, key=lambda gib: -(gib or 0))
-    works = list(dict.fromkeys(bar.work for bar in found))
-    models = list(dict.fromkeys(bar.model for bar in found))
+    panels = [[bar for bar in found if bar.memory_gib == memory] for memory in memories]
     relative = all(base_of(bar, found) is not None for bar in found)
-    figure = new_figure(1.2 + 4.0 * len(works), 0.8 + 2.6 * len(memories))
-    grid = figure.subplots(len(memories), len(works), squeeze=False, sharey=relative)
-    for line, memory in zip(grid, memories, strict=True):
-        for axes, work in zip(line, works, strict=True):
-            here = [bar for bar in found if (bar.memory_gib, bar.work) == (memory, work)]
-            if not here:
-                axes.set_axis_off()
-                continue
-            _draw(axes, here, models, relative)
-            size = "" if memory is None else f", {memory:.0f} GiB"
-            axes.set_title(f"{words(work)}{size}", fontsize=9, loc="left")
-        line[0].set_ylabel("generated tokens/s, BF16 = 1" if relative else "generated tokens/s", fontsize=8)
-    handles = {label: handle for axes in grid.flat for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    most = max(len(panel) for panel in panels)
+    figure = new_figure(max(5.5, 1.5 + 0.42 * most), 0.8 + 2.5 * len(memories))
+    grid = figure.subplots(len(memories), 1, squeeze=False, sharey=relative)[:, 0]
+    for axes, panel, memory in zip(grid, panels, memories, strict=True):
+        _draw(axes, panel, relative)
+        devices = ", ".join(dict.fromkeys(bar.device for bar in panel))
+        axes.set_title(devices if memory is None else f"{devices}, {memory:.0f} GiB for vLLM", fontsize=9, loc="left")
+        axes.set_ylabel("generated tokens/s, BF16 = 1" if relative else "generated tokens/s", fontsize=8)
+    handles = {label: handle for axes in grid for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=len(handles), fontsize=8, frameon=False)
-    figure.suptitle(", ".join(dict.fromkeys(bar.device for bar in found)), fontsize=9, x=0.01, ha="left")
     figure.savefig(path, dpi=150)
 
 
-def _draw(axes: Axes, here: list[Bar], models: list[str], relative: bool) -> None:
+def _draw(axes: Axes, here: list[Bar], relative: bool) -> None:
+    from flashrl_verl.bench.rollout_report import words
     from flashrl_verl.config import KVCache
     from flashrl_verl.report.palette import OF_PRECISION
 
     arms = list(dict.fromkeys(bar.arm for bar in here))
+    groups = list(dict.fromkeys((bar.model, bar.work) for bar in here))
     width = 0.84 / max(1, len(arms))
     for bar in here:
-        at = models.index(bar.model) + (arms.index(bar.arm) - (len(arms) - 1) / 2) * width
+        at = groups.index((bar.model, bar.work)) + (arms.index(bar.arm) - (len(arms) - 1) / 2) * width
         unit = statistics.median(base_of(bar, here).tokens_per_second) if relative else 1.0
         speeds = [speed / unit for speed in bar.tokens_per_second]
         middle = statistics.median(speeds)
@@ -225,8 +221,9 @@ def _draw(axes: Axes, here: list[Bar], models: list[str], relative: bool) -> Non
             label=str(bar.arm),
         )
         said = f"{middle:.2f}" if relative and middle != 1 else f"{statistics.median(bar.tokens_per_second):.0f}/s"
-        axes.annotate(said, (at, max(speeds)), ha="center", va="bottom", xytext=(0, 2), textcoords="offset points", fontsize=6)
-    axes.set_xticks(range(len(models)), models, fontsize=8)
+        axes.annotate(said, (at, max(speeds)), ha="center", va="bottom", xytext=(0, 2), textcoords="offset points", fontsize=7)
+    axes.set_xticks(range(len(groups)), [f"{model}\n{words(work)}" for model, work in groups], fontsize=8)
+    axes.set_xlim(-0.6, len(groups) - 0.4)
     axes.tick_params(axis="y", labelsize=8)
     axes.margins(y=0.15)
     axes.spines[["top", "right"]].set_visible(False)
