@@ -71,12 +71,15 @@ def _draw_final(axes: Axes, report: Report, styles: dict[str, Style]) -> None:
         axes.annotate("start", (0, accuracy_of(report.start)["value"]), color="0.4", fontsize=8, va="bottom")
     axes.set_xticks(range(len(there)), [str(result.arm) for result in there], rotation=30, ha="right", fontsize=8)
     axes.set_ylabel("accuracy; mean and 95 % interval over seeds", fontsize=8)
+    axes.set_ylim(top=min(axes.get_ylim()[1], 1.02))  # Student's interval of a few seeds knows no bounds, an accuracy does
+    axes.margins(x=0.15)
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def _arms(report: Report) -> list[drawn.Arm]:
     """Colour by precision, line and marker by correction."""
-    corrections = list(dict.fromkeys(arm.correction for arm in report.config.arms))
+    others = dict.fromkeys(arm.correction for arm in report.config.arms if arm.correction not in WORDS)
+    corrections = [*WORDS, *others]  # the same line in every picture, whichever arms it has
     found = []
     for arm in report.config.arms:
         runs = tuple(

@@ -176,21 +176,21 @@ def _table(found: list[Bar]) -> Table:
 
 
 def _plot(found: list[Bar], path: Path) -> None:
-    """A panel for each memory; in it, a group of bars for each model and work measured there, as multiples of BF16's speed where
-    all have one."""
+    """A panel for each memory, and in it a group of bars for each model and work measured there: multiples of BF16's speed
+    where all of them have one."""
     from flashrl_verl.report.figure import new_figure
 
     memories = sorted({bar.memory_gib for bar in found}, key=lambda gib: -(gib or 0))
     panels = [[bar for bar in found if bar.memory_gib == memory] for memory in memories]
-    relative = all(base_of(bar, found) is not None for bar in found)
+    relative = [all(base_of(bar, panel) is not None for bar in panel) for panel in panels]
     most = max(len(panel) for panel in panels)
     figure = new_figure(max(5.5, 1.5 + 0.42 * most), 0.8 + 2.5 * len(memories))
-    grid = figure.subplots(len(memories), 1, squeeze=False, sharey=relative)[:, 0]
-    for axes, panel, memory in zip(grid, panels, memories, strict=True):
-        _draw(axes, panel, relative)
+    grid = figure.subplots(len(memories), 1, squeeze=False, sharey=all(relative))[:, 0]
+    for axes, panel, memory, multiples in zip(grid, panels, memories, relative, strict=True):
+        _draw(axes, panel, multiples)
         devices = ", ".join(dict.fromkeys(bar.device for bar in panel))
         axes.set_title(devices if memory is None else f"{devices}, {memory:.0f} GiB for vLLM", fontsize=9, loc="left")
-        axes.set_ylabel("generated tokens/s, BF16 = 1" if relative else "generated tokens/s", fontsize=8)
+        axes.set_ylabel("generated tokens/s, BF16 = 1" if multiples else "generated tokens/s", fontsize=8)
     handles = {label: handle for axes in grid for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=len(handles), fontsize=8, frameon=False)
     figure.savefig(path, dpi=150)
