@@ -67,6 +67,8 @@ def compose(overrides: Sequence[str]) -> DictConfig:
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
+    from flashrl_verl.unknown_keys import known_keys, near
+
     require_verl()
     configs = ROOT / "recipe" / "flashrl" / "config"
     if not configs.is_dir():
@@ -80,7 +82,9 @@ def compose(overrides: Sequence[str]) -> DictConfig:
     except (HydraException, OmegaConfBaseException) as error:
         said = str(error)
         if unknown := re.search(r"Could not override '([^']+)'", said):
-            said = f"there is no key {unknown[1]}. See `python -m recipe.flashrl.main_flashrl --dry-run` for those that are"
+            meant = near(unknown[1], known_keys(configs, "flashrl_trainer", ["experiment=quickstart"], [searchpath]))
+            said = f"there is no key {unknown[1]}{f' (near it: {meant})' if meant else ''}. "
+            said += "See `python -m recipe.flashrl.main_flashrl --dry-run` for those that are"
         raise ConfigError(f"Hydra refuses the overrides {' '.join(overrides)}: {said}") from error
 
 

@@ -45,7 +45,7 @@ def evaluate(
     keep_last_layers: Annotated[int | None, KEEP_LAST] = None,
     output: Annotated[
         Path | None,
-        typer.Option(help="Folder for eval.json and the responses; else outputs/eval/<checkpoint>.", show_default=False),
+        typer.Option(help="Folder for eval.json and the responses; else outputs/eval/<run>-<checkpoint>.", show_default=False),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace what another evaluation left in --output.")] = False,
 ) -> None:

@@ -22,6 +22,7 @@ from flashrl_verl.evaluate.report import Evaluated, Report
 from flashrl_verl.evaluate.scoring import load_reward, score
 from flashrl_verl.export.source import RECORD, Checkpoint, open_checkpoint
 from flashrl_verl.quantization.rank_layers import require_blocks_of_model
+from flashrl_verl.whole_file import write_whole
 
 _GENERATION = "generation_config.json"
 
@@ -208,18 +209,19 @@ def _generate(job: Job, folder: Path, settings: dict[str, Any], progress: Progre
 def _write_responses(
     path: Path, problems: list[Problem], texts: list[list[str]], values: list[list[float]], answer: Answer
 ) -> None:
-    with path.open("w") as stream:
-        for number, problem in enumerate(problems):
-            row = {
-                "problem": number,
-                "data_source": problem.data_source,
-                "prompt": problem.messages,
-                "ground_truth": problem.ground_truth,
-                "responses": texts[number],
-                "values": values[number],
-                "truncated": answer.truncated[number],
-            }
-            stream.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+    rows = (
+        {
+            "problem": number,
+            "data_source": problem.data_source,
+            "prompt": problem.messages,
+            "ground_truth": problem.ground_truth,
+            "responses": texts[number],
+            "values": values[number],
+            "truncated": answer.truncated[number],
+        }
+        for number, problem in enumerate(problems)
+    )
+    write_whole(path, "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows).encode())
 
 
 # ---- what the report says besides figures ----

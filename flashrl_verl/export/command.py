@@ -38,7 +38,7 @@ def export(
     ),
     output: Annotated[
         Path | None,
-        typer.Option(help="Folder to make; else outputs/export/<checkpoint>-<format>.", show_default=False),
+        typer.Option(help="Folder to make; else outputs/export/<run>-<checkpoint>-<format>.", show_default=False),
     ] = None,
     ignore: Annotated[list[str] | None, IGNORE] = None,
     keep_first_layers: Annotated[int | None, KEEP_FIRST] = None,

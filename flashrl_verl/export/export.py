@@ -41,7 +41,7 @@ class Request:
     checkpoint: Path
     """See ``open_checkpoint``."""
     output: Path | None = None
-    """A folder that does not exist; None for ``outputs/export/<checkpoint>-<format>``."""
+    """A folder that does not exist; None for ``outputs/export/<run>-<checkpoint>-<format>``."""
     format: Precision = Precision.BF16
     layers: dict[str, Any] | None = None
     """``ignore``, ``keep_first_layers``, ``keep_last_layers`` (``run_settings.layers_of``); not used by BF16."""

@@ -44,8 +44,12 @@ class Checkpoint:
 
     @property
     def name(self) -> str:
-        """Of a folder to be made of it."""
-        return self.path.name if self.ranks is None else self.path.parent.name or self.path.name
+        """Of a folder to be made of it: that of the run, which may not be the only one with such a step, and the step."""
+        if self.ranks is None:
+            return self.path.name
+        step = (self.path.parent if self.path.name == "actor" else self.path).absolute()
+        run = step.parent.parent if step.parent.name == "checkpoints" else step.parent
+        return f"{run.name}-{step.name}" if self.step is not None and run.name else step.name
 
     def files(self) -> list[Path]:
         """The files that hold the weights."""

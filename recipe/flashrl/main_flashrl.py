@@ -25,11 +25,12 @@ with environment_needed():
     import hydra
     from omegaconf import DictConfig
 
-    from flashrl_verl import compat, dryrun, local_paths, platforms, runtime_env
+    from flashrl_verl import compat, dryrun, local_paths, platforms, runtime_env, unknown_keys
     from flashrl_verl.errors import FlashRLError
     from flashrl_verl.validation import validate_config
 
 CONFIG_DIR = Path(__file__).resolve().parent / "config"
+CONFIG = "flashrl_trainer"
 
 
 def train(cfg: DictConfig) -> None:
@@ -91,13 +92,22 @@ def main() -> None:
     task = dry_run if "--dry-run" in sys.argv else train
     sys.argv = [word for word in sys.argv if word != "--dry-run"]  # Hydra does not know the flag
 
+    composed = False
+
     def run(cfg: DictConfig) -> None:
+        nonlocal composed
+        composed = True
         try:
             task(cfg)
         except FlashRLError as error:
             sys.exit(f"{type(error).__name__}: {error}")
 
-    hydra.main(config_path=str(CONFIG_DIR), config_name="flashrl_trainer", version_base=None)(run)()
+    try:
+        hydra.main(config_path=str(CONFIG_DIR), config_name=CONFIG, version_base=None)(run)()
+    except SystemExit as refused:
+        if refused.code and not composed:  # Hydra has said what it did not find
+            sys.stderr.writelines(f"\n{line}\n" for line in unknown_keys.hints(sys.argv[1:], CONFIG_DIR, CONFIG))
+        raise
 
 
 if __name__ == "__main__":

@@ -134,9 +134,11 @@ def test_hardware_and_experiment_are_chosen_only_when_the_user_did_not():
     ]
 
 
-def test_an_unknown_key_is_refused_by_name():
-    with pytest.raises(ConfigError, match="trainer.no_such_key"):
+def test_an_unknown_key_is_refused_by_name_with_the_one_it_may_have_been():
+    with pytest.raises(ConfigError, match="trainer.no_such_key[.] See"):
         compose(["experiment=quickstart", "trainer.no_such_key=1"])
+    with pytest.raises(ConfigError, match=r"flashrl[.]precison \(near it: flashrl[.]precision\)"):
+        compose(["experiment=quickstart", "flashrl.precison=int8"])
 
 
 @pytest.mark.parametrize("given", ["[console]", "console", "[]", "[console,file]", "null"])
