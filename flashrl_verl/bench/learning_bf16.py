@@ -173,8 +173,8 @@ def work(job: Job, folder: Path) -> Answer:
     for model, file in job.models:
         llm.collective_rpc(update_from, args=(model, 1))
         drop_prefix_cache(llm)
-        outputs = engine.generate(llm, asked, folder / "bf16.progress")
-        texts = [tokenizer.decode(list(output.token_ids), skip_special_tokens=True) for output in outputs]
+        responses = engine.generate(llm, asked, folder / "bf16.progress")
+        texts = [tokenizer.decode(response.token_ids, skip_special_tokens=True) for response in responses]
         write_whole(Path(file), (json.dumps(facts | figures_of(problems, texts, job.seed)) + "\n").encode())
     (folder / "bf16.progress").unlink(missing_ok=True)
     return Answer()
@@ -211,7 +211,9 @@ def _start(job: Job, asked: Any) -> Any:
     from flashrl_verl.config import FlashRLConfig, Precision
     from flashrl_verl.platforms.cores import bind_ranks
 
+    longest, arguments = max(map(len, asked.prompts)) + job.max_tokens, {}
     if vllm_device() != "cuda":
+        arguments = engine.whole_prompts(longest)
         bind_ranks(1)
     llm = start(
         job.tokenizer,
@@ -219,9 +221,10 @@ def _start(job: Job, asked: Any) -> Any:
         in_process=True,  # the weight update reaches the model without crossing another border
         load_format="dummy",  # every weight comes by an update
         enforce_eager=True,  # graphs take longer to capture than they save here
-        max_model_len=max(map(len, asked.prompts)) + job.max_tokens,
+        max_model_len=longest,
         max_num_seqs=job.max_num_seqs,
         seed=job.seed,
+        **arguments,
     )
     (layers,) = llm.collective_rpc("flashrl_layers")
     require_formats(Arm(precision=Precision.BF16), layers, "evaluation in")

@@ -112,7 +112,7 @@ def _run(config: EvalConfig, console: Console) -> None:
         with stoppable(), quiet(), Bar(console, "done") as bar:
             report = run(config, bar)
     except Stopped as stopped:
-        say(console, f"stopped; the same command goes on after the precisions that are finished in {config.output}")
+        say(console, f"stopped; the same command goes on behind the responses that are in {config.output}")
         raise typer.Exit(stopped.exit_code) from None
     written = report.write(config.output)
     console.print(report.table())

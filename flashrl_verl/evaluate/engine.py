@@ -12,9 +12,12 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from flashrl_verl.bench import engine_process
 from flashrl_verl.bench.arms import Arm
@@ -23,6 +26,7 @@ from flashrl_verl.bench.mismatch_engine import kernel_names, require_formats
 from flashrl_verl.compat import vllm_device
 from flashrl_verl.config import FlashRLConfig, Precision
 from flashrl_verl.errors import FlashRLError
+from flashrl_verl.evaluate.partial import PARTIAL, Response, kept_in, read
 from flashrl_verl.platforms.cores import bind_ranks
 from flashrl_verl.rollout.layer_check import keeps_fewer
 
@@ -31,6 +35,9 @@ LOG = "engine.log"
 
 _COUNT = "progress"
 """File in its folder with the number of responses so far."""
+
+_BATCHED_TOKENS = 4096
+"""Of a step of a CPU engine, where no prompt is longer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +75,9 @@ class Answer:
     """Numbers of the live model: ``quantized_layers``, ``unquantized_layers``, ``kept_layers``, ``weight_bytes``."""
     kernels: dict[str, str]
     seconds: dict[str, float]
-    """``start`` and ``generate``."""
+    """``start`` and ``generate``, of the last engine."""
+    kept: int = 0
+    """Responses of engines before it, which were stopped."""
 
 
 def ask(job: Job, folder: Path, progress: Callable[[int, int], None]) -> Answer:
@@ -122,26 +131,27 @@ def require_engine(precision: Precision, workers: list[dict[str, Any]], kept: di
             )
 
 
-def work(job: Job, count: Path) -> Answer:
-    """Start the engine, look at it, generate.
+def work(job: Job, folder: Path) -> Answer:
+    """Start the engine, look at it, generate what is not there.
 
     Args:
         job: what to do.
-        count: file that gets the number of responses so far.
+        folder: of the files that get the number of responses so far, and each response.
     """
     started = time.monotonic()
+    kept = len(read(folder / PARTIAL))
     llm = _start(job)
     workers = llm.collective_rpc("flashrl_layers")
     require_engine(Precision(job.precision), workers, job.layers)
     llm.collective_rpc("monkey_patch_model", kwargs={"vocab_size": job.vocab_size})  # as verl's server does
     ready = time.monotonic()
-    outputs = generate(llm, job, count)
+    responses = generate(llm, job, folder / _COUNT, folder / PARTIAL)
     ended = time.monotonic()
-    grouped = [outputs[first : first + job.samples] for first in range(0, len(outputs), job.samples)]
+    grouped = [responses[first : first + job.samples] for first in range(0, len(responses), job.samples)]
     first = workers[0]
     return Answer(
-        responses=[[list(output.token_ids) for output in group] for group in grouped],
-        truncated=[[output.finish_reason == "length" for output in group] for group in grouped],
+        responses=[[response.token_ids for response in group] for group in grouped],
+        truncated=[[response.truncated for response in group] for group in grouped],
         layers={
             "quantized_layers": first["quantized_layers"],
             "quantized": first["quantized"],
@@ -151,57 +161,94 @@ def work(job: Job, count: Path) -> Answer:
         },
         kernels=kernel_names(job.precision),
         seconds={"start": round(ready - started, 2), "generate": round(ended - ready, 2)},
+        kept=kept,
     )
 
 
 def _start(job: Job) -> Any:
     quantized = job.precision != Precision.BF16.value
+    longest = max(map(len, job.prompts)) + job.max_tokens
     arguments: dict[str, Any] = {}
     if vllm_device() != "cuda":
-        arguments["enforce_eager"] = True  # compiling takes a CPU longer than it gains
+        arguments = {"enforce_eager": True, **whole_prompts(longest)}  # compiling takes a CPU longer than it gains
         bind_ranks(job.tensor_parallel_size)
     return start(
         job.model,
         FlashRLConfig(precision=Precision(job.precision), **job.layers) if quantized else None,
         in_process=job.tensor_parallel_size == 1,  # one process to watch, and to read an error of
-        max_model_len=max(map(len, job.prompts)) + job.max_tokens,
+        max_model_len=longest,
         tensor_parallel_size=job.tensor_parallel_size,
         seed=job.seed,
         **arguments,
     )
 
 
-def generate(llm: Any, job: Job, count: Path) -> list[Any]:
-    """The responses, problem by problem; the file gets their number so far."""
+def whole_prompts(longest: int) -> dict[str, Any]:
+    """Arguments of a CPU engine whose requests have seeds: vLLM takes a draw back after every piece of a prompt but the last,
+    and a CPU's generator cannot (`GPUModelRunner._bookkeeping_sync`; 0.27)."""
+    return {"enable_chunked_prefill": False, "max_num_batched_tokens": max(longest, _BATCHED_TOKENS)}
+
+
+def generate(llm: Any, job: Job, count: Path, partial: Path | None = None) -> list[Response]:
+    """The responses, problem by problem.
+
+    vLLM's own loop over an offline engine (``LLM.generate``) gives them when all are there; this one keeps each when it ends.
+    Every request has random numbers of its own, the same in every engine. One that a stop cut off is drawn again as it was:
+    other draws would put responses of any length in the place of those that take longest. And two precisions share them
+    (common random numbers; vLLM takes the token of the largest probability over an exponential draw, the Gumbel-max trick),
+    so that their responses go apart only where their probabilities do.
+
+    Args:
+        llm: the engine.
+        job: what is asked.
+        count: file that gets the number of responses so far.
+        partial: file of those that are there, which gets the others; None: nothing is kept.
+    """
     from tqdm import tqdm
     from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
 
-    class Counted(tqdm):
-        """vLLM's bar, written down for the process that watches this one."""
-
-        def __init__(self, *args: Any, **kwargs: Any):
-            super().__init__(*args, **{**kwargs, "mininterval": 30.0})
-            self._counts = kwargs.get("desc") == "Processed prompts"  # vLLM shows others while it prepares
-
-        def update(self, n: float | None = 1) -> bool | None:
-            shown = super().update(n)
-            if self._counts:
-                scratch = count.with_suffix(".new")
-                scratch.write_text(str(int(self.n)))
-                scratch.replace(count)
-            return shown
-
-    params = SamplingParams(
+    common = dict(
         temperature=job.temperature,
         top_p=job.top_p,
         max_tokens=job.max_tokens,
         stop_token_ids=job.stop_token_ids,
         detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
     )
     # Each sample is a request of its own: vLLM shares a prompt's computation among them by its prefix cache.
-    prompts = [{"prompt_token_ids": ids} for ids in job.prompts for _ in range(job.samples)]
-    return [result.outputs[0] for result in llm.generate(prompts, params, use_tqdm=Counted)]
+    prompts = [ids for ids in job.prompts for _ in range(job.samples)]
+    there = {} if partial is None else read(partial)
+    engine = llm.llm_engine
+    for number, ids in enumerate(prompts):
+        if number not in there:
+            params = SamplingParams(**common, seed=_request_seed(job.seed, number))
+            engine.add_request(str(number), {"prompt_token_ids": ids}, params)
+    bar = tqdm(total=len(prompts), initial=len(there), desc="responses", mininterval=30.0)  # of the log
+    with bar, nullcontext() if partial is None else kept_in(partial) as keep:
+        while engine.has_unfinished_requests():
+            ended = [result for result in engine.step() if result.finished]
+            for result in ended:
+                number, output = int(result.request_id), result.outputs[0]
+                there[number] = Response(token_ids=list(output.token_ids), truncated=output.finish_reason == "length")
+                if keep is not None:
+                    keep(number, there[number])
+                bar.update()
+            if ended:
+                _write_count(count, len(there))
+    return [there[number] for number in range(len(prompts))]
+
+
+def _request_seed(seed: int, number: int) -> int:
+    """Of a request's own generator, 63 bits; seeds next to each other have nothing in common."""
+    return int(np.random.SeedSequence([seed, number]).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+def _write_count(count: Path, number: int) -> None:
+    scratch = count.with_suffix(".new")
+    scratch.write_text(str(number))
+    scratch.replace(count)
 
 
 if __name__ == "__main__":
-    run_child(Job, lambda job, folder: work(job, folder / _COUNT))
+    run_child(Job, work)

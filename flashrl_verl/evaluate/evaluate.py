@@ -15,8 +15,8 @@ from flashrl_verl import run_settings
 from flashrl_verl.config import FlashRLConfig, Precision
 from flashrl_verl.data.source import sha256
 from flashrl_verl.errors import ConfigError
-from flashrl_verl.evaluate.engine import LOG, Answer, Job, ask
-from flashrl_verl.evaluate.kept import RESPONSES, clear, finished, read_answer, settings_of, write_answer
+from flashrl_verl.evaluate.engine import Answer, Job, ask
+from flashrl_verl.evaluate.kept import RESPONSES, begin, begun, clear, finished, read_answer, settings_of, write_answer
 from flashrl_verl.evaluate.problems import Problem, read_problems
 from flashrl_verl.evaluate.report import Evaluated, Report
 from flashrl_verl.evaluate.scoring import load_reward, score
@@ -94,6 +94,7 @@ def run(config: EvalConfig, progress: Progress = lambda doing, done, total: None
     prompts, stops, tokenizer = prompts_of(checkpoint, problems, config)
     settings = {p: settings_of(config, checkpoint, prompts, stops, len(tokenizer), p) for p in config.precisions}
     left = [precision for precision in settings if not finished(output, precision, settings[precision], config.force)]
+    goes_on = {precision for precision in left if begun(output, precision, settings[precision], config.force)}
     model = _in_bf16(checkpoint, output, progress) if left else None
     for precision in left:
         job = Job(
@@ -110,6 +111,8 @@ def run(config: EvalConfig, progress: Progress = lambda doing, done, total: None
             vocab_size=len(tokenizer),
             tensor_parallel_size=config.tensor_parallel_size,
         )
+        if precision not in goes_on:
+            begin(output / precision.value, settings[precision])
         _generate(job, output / precision.value, settings[precision], progress)
     evaluated = []
     for precision in config.precisions:
@@ -199,8 +202,6 @@ def _is_export_of(checkpoint: Checkpoint, folder: Path) -> bool:
 
 
 def _generate(job: Job, folder: Path, settings: dict[str, Any], progress: Progress) -> None:
-    clear(folder, LOG)
-    folder.mkdir(parents=True)
     progress(f"{job.precision}: starting the engine", 0, 1)
     answer = ask(job, folder, lambda done, total: progress(f"{job.precision}: responses", done, total))
     write_answer(folder, answer, settings)

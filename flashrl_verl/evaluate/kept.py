@@ -15,7 +15,8 @@ import flashrl_verl
 from flashrl_verl.config import Precision
 from flashrl_verl.data.source import sha256
 from flashrl_verl.errors import ConfigError, FlashRLError
-from flashrl_verl.evaluate.engine import Answer
+from flashrl_verl.evaluate.engine import LOG, Answer
+from flashrl_verl.evaluate.partial import PARTIAL, Response, read
 from flashrl_verl.export.source import Checkpoint
 from flashrl_verl.whole_file import write_whole
 
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 
 GENERATED, ANSWER, RESPONSES = "settings.json", "answer.json", "responses.jsonl"
 """What its responses depend on, what its engine was, and the responses."""
+
+BEGUN = "begun.json"
+"""What the responses depend on that are being generated."""
 
 _LONG = ("checkpoint", "weights", "config", "prompts")
 """Paths, checksums and lists of files, which tell a reader nothing."""
@@ -76,7 +80,54 @@ def finished(output: Path, precision: Precision, settings: dict[str, Any], force
     folder = output / precision.value
     if force or not (folder / GENERATED).is_file():
         return False
-    before = _read(folder / GENERATED)
+    _require_same(folder, _read(folder / GENERATED), settings)
+    read_answer(folder)  # a damaged one is found out before another precision is generated
+    return True
+
+
+def begun(output: Path, precision: Precision, settings: dict[str, Any], force: bool) -> bool:
+    """Whether some responses of a precision are there, to go on behind.
+
+    Raises:
+        ConfigError: they are another evaluation's, or damaged.
+    """
+    folder = output / precision.value
+    if force or not (folder / BEGUN).is_file():
+        return False
+    before, there = _read(folder / BEGUN), read_responses(folder)
+    if there:
+        _require_same(folder, before, settings)
+    return bool(there)
+
+
+def begin(folder: Path, settings: dict[str, Any]) -> None:
+    """Make an empty folder of one precision, in place of what an earlier evaluation left.
+
+    Raises:
+        ConfigError: the folder holds something else.
+        FlashRLError: no space, no rights, ...
+    """
+    clear(folder, LOG if (folder / LOG).exists() else BEGUN)
+    try:
+        folder.mkdir(parents=True)
+        write_whole(folder / BEGUN, json.dumps(settings, indent=1).encode())
+    except OSError as error:
+        raise FlashRLError(f"{folder} cannot be written: {error}. Make room, or choose another --output") from error
+
+
+def read_responses(folder: Path) -> dict[int, Response]:
+    """Responses that a stopped engine has left.
+
+    Raises:
+        ConfigError: they are damaged.
+    """
+    try:
+        return read(folder / PARTIAL)
+    except (OSError, ValueError, TypeError) as error:
+        raise _damaged(folder / PARTIAL, error) from None
+
+
+def _require_same(folder: Path, before: dict[str, Any], settings: dict[str, Any]) -> None:
     changed = [key for key in settings if before.get(key) != settings[key]]
     if changed:
         words = ", ".join(
@@ -84,8 +135,6 @@ def finished(output: Path, precision: Precision, settings: dict[str, Any], force
             for key in changed
         )
         raise ConfigError(f"{folder} has responses that were generated otherwise: {words}. Choose another --output, or --force")
-    read_answer(folder)  # a damaged one is found out before another precision is generated
-    return True
 
 
 def write_answer(folder: Path, answer: Answer, settings: dict[str, Any]) -> None:
@@ -97,10 +146,11 @@ def write_answer(folder: Path, answer: Answer, settings: dict[str, Any]) -> None
     try:
         write_whole(folder / ANSWER, json.dumps(dataclasses.asdict(answer)).encode())
         write_whole(folder / GENERATED, json.dumps(settings, indent=1).encode())  # last
+        for name in (PARTIAL, BEGUN):
+            (folder / name).unlink(missing_ok=True)
     except OSError as error:
         raise FlashRLError(
-            f"the responses cannot be written to {folder}: {error}. Make room, or choose another --output; the same command "
-            "generates them again"
+            f"the responses cannot be written to {folder}: {error}. Make room; the same command goes on"
         ) from error
 
 

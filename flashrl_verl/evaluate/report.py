@@ -146,6 +146,8 @@ class Report:
         for one in self.evaluated:
             layers, seconds = one.answer.layers, one.answer.seconds
             made = f"generated in {seconds['generate']:.0f} s" if one.generated else "generated before"
+            if one.generated and one.answer.kept:
+                made += f" behind {one.answer.kept} responses that were there"
             lines.append(
                 f"{one.precision}: {layers['quantized_layers']} layers quantized, {layers['unquantized_layers']} not "
                 f"(kernel: {one.answer.kernels['linear']}), {made}, {one.truncated():.1%} of the responses truncated"

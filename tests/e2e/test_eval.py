@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from flashrl_verl.cli import app
 from flashrl_verl.errors import ConfigError
+from flashrl_verl.evaluate.partial import PARTIAL, read
 from flashrl_verl.toy.task import TaskConfig, split_problems, verl_rows
 
 pytestmark = [pytest.mark.cpu_e2e, pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -150,6 +151,40 @@ def test_ctrl_c_ends_the_engine_and_what_is_unfinished_is_not_taken_for_finished
     assert process.returncode == 130 and "the same command goes on" in said, said
     assert psutil.wait_procs(started, timeout=10)[1] == []
     assert not (tmp_path / "out" / "bf16" / "settings.json").exists()
+
+
+def test_what_a_stop_cut_off_is_drawn_again_as_it_was(checkpoint, data, tmp_path):
+    samples = 16  # more than an engine takes at a time
+    words = ["--precision", "bf16", "--n", samples, "--max-tokens", 64]
+    command = ["eval", checkpoint, "--data", data, "--output", tmp_path / "out", *words]
+    command += ["--reward-function", f"{PROGRAMS}/digit_reward.py:even_length"]
+    process = subprocess.Popen([sys.executable, "-m", "flashrl_verl.cli", *map(str, command)], stdout=subprocess.DEVNULL)
+    partial, deadline = tmp_path / "out" / "bf16" / PARTIAL, time.monotonic() + 300
+    while not (partial.is_file() and partial.stat().st_size) and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.002)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=400) == 130
+    kept = read(partial)
+    assert 0 < len(kept) < PROBLEMS * samples  # it was stopped in the middle
+    other = evaluate(checkpoint, data, tmp_path / "out", *words, "--seed", "1")
+    assert isinstance(other.exception, ConfigError) and "generated otherwise: --seed 0 (now 1)" in str(other.exception)
+    again, whole = (evaluate(checkpoint, data, tmp_path / name, *words) for name in ("out", "whole"))
+    assert again.exit_code == 0 and f"behind {len(kept)} responses" in again.output, (again.output, again.exception)
+    assert whole.exit_code == 0 and "behind" not in whole.output, (whole.output, whole.exception)
+    ours, theirs = (json.loads((tmp_path / name / "bf16" / "answer.json").read_text()) for name in ("out", "whole"))
+    mine, others = ([ids for group in one["responses"] for ids in group] for one in (ours, theirs))
+    assert [mine[number] for number in kept] == [response.token_ids for response in kept.values()]
+    # Other neighbours in a batch may round another way; a stream of draws that began anew would make all different.
+    assert sum(one == another for one, another in zip(mine, others, strict=True)) > 0.9 * len(mine)
+    assert not partial.exists() and ours["kept"] == len(kept)
+
+
+def test_precisions_share_their_random_numbers(evaluated, output):
+    bf16, int8 = (json.loads((output / name / "answer.json").read_text())["responses"] for name in ("bf16", "int8"))
+    pairs = [pair for one, other in zip(bf16, int8, strict=True) for pair in zip(one, other, strict=True)]
+    first = sum(one[0] == other[0] for one, other in pairs) / len(pairs)
+    shifted = sum(one[0] == other[0] for (one, _), (_, other) in zip(pairs, pairs[1:], strict=False)) / (len(pairs) - 1)
+    assert first > 0.8 and shifted < 0.5
 
 
 def test_an_engine_that_cannot_start_says_why_and_leaves_the_finished_precision(checkpoint, data, output, tmp_path, evaluated):
