@@ -209,11 +209,12 @@ def _start(job: Job, asked: Any) -> Any:
     from flashrl_verl.bench.mismatch_engine import require_formats
     from flashrl_verl.compat import vllm_device
     from flashrl_verl.config import FlashRLConfig, Precision
+    from flashrl_verl.evaluate.engine import whole_prompts
     from flashrl_verl.platforms.cores import bind_ranks
 
     longest, arguments = max(map(len, asked.prompts)) + job.max_tokens, {}
     if vllm_device() != "cuda":
-        arguments = engine.whole_prompts(longest)
+        arguments = whole_prompts(longest)
         bind_ranks(1)
     llm = start(
         job.tokenizer,
