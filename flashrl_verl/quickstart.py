@@ -67,7 +67,7 @@ def compose(overrides: Sequence[str]) -> DictConfig:
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    from flashrl_verl.unknown_keys import known_keys, near
+    from flashrl_verl.unknown_keys import hints
 
     require_verl()
     configs = ROOT / "recipe" / "flashrl" / "config"
@@ -82,9 +82,8 @@ def compose(overrides: Sequence[str]) -> DictConfig:
     except (HydraException, OmegaConfBaseException) as error:
         said = str(error)
         if unknown := re.search(r"Could not override '([^']+)'", said):
-            meant = near(unknown[1], known_keys(configs, "flashrl_trainer", ["experiment=quickstart"], [searchpath]))
-            said = f"there is no key {unknown[1]}{f' (near it: {meant})' if meant else ''}. "
-            said += "See `python -m recipe.flashrl.main_flashrl --dry-run` for those that are"
+            nowhere = f"there is no key {unknown[1]}. See `python -m recipe.flashrl.main_flashrl --dry-run` for those that are"
+            said = " ".join(hints([searchpath, *overrides], configs, "flashrl_trainer")) or nowhere
         raise ConfigError(f"Hydra refuses the overrides {' '.join(overrides)}: {said}") from error
 
 

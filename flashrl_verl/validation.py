@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from flashrl_verl.config import FlashRLConfig, KVCache
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.rules import ACTOR, CORRECTION, ROLLOUT, Rule, apply, get, one_of, positive_integer, refuse, words
+from flashrl_verl.unknown_keys import check_groups
 from flashrl_verl.validation_head import check_head
 from flashrl_verl.validation_model import check_model
 from flashrl_verl.validation_sampling import check_correction, check_engine_arguments
@@ -42,6 +43,7 @@ def validate_config(cfg: DictConfig) -> FlashRLConfig:
             "flashrl is missing: the configuration has no FlashRL settings. Remedy: choose an experiment, "
             "such as +experiment=base with hydra.searchpath=[pkg://flashrl_verl.configs]."
         )
+    check_groups(cfg)
     settings = FlashRLConfig.from_mapping(node)
     apply(cfg, _BACKEND)
     _check_copies(cfg)

@@ -5,12 +5,16 @@
 python scripts/figure_readme.py [PICTURE]
 """
 
+import hashlib
 import json
 import statistics
 import sys
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from flashrl_verl.bench import rollout_figure
+from flashrl_verl.bench.arms import Arm
 from flashrl_verl.bench.rollout_figure import Bar
 from flashrl_verl.bench.rollout_report import words
 from flashrl_verl.config import Precision
@@ -19,28 +23,41 @@ from flashrl_verl.report.palette import LINES, OF_PRECISION, TITLE
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
-LEARNING = "outliers-32"
-ARMS = {"bf16:tis": "BF16 with TIS", "int8:tis": "INT8 with TIS", "int8:none": "INT8 without TIS"}
+ROLLOUTS = ("rollout/qwen2.5-32b.jsonl", "throughput/qwen2.5-32b-80gb.jsonl")
+DECODING = "rollout/qwen2.5-32b-int8-kv.jsonl"
+STEP, REFIT = "step/h200.json", "refit/qwen2.5-32b.json"
+LEARNING = "learning/outliers-32.json"
+CURVES = {
+    "bf16:tis": ("BF16, TIS", LINES[1]),
+    "int8:tis": ("INT8, TIS", LINES[1]),
+    "int8:none": ("INT8, no correction", LINES[0]),
+}
+"""Names and lines as the pictures of docs/results/learning.md have them."""
+A100_GIB = 75
+"""Where vLLM has less than this, the GPU is named whose memory is about that: an A100-80GB gives 71 GiB."""
 
 
-def bars(*files: str) -> dict[str, list[Bar]]:
-    """What was measured in each file: BF16 and another arm at the same places."""
-    return {file: rollout_figure.bars(RESULTS / file) for file in files}
+@cache
+def raw(file: str) -> dict[str, Any]:
+    return json.loads((RESULTS / file).read_text())
+
+
+def digest() -> str:
+    """Of all that the picture shows: the picture has it too, so that one of other data is known."""
+    return hashlib.sha256(b"".join((RESULTS / file).read_bytes() for file in (*ROLLOUTS, LEARNING))).hexdigest()
 
 
 def pairs() -> list[tuple[str, Bar, Bar]]:
-    """Measurements of 32B with all of the GPU's memory and with little: where, BF16, and what it is compared with."""
+    """Where, BF16 and INT8, of every work and memory of a 32B rollout."""
     found = []
-    for file, of in bars("rollout/qwen2.5-32b.jsonl", "throughput/qwen2.5-32b-80gb.jsonl").items():
+    for of in (rollout_figure.bars(RESULTS / file) for file in ROLLOUTS):
         for bar in of:
-            if bar.arm.precision is Precision.INT8 and (base := rollout_figure.base_of(bar, of)):
-                memory = "all memory" if file.startswith("rollout") else "an A100-80GB's memory"
-                found.append((f"{words(bar.work)}, {memory}", base, bar))
+            base = rollout_figure.base_of(bar, of)
+            if base is not None and bar.arm == Arm(precision=Precision.INT8):
+                memory = f"{bar.memory_gib:.0f} GiB"
+                about = " (an A100-80GB gives 71)" if bar.memory_gib < A100_GIB else ""
+                found.append((f"{words(bar.work)}, {memory}{about}", base, bar))
     return found
-
-
-def learning() -> dict:
-    return json.loads((RESULTS / "learning" / f"{LEARNING}.json").read_text())
 
 
 def speed(bar: Bar) -> float:
@@ -48,90 +65,90 @@ def speed(bar: Bar) -> float:
     return statistics.median(bar.tokens_per_second)
 
 
+# ---- the table ----
+
+
 def table() -> list[str]:
     """Lines of Markdown."""
-    rows = [("", "BF16", "INT8", ""), ("---",) * 4, *speeds(), decoding(), step(), trained(), refit()]
+    rows = [("measured", "BF16", "INT8", "INT8 is"), ("---",) * 4, *speeds(), decoding(), step()]
     return ["| " + " | ".join(row) + " |" for row in rows]
 
 
 def speeds() -> list[tuple[str, ...]]:
-    page = "docs/results/throughput.md"
     found = [(place, speed(base), speed(bar)) for place, base, bar in pairs()]
     return [
-        (f"32B rollout, {place}, tokens/s", f"{bf16:.0f}", f"{int8:.0f}", f"[{int8 / bf16:.2f} x]({page})")
+        (f"rollout, {place}, tokens/s", f"{bf16:.0f}", f"{int8:.0f}", f"[{int8 / bf16:.2f} x](docs/results/throughput.md)")
         for place, bf16, int8 in found
     ]
 
 
 def decoding() -> tuple[str, ...]:
-    (of,) = bars("rollout/qwen2.5-32b-int8-kv.jsonl").values()
-    bf16, int8 = (
-        next(bar.work.sequences * (bar.work.response - 1) / bar.decode_seconds for bar in of if bar.arm.precision is precision)
-        for precision in (Precision.BF16, Precision.INT8)
-    )
-    what = "decoding at 8192 tokens, INT8 keys and values too, tokens/s"
+    per_second = {
+        bar.arm.precision: bar.work.sequences * (bar.work.response - 1) / bar.decode_seconds
+        for bar in rollout_figure.bars(RESULTS / DECODING)
+    }
+    bf16, int8 = per_second[Precision.BF16], per_second[Precision.INT8]
+    what = "decoding, 28 sequences of 8192 tokens, INT8 KV cache too, tokens/s"
     return what, f"{bf16:.0f}", f"{int8:.0f}", f"[{int8 / bf16:.2f} x](docs/results/rollout.md)"
 
 
 def step() -> tuple[str, ...]:
-    chosen = {("bf16", "auto"), ("int8", "int8_per_token_head")}
-    outcomes = json.loads((RESULTS / "step" / "h200.json").read_text())["outcomes"]
-    bf16, int8 = (one["whole"]["seconds"] for one in outcomes if tuple(one["choice"].values()) in chosen)
-    what = "the same, a whole step of DAPO-32B on 64 H200s, computed, s"
-    return what, f"{bf16:.0f}", f"{int8:.0f}", f"[{bf16 / int8:.2f} x](docs/results/step.md)"
+    seconds = {tuple(sorted(one["choice"].items())): one["whole"]["seconds"] for one in raw(STEP)["outcomes"] if one["whole"]}
+    bf16, int8, both = (
+        seconds[("kv_cache", kv_cache), ("precision", precision)]
+        for precision, kv_cache in (("bf16", "auto"), ("int8", "auto"), ("int8", "int8_per_token_head"))
+    )
+    what = "a step of DAPO on 64 H200s, INT8 KV cache too, *computed*, s"
+    gain = f"[{bf16 / both:.2f} x](docs/results/step.md), the weights alone {bf16 / int8:.2f} x"
+    return what, f"{bf16:.0f}", f"{both:.0f}", gain
 
 
-def trained() -> tuple[str, ...]:
-    record = learning()
-    final = {arm["arm"]: "{mean:.3f} ± {standard_error:.3f}".format(**arm["accuracy"]) for arm in record["arms"]}
-    what = f"accuracy after training with TIS, from {record['start']['mean@8']['value']:.2f}, much mismatch, asked in BF16"
-    return what, final["bf16:tis"], final["int8:tis"], f"[without TIS {final['int8:none']}](docs/results/learning.md)"
-
-
-def refit() -> tuple[str, ...]:
-    record = json.loads((RESULTS / "refit" / "qwen2.5-32b.json").read_text())
-    (one,) = [result for result in record["results"] if result["arm"] == "flashrl int8"]
-    seconds = statistics.median(one["refit_seconds"])
-    share = (one["read_bytes"] + one["written_bytes"]) / 1e9 / seconds / statistics.median(record["copy_gigabytes_per_second"])
-    what = "engine's part of a 32B weight update, verified, ms"
-    return what, "", f"{seconds * 1e3:.0f}", f"[at {share:.0%} of a copy's speed](docs/results/refit.md)"
+# ---- the picture ----
 
 
 def draw(path: Path) -> None:
     """Speed over BF16 on the left, learning on the right."""
     figure = new_figure(11, 3.6)
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
-    found = pairs()
-    for row, (_, base, bar) in enumerate(found):
-        for place, one in ((row - 0.2, base), (row + 0.2, bar)):
-            ratio = speed(one) / speed(base)
-            precision = one.arm.precision
-            left.barh(place, ratio, 0.38, color=OF_PRECISION[precision], label=precision.value.upper() if row == 0 else None)
-            said = f" {ratio:.2f} x" if one is bar else f" {speed(one):.0f} tokens/s"
-            left.annotate(said, (ratio, place), va="center", fontsize=8)
-    left.set_yticks(range(len(found)), [place.replace(", ", "\n") for place, *_ in found], fontsize=8)
-    left.invert_yaxis()
-    left.margins(x=0.2)
-    left.set_xlabel("generated tokens a second, BF16 = 1", fontsize=9)
-    left.set_title("Rollout of a 32B model on one H200", **TITLE)
-    left.legend(fontsize=8, frameon=False, loc="upper right")
-    runs = learning()["runs"]
-    for arm, label in ARMS.items():
-        curves = [run["series"]["accuracy"] for run in runs if run["arm"] == arm]
-        steps, values = curves[0]["step"], [*zip(*(curve["value"] for curve in curves), strict=True)]
-        colour, line = OF_PRECISION[Precision(arm.partition(":")[0])], LINES[arm.endswith("none")]
-        right.fill_between(steps, [*map(min, values)], [*map(max, values)], color=colour, alpha=0.12, linewidth=0)
-        right.plot(steps, [*map(statistics.mean, values)], line, color=colour, marker="o", markersize=4, label=label)
-    right.set_xlabel("training step", fontsize=9)
-    right.set_ylabel("accuracy on held-out chains", fontsize=9)
-    right.set_title("A small model, much mismatch", **TITLE)
-    right.legend(fontsize=8, frameon=False, loc="lower right")
+    draw_speeds(left)
+    draw_learning(right)
     for axes in (left, right):
         axes.tick_params(labelsize=8)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=130, metadata={"Source": digest()})
+
+
+def draw_speeds(axes: Any) -> None:
+    found = pairs()
+    for row, (_, base, bar) in enumerate(found):
+        for place, one in ((row - 0.2, base), (row + 0.2, bar)):
+            ratio, precision = speed(one) / speed(base), one.arm.precision
+            axes.barh(place, ratio, 0.38, color=OF_PRECISION[precision], label=precision.value.upper() if row == 0 else None)
+            said = f" {ratio:.2f} x" if one is bar else f" {speed(one):.0f} tokens/s"
+            axes.annotate(said, (ratio, place), va="center", fontsize=8)
+    axes.set_yticks(range(len(found)), [place.replace(", ", "\n").replace(" (an", "\n(an") for place, *_ in found], fontsize=8)
+    axes.invert_yaxis()
+    axes.margins(x=0.2)
+    axes.set_xlabel("generated tokens a second, BF16 = 1", fontsize=9)
+    axes.set_title("Rollout of a 32B model on one H200, by vLLM's memory", **TITLE)
+    axes.legend(fontsize=8, frameon=False, loc="upper right")
+
+
+def draw_learning(axes: Any) -> None:
+    for arm, (label, line) in CURVES.items():
+        curves = [run["series"]["accuracy"] for run in raw(LEARNING)["runs"] if run["arm"] == arm]
+        steps, values = curves[0]["step"], [*zip(*(curve["value"] for curve in curves), strict=True)]
+        colour = OF_PRECISION[Precision(arm.partition(":")[0])]
+        axes.fill_between(steps, [*map(min, values)], [*map(max, values)], color=colour, alpha=0.12, linewidth=0)
+        axes.plot(steps, [*map(statistics.mean, values)], line, color=colour, marker="o", markersize=4, label=label)
+    axes.set_xlabel("training step; mean and range of three seeds", fontsize=9)
+    axes.set_ylabel("held-out accuracy, run's own engine", fontsize=9)
+    axes.set_title("A small model, much mismatch", **TITLE)
+    axes.legend(fontsize=8, frameon=False, loc="lower right")
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] in (["-h"], ["--help"]):
+        sys.exit(__doc__)
     draw(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs" / "summary.png")
     print("\n".join(table()))

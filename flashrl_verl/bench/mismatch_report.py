@@ -152,7 +152,7 @@ def _draw_kl(axes: Axes, report: Report) -> None:
             beside = {"textcoords": "offset points", "va": "center", "fontsize": 7}
             axes.annotate(f"{value:.1e}", (value + error, y + shift), (6, 0), **beside)
         axes.plot([], [], marker, color="#444444", markerfacecolor="#444444" if name == "own" else "white", label=words)
-    axes.axvline(HEALTHY_KL, color="#666666", linestyle="--", linewidth=1, label="limit of a healthy run (1e-2)")
+    axes.axvline(HEALTHY_KL, color="#666666", linestyle="--", linewidth=1, label=f"look closer above {HEALTHY_KL:g}")
     axes.set_xlim(min([*drawn, HEALTHY_KL]) / 2, max([*drawn, HEALTHY_KL]) * 4)
     axes.set_ylim(len(report.results) - 0.4, -0.6)  # the first on top
     axes.set_yticks(range(len(report.results)), [_label(result) for result in report.results], fontsize=8)

@@ -112,7 +112,20 @@ def base_of(bar: Bar, among: list[Bar]) -> Bar | None:
     from flashrl_verl.bench.arms import Arm
     from flashrl_verl.config import Precision
 
-    return next((other for other in among if other.arm == Arm(precision=Precision.BF16) and other.place == bar.place), None)
+    return _at(bar, Arm(precision=Precision.BF16), among)
+
+
+def _at(bar: Bar, arm: Arm, among: list[Bar]) -> Bar | None:
+    return next((other for other in among if other.arm == arm and other.place == bar.place), None)
+
+
+def unit_of(panel: list[Bar]) -> Arm | None:
+    """The arm that speeds are multiples of: BF16, or the first, if it was measured wherever another was; else None."""
+    from flashrl_verl.bench.arms import Arm
+    from flashrl_verl.config import Precision
+
+    arms = dict.fromkeys([Arm(precision=Precision.BF16), *(bar.arm for bar in panel)])
+    return next((arm for arm in arms if all(_at(bar, arm, panel) is not None for bar in panel)), None)
 
 
 def speed_up(bar: Bar, among: list[Bar]) -> float | None:
@@ -176,27 +189,27 @@ def _table(found: list[Bar]) -> Table:
 
 
 def _plot(found: list[Bar], path: Path) -> None:
-    """A panel for each memory, and in it a group of bars for each model and work measured there: multiples of BF16's speed
-    where all of them have one."""
+    """A panel for each memory, and in it a group of bars for each model and work measured there, as multiples of one arm's
+    speed; all on one scale, so that memories can be compared."""
     from flashrl_verl.report.figure import new_figure
 
     memories = sorted({bar.memory_gib for bar in found}, key=lambda gib: -(gib or 0))
     panels = [[bar for bar in found if bar.memory_gib == memory] for memory in memories]
-    relative = [all(base_of(bar, panel) is not None for bar in panel) for panel in panels]
+    units = [unit_of(panel) for panel in panels]
     most = max(len(panel) for panel in panels)
     figure = new_figure(max(5.5, 1.5 + 0.42 * most), 0.8 + 2.5 * len(memories))
-    grid = figure.subplots(len(memories), 1, squeeze=False, sharey=all(relative))[:, 0]
-    for axes, panel, memory, multiples in zip(grid, panels, memories, relative, strict=True):
-        _draw(axes, panel, multiples)
+    grid = figure.subplots(len(memories), 1, squeeze=False, sharey=None not in units)[:, 0]
+    for axes, panel, memory, unit in zip(grid, panels, memories, units, strict=True):
+        _draw(axes, panel, unit)
         devices = ", ".join(dict.fromkeys(bar.device for bar in panel))
         axes.set_title(devices if memory is None else f"{devices}, {memory:.0f} GiB for vLLM", fontsize=9, loc="left")
-        axes.set_ylabel("generated tokens/s, BF16 = 1" if multiples else "generated tokens/s", fontsize=8)
+        axes.set_ylabel("generated tokens/s" if unit is None else f"generated tokens/s, {unit} = 1", fontsize=8)
     handles = {label: handle for axes in grid for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=len(handles), fontsize=8, frameon=False)
     figure.savefig(path, dpi=150)
 
 
-def _draw(axes: Axes, here: list[Bar], relative: bool) -> None:
+def _draw(axes: Axes, here: list[Bar], unit: Arm | None) -> None:
     from flashrl_verl.bench.rollout_report import words
     from flashrl_verl.config import KVCache
     from flashrl_verl.report.palette import OF_PRECISION
@@ -206,8 +219,8 @@ def _draw(axes: Axes, here: list[Bar], relative: bool) -> None:
     width = 0.84 / max(1, len(arms))
     for bar in here:
         at = groups.index((bar.model, bar.work)) + (arms.index(bar.arm) - (len(arms) - 1) / 2) * width
-        unit = statistics.median(base_of(bar, here).tokens_per_second) if relative else 1.0
-        speeds = [speed / unit for speed in bar.tokens_per_second]
+        base = 1.0 if unit is None else statistics.median(_at(bar, unit, here).tokens_per_second)
+        speeds = [speed / base for speed in bar.tokens_per_second]
         middle = statistics.median(speeds)
         axes.bar(
             at,
@@ -220,7 +233,7 @@ def _draw(axes: Axes, here: list[Bar], relative: bool) -> None:
             capsize=2,
             label=str(bar.arm),
         )
-        said = f"{middle:.2f}" if relative and middle != 1 else f"{statistics.median(bar.tokens_per_second):.0f}/s"
+        said = f"{statistics.median(bar.tokens_per_second):.0f}/s" if unit in (None, bar.arm) else f"{middle:.2f}"
         axes.annotate(said, (at, max(speeds)), ha="center", va="bottom", xytext=(0, 2), textcoords="offset points", fontsize=7)
     axes.set_xticks(range(len(groups)), [f"{model}\n{words(work)}" for model, work in groups], fontsize=8)
     axes.set_xlim(-0.6, len(groups) - 0.4)

@@ -24,6 +24,9 @@ from flashrl_verl.export.folder import read_object, some
 RECORD = "export.json"
 """This package's record in a folder that it exported."""
 
+_STEP = re.compile(r"global_step_(\d+)")
+"""Name of the folder that verl saves a step in."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
@@ -45,11 +48,11 @@ class Checkpoint:
     @property
     def name(self) -> str:
         """Of a folder to be made of it: that of the run, which may not be the only one with such a step, and the step."""
-        if self.ranks is None:
-            return self.path.name
-        step = (self.path.parent if self.path.name == "actor" else self.path).absolute()
-        run = step.parent.parent if step.parent.name == "checkpoints" else step.parent
-        return f"{run.name}-{step.name}" if self.step is not None and run.name else step.name
+        path = self.path.absolute()
+        if self.ranks is not None:
+            return _name_of(path)
+        # A model in the checkpoint that it was saved with, or in another folder of which it is the Hugging Face form.
+        return f"{_name_of(path.parent)}-{path.name}".lstrip("-") if path.name == "huggingface" else path.name
 
     def files(self) -> list[Path]:
         """The files that hold the weights."""
@@ -82,6 +85,21 @@ class Checkpoint:
         own = model.state_dict()
         named = ((name, own[key]) for name, key in _saved_names(model).items())
         return {name: tensor.shape for name, tensor in unfuse_moe_params(named, model.config.model_type)}
+
+
+def _name_of(path: Path) -> str:
+    """Of a checkpoint, by its folder or the actor's in it; of any other folder its own name.
+
+    Args:
+        path: absolute.
+    """
+    step = path.parent if path.name == "actor" else path
+    run = step.parent.parent if step.parent.name == "checkpoints" else step.parent
+    if not _STEP.fullmatch(step.name) or not run.name:
+        return step.name
+    if re.fullmatch(r"previous-\d+", run.name) and run.parent.name:  # moved aside in its run's folder (run_directory.py)
+        return f"{run.parent.name}-{run.name}-{step.name}"
+    return f"{run.name}-{step.name}"
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -134,7 +152,7 @@ def _of_run(actor: Path, ranks: int) -> Checkpoint:
             "them from the nodes that wrote them"
         )
     step_folder = actor.parent if actor.name == "actor" else actor
-    step = re.fullmatch(r"global_step_(\d+)", step_folder.name)
+    step = _STEP.fullmatch(step_folder.name)
     return Checkpoint(
         path=actor,
         folder=folder,

@@ -74,7 +74,7 @@ def _draw_mismatch(axes: Axes, metrics: Metrics) -> None:
     axes.set_yscale("log")
     if positive:
         axes.plot(*zip(*positive, strict=True), ".-", color=VERMILION, linewidth=1.5, label="per step")
-        axes.axhline(HEALTHY_KL, color="#666666", linestyle="--", linewidth=1, label="limit of a healthy run (1e-2)")
+        axes.axhline(HEALTHY_KL, color="#666666", linestyle="--", linewidth=1, label=f"look closer above {HEALTHY_KL:g}")
         low, high = min(v for _, v in positive), max(v for _, v in positive)
         axes.set_ylim(low / 5, max(high, HEALTHY_KL) * 5)
     _mark_not_finite(axes, steps, values)

@@ -226,7 +226,7 @@ def _mark_bars(axes: Axes, arms: Sequence[Arm]) -> None:
 def _mark_limit(axes: Axes, limit: float) -> None:
     low, high = axes.get_ylim()
     if high > limit / 10:  # far below it, the line would only squeeze the curves
-        axes.axhline(limit, color="#666666", linestyle=(0, (1, 1)), linewidth=1, label=f"limit of a healthy run ({limit:g})")
+        axes.axhline(limit, color="#666666", linestyle=(0, (1, 1)), linewidth=1, label=f"look closer above {limit:g}")
         axes.set_ylim(low, max(high, 2 * limit))
 
 

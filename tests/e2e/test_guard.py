@@ -31,7 +31,7 @@ def test_noise_in_the_rollouts_log_probs_is_stopped_within_the_patience_and_save
     guard = ("flashrl.guard.action=stop", "flashrl.guard.patience=2")
     run = recipe(NO_FILTER, *guard, "trainer.total_training_steps=6", "trainer.save_freq=1", fault="noisy_log_probs:2")
     assert run.returncode != 0
-    message = r"GuardError: step 3: .*rollout_corr/k3_kl=\S+ is beyond flashrl\.guard\.k3_kl_max=0\.05 for 2 steps"
+    message = r"GuardError: step 3: .*rollout_corr/k3_kl=\S+ is beyond flashrl\.guard\.k3_kl_max=0\.02 for 2 steps"
     assert re.search(message, run.output), run.failure
     metrics = run.metrics()
     assert steps_trained(run) == [1, 2, 3], "the step that is stopped is logged"
@@ -52,7 +52,7 @@ def test_a_resumed_run_goes_on_counting_and_warns_once(assets, tmp_path):
         assert run.returncode == 0, run.failure
         texts.append(run.output)
         os.rename(tmp_path / "log", tmp_path / f"log-{steps}")
-    warning = r"step 3: the guard: .*rollout_corr/k3_kl=\S+ is beyond flashrl\.guard\.k3_kl_max=0\.05 for 3 steps in a row"
+    warning = r"step 3: the guard: .*rollout_corr/k3_kl=\S+ is beyond flashrl\.guard\.k3_kl_max=0\.02 for 3 steps in a row"
     assert "the guard:" not in texts[0]
     assert re.search(warning, texts[1]), texts[1][-3000:]
     assert not re.search(r"step 4: the guard:[^;]*k3_kl", texts[1]), "told once"

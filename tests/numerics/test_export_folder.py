@@ -3,7 +3,6 @@
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import engines  # noqa: F401 - chooses verl's platform, which verl reads once
@@ -16,7 +15,7 @@ from flashrl_verl.config import Precision
 from flashrl_verl.errors import ConfigError, FlashRLError
 from flashrl_verl.export.export import Request, export
 from flashrl_verl.export.folder import INDEX
-from flashrl_verl.export.source import Checkpoint, open_checkpoint
+from flashrl_verl.export.source import open_checkpoint
 from flashrl_verl.rollout.adapter import cast_for_rollout
 
 GATE = "model.layers.1.mlp.gate"
@@ -98,26 +97,6 @@ def test_transformers_and_vllm_round_the_gate_of_a_model_that_holds_it_in_bf16(t
         built.load_weights(iter(load_file(output / "model.safetensors").items()))
         held = dict(built.named_parameters())[name]
         assert held.dtype == torch.bfloat16 and torch.equal(held.cpu(), sent.bfloat16())
-
-
-# ---- what a folder made of a checkpoint is called ----
-
-
-@pytest.mark.parametrize(
-    ("path", "step", "name"),
-    [
-        ("runs/dapo-32b-int8/global_step_100/actor", 100, "dapo-32b-int8-global_step_100"),
-        ("outputs/quickstart/checkpoints/global_step_30/actor", 30, "quickstart-global_step_30"),
-        ("global_step_7", 7, "here-global_step_7"),  # as `flashrl eval global_step_7` is asked inside a run's folder
-        ("saved/actor", None, "saved"),
-    ],
-)
-def test_the_steps_of_two_runs_have_names_of_their_own(tmp_path, monkeypatch, path, step, name):
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    of_ranks = Checkpoint(path=Path(path), folder=Path(path), ranks=2, step=step, settings=None, config={})
-    assert of_ranks.name == name
-    assert replace(of_ranks, path=Path("models/Qwen2.5-7B"), ranks=None, step=None).name == "Qwen2.5-7B"
 
 
 # ---- which files ----

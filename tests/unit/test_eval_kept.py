@@ -17,7 +17,7 @@ from flashrl_verl import whole_file
 from flashrl_verl.config import Precision
 from flashrl_verl.errors import ConfigError, FlashRLError
 from flashrl_verl.evaluate.engine import Answer
-from flashrl_verl.evaluate.evaluate import EvalConfig, _is_export_of, prompts_of, run
+from flashrl_verl.evaluate.evaluate import EvalConfig, _is_export_of, _write_responses, prompts_of, run
 from flashrl_verl.evaluate.kept import ANSWER, GENERATED, finished, read_answer, settings_of, write_answer
 from flashrl_verl.evaluate.problems import read_problems
 from flashrl_verl.export.source import open_checkpoint
@@ -163,6 +163,23 @@ def test_a_full_disk_leaves_the_precision_unfinished_and_no_empty_file(tmp_path,
         write_answer(tmp_path, ANSWERED, {"seed": 0})
     assert [path.name for path in tmp_path.iterdir()] == [ANSWER]
     assert not finished(tmp_path.parent, Precision.BF16, {"seed": 0}, force=False)
+
+
+def test_a_full_disk_leaves_the_responses_that_were_there(config, monkeypatch):
+    file, problems = config.output / "responses.jsonl", read_problems(config.data)[0]
+    config.output.mkdir()
+    _write_responses(file, problems, [["2", "3"]], [[1.0, 0.0]], ANSWERED)
+    before = file.read_bytes()
+
+    def full(path, content):
+        path.write_bytes(content[:10])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(whole_file, "write_synced", full)
+    with pytest.raises(OSError, match="No space left"):
+        _write_responses(file, problems, [["4", "5"]], [[0.0, 0.0]], ANSWERED)
+    assert json.loads(before)["responses"] == ["2", "3"]
+    assert file.read_bytes() == before and list(config.output.iterdir()) == [file]
 
 
 def test_what_is_written_is_what_is_read(tmp_path):

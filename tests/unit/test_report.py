@@ -156,7 +156,7 @@ def test_a_run_says_how_much_it_rejected(run):
 
 
 def test_the_guards_alarm_is_as_far_above_the_line_of_healthy_runs_as_the_palette_says():
-    assert GuardConfig().k3_kl_max == pytest.approx(5 * palette.HEALTHY_KL)
+    assert GuardConfig().k3_kl_max == pytest.approx(2 * palette.HEALTHY_KL)
 
 
 def test_wall_time_of_a_resumed_run_is_the_sum_and_says_of_what(run):

@@ -4,8 +4,6 @@
 import json
 import re
 import statistics
-import subprocess
-import sys
 
 import pytest
 from result_pages import RESULTS, page, raw, tables
@@ -269,12 +267,3 @@ def test_the_plan_is_within_1_percent_of_every_measured_kv_cache_and_within_20_o
                 continue
             assert float(whole_planned) == pytest.approx(float(whole), rel=0.2)
             assert float(decode_planned) == pytest.approx(float(decode), rel=0.2)
-
-
-def test_the_readmes_results_are_those_of_the_raw_data(tmp_path):
-    """Its script reads raw data alone; the pages' own tests compare what they say with the same."""
-    script = RESULTS.parents[1] / "scripts" / "figure_readme.py"
-    done = subprocess.run([sys.executable, script, tmp_path / "summary.png"], capture_output=True, text=True, check=True)
-    readme = (RESULTS.parents[1] / "README.md").read_text()
-    assert f"## Results\n\n{done.stdout}\n" in readme and done.stdout.count("\n") == 10
-    assert (tmp_path / "summary.png").stat().st_size > 20_000

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tables of learning runs in docs/results are those of the raw data beside them, and that is the mean of its runs."""
 
+import itertools
 import json
 import math
-import re
 import statistics
 
 import pytest
 from result_pages import RESULTS, page, tables
+
+from flashrl_verl.guard_settings import GuardConfig
 
 EXPERIMENTS = {"32 times": "outliers-32", "16 times": "outliers-16", "none": "constant-rate"}
 """In the order of the page, with their names in the table of differences."""
@@ -65,6 +67,10 @@ def test_every_difference_is_in_the_table_with_its_figures(records):
             mean, reach = statistics.mean(gaps), T_95 * error(gaps)
             assert pair["paired"]["interval"] == pytest.approx([mean - reach, mean + reach], abs=2e-4)
             cells = [place, pair["arm"], pair["minus"], pair["figure"], f"{mean:+.3f}", f"{error(gaps):.3f}"]
+            ours, theirs = (error([*values.values()]) for values in (one, other))
+            freedom = (ours**2 + theirs**2) ** 2 / ((ours**4 + theirs**4) / (len(one) - 1))  # Welch and Satterthwaite
+            assert pair["welch"]["freedom"] == pytest.approx(freedom, rel=2e-2)
+            assert pair["welch"]["standard_error"] == pytest.approx(math.hypot(ours, theirs), rel=1e-2)
             for low, high in ([mean - reach, mean + reach], pair["welch"]["interval"]):
                 cells.append(f"[{low:+.3f}, {high:+.3f}]")
             expected.append([*cells, f"{pair['paired']['detectable']:.3f}"])
@@ -72,52 +78,115 @@ def test_every_difference_is_in_the_table_with_its_figures(records):
 
 
 def test_the_summary_is_that_of_the_experiments(records):
-    for row, record in zip(tables("learning.md")[SUMMARY][1:], reversed(records.values()), strict=True):
-        bf16 = "final, BF16" in figures_of(record)
-        cells = []
+    names = {"none": "as warmed up", "16 times": "16 times as large", "32 times": "32 times as large"}
+    for row, (place, name) in zip(tables("learning.md")[SUMMARY][1:], names.items(), strict=True):
+        record, cells = records[place], []
+        for arm in ("int8:tis", "int8:none"):
+            k3 = [run["series"]["k3_kl"]["value"] for run in record["runs"] if run["arm"] == arm]
+            cells.append(f"{statistics.mean(map(statistics.mean, k3)):.1e} ({max(map(max, k3)):.1e})")
         for one, other in (("int8:tis", "bf16:tis"), ("int8:tis", "int8:none")):
-            mine, theirs = ([*by_seed(record, arm, "final, BF16" if bf16 else "own").values()] for arm in (one, other))
+            mine, theirs = ([*by_seed(record, arm, final_of(record)).values()] for arm in (one, other))
             gap, spread = statistics.mean(mine) - statistics.mean(theirs), math.hypot(error(mine), error(theirs))
-            cells.append(f"{gap:+.3f} ± {spread:.3f}" + ("" if bf16 else ", own engines"))
-        k3 = [run["series"]["k3_kl"]["value"] for run in record["runs"] if run["arm"].startswith("int8")]
-        mean, largest = statistics.mean(map(statistics.mean, k3)), max(map(max, k3))
-        assert row[1:] == [f"{mean:.1e} ({largest:.1e})", *cells]
+            cells.append(f"{gap:+.3f} ± {spread:.3f}")
+        assert name in row[0] and row[1:] == cells
 
 
-def test_the_words_say_what_the_runs_have(records):
-    words = " ".join(page("learning.md").split())
-    swing = next(
-        run["series"]["accuracy"]["value"] for run in records["none"]["runs"] if (run["arm"], run["seed"]) == ("bf16:tis", 1)
-    )
+def test_every_table_of_arms_is_under_its_experiment(records):
+    text = page("learning.md")
+    for place, title in {"32 times": "## 32 times", "16 times": "## 16 times", "none": "## Without outliers"}.items():
+        section = text.partition(title)[2].partition("\n## ")[0]
+        assert f"(learning/{EXPERIMENTS[place]}.png)" in section
+        ours = [arm for arm in records[place]["arms"] if arm["arm"] == "int8:tis"]
+        assert f"| int8:tis | 3/3 | {ours[0]['accuracy' if ours[0]['accuracy'] else 'own']['mean']:.3f} ±" in section
+
+
+def final_of(record) -> str:
+    return figures_of(record)[0]
+
+
+@pytest.fixture(scope="module")
+def words() -> str:
+    return " ".join(page("learning.md").split())
+
+
+def test_the_words_about_constant_rate_say_what_the_runs_have(records, words):
+    runs = records["none"]["runs"]
+    swing = next(run["series"]["accuracy"]["value"] for run in runs if (run["arm"], run["seed"]) == ("bf16:tis", 1))
     assert f"had {swing[2]:.2f} at step 40, between {swing[1]:.2f} and {swing[3]:.2f}" in words
-    most = records["32 times"]
-    ends = [f"{value:.3f}" for value in by_seed(most, "int8:none", "final, BF16").values()]
-    assert f"ended at {ends[0]}, {ends[1]} and {ends[2]}" in words
-    fallen = next(run["series"] for run in most["runs"] if run["arm"] == "int8:none")
-    before, twenty, *_ = fallen["accuracy"]["value"]
-    assert f"went from {before:.3f} to {twenty:.3f} in twenty steps" in words
-    assert f"rose to {max(fallen['k3_kl']['value']):.1e}" in words
-    corrected = [run["series"]["accuracy"]["value"][1] for run in most["runs"] if run["arm"].endswith(":tis")]
+
+
+def test_the_words_about_32_times_say_what_the_runs_have(records, words):
+    record = records["32 times"]
+    ends = [f"{value:.3f}" for value in by_seed(record, "int8:none", "final, BF16").values()]
+    assert "ended at {}, {} and {}.".format(*ends) in words
+    curves = [run["series"]["accuracy"]["value"] for run in record["runs"] if run["arm"] == "int8:none"]
+    assert "they had {:.3f}, {:.3f} and {:.3f}:".format(*(curve[1] for curve in curves)) in words
+    k3 = [run["series"]["k3_kl"]["value"] for run in record["runs"] if run["arm"] == "int8:none"]
+    assert f"went down from {curves[0][0]:.3f}, while its k3 KL rose to {max(k3[0]):.1e}" in words
+    corrected = [run["series"]["accuracy"]["value"][1] for run in record["runs"] if run["arm"].endswith(":tis")]
     assert f"every run with TIS had {math.floor(100 * min(corrected)) / 100} or more" in words
-    cut = next(arm["truncated_share"]["mean"] for arm in most["arms"] if arm["arm"] == "int8:tis")
-    assert f"TIS cut one of {round(1 / cut, -3):,.0f} weights" in words
-    seeds = [statistics.mean(by_seed(most, "int8:tis", figure).values()) for figure in ("final, BF16", "own")]
-    assert f"INT8 with TIS is {seeds[0] - seeds[1]:.3f} lower than in BF16" in words
+    cut = next(arm["truncated_share"]["mean"] for arm in record["arms"] if arm["arm"] == "int8:tis")
+    assert 3900 < 1 / cut < 4000 and "TIS cut one of 4,000 weights" in words
+    final, own = (by_seed(record, "int8:tis", figure) for figure in ("final, BF16", "own"))
+    gaps = [final[seed] - own[seed] for seed in final]
+    assert f"has {statistics.mean(gaps):.3f} ± {error(gaps):.3f} less in its own engine" in words
     starts = [records[place]["start"]["mean@8"]["value"] for place in ("16 times", "32 times")]
     assert "gives the starts {:.3f} (16) and {:.3f} (32)".format(*starts) in words
-    gap = re.search(r"INT8 with TIS ends ([\d.]+) below BF16 with TIS, more than one standard error", words).group(1)
-    pair = next(pair for pair in records["16 times"]["differences"] if pair["minus"] == "bf16:tis")
-    assert gap == f"{-pair['paired']['mean']:.3f}" and pair["paired"]["interval"][1] < 0 < pair["welch"]["interval"][1]
 
 
-def test_the_mismatch_of_outliers_is_in_the_table_with_its_figures():
+def test_the_words_about_the_guard_say_what_the_runs_have(records, words):
+    def in_a_row(values, limit: float) -> int:
+        return max((len([*group]) for above, group in itertools.groupby(value > limit for value in values) if above), default=0)
+
+    runs = {
+        (place, run["arm"], run["seed"]): run["series"]["k3_kl"]["value"] for place in records for run in records[place]["runs"]
+    }
+    behind = runs.pop(("32 times", "int8:none", 0))
+    assert sum(value > 1e-2 for value in behind) == 20 and in_a_row(behind, 2e-2) == 5 and max(behind) < 0.05
+    assert all(in_a_row(values, 1e-2) <= 1 for values in runs.values())
+    assert "twenty steps with a k3 KL above 1e-2, five in a row above 2e-2" in words and GuardConfig().k3_kl_max == 2e-2
+    watched = json.loads((RESULTS / "learning" / "outliers-guard.json").read_text())["runs"]
+    first = {
+        (run["factor"], run["arm"], run["seed"]): next((i + 1 for i, n in enumerate(run["events"]) if n), None)
+        for run in watched
+    }
+    warned = {key: step for key, step in first.items() if step}
+    assert {key[:2] for key in warned} == {(32, "int8:none"), (32, "int8:tis")} and len(warned) == 6
+    assert warned.pop((32, "int8:none", 0)) == 4 and (min(warned.values()), max(warned.values())) == (8, 33)
+    assert "in the one in step 4, in the others between 8 and 33" in words
+    for run in watched:  # three steps in a row below 0.9, and nothing else, warned
+        found = [i + 1 for i in range(2, 60) if all(value < 0.9 for value in run["correlation"][i - 2 : i + 1])]
+        assert next(iter(found), None) == first[run["factor"], run["arm"], run["seed"]]
+
+
+def test_the_words_about_16_times_say_what_the_runs_have(records, words):
+    record = records["16 times"]
+    mine, theirs = (by_seed(record, arm, "final, BF16") for arm in ("int8:tis", "bf16:tis"))
+    gaps = [mine[seed] - theirs[seed] for seed in mine]
+    gap = statistics.mean(gaps)
+    by_runs = math.hypot(error([*mine.values()]), error([*theirs.values()]))
+    errors = f"{-gap / error(gaps):.1f} standard errors paired by seed, {-gap / by_runs:.1f} unpaired"
+    assert f"{-gap:.3f} below BF16 with TIS: {errors}" in words
+    pair = next(pair for pair in record["differences"] if pair["minus"] == "bf16:tis")
+    assert pair["paired"]["interval"][1] < 0 < pair["welch"]["interval"][1]
+    assert len(tables("learning.md")[DIFFERENCES]) == 16 and "one of the fifteen intervals" in words
+    other = statistics.mean(by_seed(records["32 times"], "bf16:tis", "final, BF16").values())
+    assert f"differs by {other - statistics.mean(theirs.values()):.3f} between this experiment and the one above" in words
+
+
+def test_the_mismatch_of_outliers_is_in_the_table_with_its_figures(words):
     raw = json.loads((RESULTS / "learning" / "outliers-cpu.json").read_text())
-    shown = {}
+    shown, tokens = {}, {}
     for row in raw["mismatch"]:
-        cell = f"{row['k3_kl']:.1e} ± {row['k3_kl_standard_error']:.0e}"
-        shown.setdefault(str(row["factor"] or "none"), {})[row["precision"]] = cell
-    expected = [[name, *(cells.get(arm, "not measured") for arm in ("bf16", "int8", "fp8"))] for name, cells in shown.items()]
+        name = str(row["factor"] or "none")
+        tokens.setdefault(name, str(row["tokens"]))
+        shown.setdefault(name, {})[row["precision"]] = f"{row['k3_kl']:.1e} ± {row['k3_kl_standard_error']:.0e}"
+    arms = ("bf16", "int8", "fp8")
+    expected = [[name, tokens[name], *(cells.get(arm, "not measured") for arm in arms)] for name, cells in shown.items()]
     assert tables("learning.md")[MISMATCH][1:] == expected
-    first = next(run for run in raw["first_steps"] if (run["factor"], run["arm"]) == (64, "bf16:none"))
-    words = " ".join(page("learning.md").split())
-    assert "With 64 BF16 itself fell from {:.2f} to {:.2f} in its second step".format(*first["score"]) in words
+    first = {(run["factor"], run["arm"]): run for run in raw["first_steps"]}
+    scores = first[64, "bf16:none"]["score"]
+    assert "With 64, BF16 itself fell from {:.2f} to {:.2f} in its second step".format(*scores) in words
+    correlations = first[64, "int8:none"]["correlation"]
+    log = " ".join((RESULTS.parent / "LOG.md").read_text().split())
+    assert f"the correlation of probabilities {min(correlations):.2f} to {max(correlations):.2f}" in log

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from flashrl_verl.bench.rollout_figure import COLUMNS, bars, rows
+from flashrl_verl.bench.rollout_figure import COLUMNS, bars, rows, unit_of
 from flashrl_verl.cli import app
 from flashrl_verl.errors import ConfigError
 
@@ -49,6 +49,13 @@ def test_ratios_are_to_bf16_at_the_same_model_memory_and_work(tmp_path):
 def test_without_bf16_there_is_no_ratio(tmp_path):
     (row, _) = rows(bars(results(tmp_path / "one", arms=("int8",), seconds=(3.0,))))
     assert dict(zip(COLUMNS, row, strict=True))["x BF16"] == "-"
+
+
+def test_speeds_are_drawn_as_multiples_of_bf16_or_of_what_was_measured_everywhere(tmp_path):
+    both, alone = bars(results(tmp_path / "both")), bars(results(tmp_path / "alone", arms=("int8", "fp8")))
+    assert str(unit_of(both)) == "bf16" and str(unit_of(alone)) == "int8"
+    missing = [bar for bar in alone if (str(bar.arm), bar.work.sequences) != ("int8", 2)]
+    assert str(unit_of(missing)) == "fp8" and unit_of([*missing[:1], *missing[2:]]) is None
 
 
 def test_the_command_writes_picture_and_table(tmp_path):
