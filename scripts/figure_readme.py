@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
 ROLLOUTS = ("rollout/qwen2.5-32b.jsonl", "throughput/qwen2.5-32b-80gb.jsonl")
 DECODING = "rollout/qwen2.5-32b-int8-kv.jsonl"
-STEP, REFIT = "step/h200.json", "refit/qwen2.5-32b.json"
+STEP = "step/h200.json"
 LEARNING = "learning/outliers-32.json"
 CURVES = {
     "bf16:tis": ("BF16, TIS", LINES[1]),
@@ -149,6 +149,7 @@ def draw_learning(axes: Any) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] in (["-h"], ["--help"]):
-        sys.exit(__doc__)
+        print(__doc__)
+        sys.exit()
     draw(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs" / "summary.png")
     print("\n".join(table()))

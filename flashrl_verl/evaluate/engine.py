@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -225,7 +224,7 @@ def generate(llm: Any, job: Job, count: Path, partial: Path | None = None) -> li
             params = SamplingParams(**common, seed=_request_seed(job.seed, number))
             engine.add_request(str(number), {"prompt_token_ids": ids}, params)
     bar = tqdm(total=len(prompts), initial=len(there), desc="responses", mininterval=30.0)  # of the log
-    with bar, nullcontext() if partial is None else kept_in(partial) as keep:
+    with bar, contextlib.nullcontext() if partial is None else kept_in(partial) as keep:
         while engine.has_unfinished_requests():
             ended = [result for result in engine.step() if result.finished]
             for result in ended:

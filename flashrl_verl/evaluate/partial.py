@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 PARTIAL = "responses.partial"
 """Name of the file, in the precision's folder."""
@@ -23,24 +22,28 @@ class Response:
     """Whether it ended at the longest length."""
 
 
-class Keep(Protocol):
-    def __call__(self, number: int, response: Response) -> None:
-        """Keep the response to a request, by the request's number."""
-
-
 def read(path: Path) -> dict[int, Response]:
-    """Responses by the number of their request; none where there is no file. What a stop cut off in the middle is left out."""
+    """Responses by the number of their request; none where there is no file. What a stop cut off in the middle is left out.
+
+    Raises:
+        ValueError, TypeError: a line is something else.
+    """
     found = {}
     for line in path.read_bytes().splitlines(keepends=True) if path.is_file() else ():
         if line.endswith(b"\n"):
             number, token_ids, truncated = json.loads(line)
+            if not isinstance(token_ids, list):
+                raise TypeError(f"a {type(token_ids).__name__} instead of a response's tokens")
             found[number] = Response(token_ids=token_ids, truncated=truncated)
     return found
 
 
 @contextmanager
-def kept_in(path: Path) -> Iterator[Keep]:
+def kept_in(path: Path) -> Iterator[Callable[[int, Response], None]]:
     """Open the file to keep more; a line that was cut off is taken out.
+
+    Yields:
+        What keeps a response, by the number of its request.
 
     Raises:
         OSError: no space, no rights, ...

@@ -103,7 +103,7 @@ def test_responses_of_other_settings_are_refused_until_they_are_forced_away(fold
 
 
 @pytest.mark.parametrize("name", [PARTIAL, BEGUN])
-@pytest.mark.parametrize("content", [b"{\n", b"1\n", b"[1,[2]]\n", b"\xff\n"])
+@pytest.mark.parametrize("content", [b"{\n", b"1\n", b"[1,[2]]\n", b"[1,2,false]\n", b"\xff\n"])
 def test_a_damaged_file_is_one_error_that_names_force(folder, name, content):
     keep_one(folder)
     (folder / name).write_bytes(content)
