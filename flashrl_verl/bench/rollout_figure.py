@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``flashrl bench rollout-figure``: several results of ``flashrl bench rollout`` in one picture and one table: speed by model,
-memory, work and arm, beside BF16."""
+memory, work and arm, beside BF16 of the same measurement: machines of one type differ by a few percent."""
 
 from __future__ import annotations
 
@@ -27,6 +27,8 @@ COLUMNS = ("model", "GPU", "memory GiB", "work", "arm", "tokens/s", "x BF16", "d
 class Bar:
     """One arm's speed at one work of one measurement."""
 
+    run: Path
+    """The measurement, a file: only bars of one are compared."""
     model: str
     device: str
     memory_gib: float | None
@@ -46,9 +48,9 @@ class Bar:
         return [self.work.sequences * self.work.response / s for s in self.seconds]
 
     @property
-    def place(self) -> tuple[str, str, float | None, Work]:
+    def place(self) -> tuple[Path, str, str, float | None, Work]:
         """What two bars share that are to be compared."""
-        return self.model, self.device, self.memory_gib, self.work
+        return self.run, self.model, self.device, self.memory_gib, self.work
 
 
 def rollout_figure(
@@ -60,7 +62,8 @@ def rollout_figure(
         "outputs/rollout.png"
     ),
 ) -> None:
-    """Put several results of `flashrl bench rollout` (models, GPU memories) in one picture and one table."""
+    """Put several results of `flashrl bench rollout` (models, GPU memories) in one picture and one table. An arm is compared
+    with BF16 of the same folder."""
     found = [bar for path in results for bar in bars(path)]
     output.parent.mkdir(parents=True, exist_ok=True)
     written = write(found, output)
@@ -94,6 +97,7 @@ def bars(path: Path) -> list[Bar]:
             decode = statistics.median(rollout.decode_seconds(timing))
             found.append(
                 Bar(
+                    run=file,
                     model=Path(config.model).name,
                     device=report.environment["device"],
                     memory_gib=None if memory is None else memory * config.gpu_memory_utilization / 2**30,
@@ -108,7 +112,7 @@ def bars(path: Path) -> list[Bar]:
 
 
 def base_of(bar: Bar, among: list[Bar]) -> Bar | None:
-    """BF16 with the model's KV dtype at the same place; None where it was not measured."""
+    """BF16 with the model's KV dtype at the same place of the same measurement; None where it was not measured."""
     from flashrl_verl.bench.arms import Arm
     from flashrl_verl.config import Precision
 
@@ -117,6 +121,18 @@ def base_of(bar: Bar, among: list[Bar]) -> Bar | None:
 
 def _at(bar: Bar, arm: Arm, among: list[Bar]) -> Bar | None:
     return next((other for other in among if other.arm == arm and other.place == bar.place), None)
+
+
+def names(found: list[Bar]) -> dict[Path, str]:
+    """What to call a measurement's model: by the measurement too where another was of the same work and memory."""
+    from flashrl_verl.bench.rollout import RESULTS
+
+    runs: dict[tuple[object, ...], set[Path]] = {}
+    for bar in found:
+        runs.setdefault(bar.place[1:], set()).add(bar.run)
+    twice = set().union(*(of for of in runs.values() if len(of) > 1))
+    called = {bar.run: bar.run.parent.name if bar.run.name == RESULTS else bar.run.stem for bar in found}
+    return {bar.run: f"{bar.model} ({called[bar.run]})" if bar.run in twice else bar.model for bar in found}
 
 
 def unit_of(panel: list[Bar]) -> Arm | None:
@@ -138,7 +154,7 @@ def rows(found: list[Bar]) -> list[list[str]]:
     """A row of ``COLUMNS`` for every bar."""
     from flashrl_verl.bench.rollout_report import words
 
-    table = []
+    table, called = [], names(found)
     for bar in found:
         base, whole, speeds = base_of(bar, found), speed_up(bar, found), bar.tokens_per_second
         decode = None
@@ -146,7 +162,7 @@ def rows(found: list[Bar]) -> list[list[str]]:
             decode = base.decode_seconds / bar.decode_seconds
         table.append(
             [
-                bar.model,
+                called[bar.run],
                 bar.device,
                 "-" if bar.memory_gib is None else f"{bar.memory_gib:.0f}",
                 words(bar.work),
@@ -196,11 +212,11 @@ def _plot(found: list[Bar], path: Path) -> None:
     memories = sorted({bar.memory_gib for bar in found}, key=lambda gib: -(gib or 0))
     panels = [[bar for bar in found if bar.memory_gib == memory] for memory in memories]
     units = [unit_of(panel) for panel in panels]
-    most = max(len(panel) for panel in panels)
+    most, called = max(len(panel) for panel in panels), names(found)
     figure = new_figure(max(5.5, 1.5 + 0.42 * most), 0.8 + 2.5 * len(memories))
     grid = figure.subplots(len(memories), 1, squeeze=False, sharey=None not in units)[:, 0]
     for axes, panel, memory, unit in zip(grid, panels, memories, units, strict=True):
-        _draw(axes, panel, unit)
+        _draw(axes, panel, unit, called)
         devices = ", ".join(dict.fromkeys(bar.device for bar in panel))
         axes.set_title(devices if memory is None else f"{devices}, {memory:.0f} GiB for vLLM", fontsize=9, loc="left")
         axes.set_ylabel("generated tokens/s" if unit is None else f"generated tokens/s, {unit} = 1", fontsize=8)
@@ -209,16 +225,16 @@ def _plot(found: list[Bar], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _draw(axes: Axes, here: list[Bar], unit: Arm | None) -> None:
+def _draw(axes: Axes, here: list[Bar], unit: Arm | None, called: dict[Path, str]) -> None:
     from flashrl_verl.bench.rollout_report import words
     from flashrl_verl.config import KVCache
     from flashrl_verl.report.palette import OF_PRECISION
 
     arms = list(dict.fromkeys(bar.arm for bar in here))
-    groups = list(dict.fromkeys((bar.model, bar.work) for bar in here))
+    groups = list(dict.fromkeys((bar.run, bar.work) for bar in here))
     width = 0.84 / max(1, len(arms))
     for bar in here:
-        at = groups.index((bar.model, bar.work)) + (arms.index(bar.arm) - (len(arms) - 1) / 2) * width
+        at = groups.index((bar.run, bar.work)) + (arms.index(bar.arm) - (len(arms) - 1) / 2) * width
         base = 1.0 if unit is None else statistics.median(_at(bar, unit, here).tokens_per_second)
         speeds = [speed / base for speed in bar.tokens_per_second]
         middle = statistics.median(speeds)
@@ -235,7 +251,7 @@ def _draw(axes: Axes, here: list[Bar], unit: Arm | None) -> None:
         )
         said = f"{statistics.median(bar.tokens_per_second):.0f}/s" if unit in (None, bar.arm) else f"{middle:.2f}"
         axes.annotate(said, (at, max(speeds)), ha="center", va="bottom", xytext=(0, 2), textcoords="offset points", fontsize=7)
-    axes.set_xticks(range(len(groups)), [f"{model}\n{words(work)}" for model, work in groups], fontsize=8)
+    axes.set_xticks(range(len(groups)), [f"{called[run]}\n{words(work)}" for run, work in groups], fontsize=8)
     axes.set_xlim(-0.6, len(groups) - 0.4)
     axes.tick_params(axis="y", labelsize=8)
     axes.margins(y=0.15)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several results of `flashrl bench rollout` side by side: ratios by hand, within one model, memory and work."""
+"""Several results of `flashrl bench rollout` side by side: ratios by hand, within one measurement,
+model, memory and work."""
 
 import json
 from pathlib import Path
@@ -44,6 +45,19 @@ def test_ratios_are_to_bf16_at_the_same_model_memory_and_work(tmp_path):
     assert (second["arm"], second["x BF16"], second["decode x BF16"]) == ("int8 + fp8 KV", "2.00", "2.50")
     assert (unknown["x BF16"], unknown["decode x BF16"]) == ("1.00", "-")
     assert (table[5]["x BF16"], table[5]["decode x BF16"]) == ("4.00", "5.50")
+
+
+def test_ratios_are_to_bf16_of_the_same_measurement(tmp_path):
+    first, again = results(tmp_path / "first"), results(tmp_path / "again", seconds=(8.0, 2.0))
+    alone = results(tmp_path / "alone", model="qwen2.5-14b", arms=("int8",), seconds=(1.0,))
+    table = [dict(zip(COLUMNS, row, strict=True)) for row in rows([b for path in (first, again, alone) for b in bars(path)])]
+    assert [(row["model"], row["x BF16"]) for row in table if row["work"].startswith("10 x")] == [
+        ("qwen2.5-7b (first)", "1.00"),
+        ("qwen2.5-7b (first)", "2.00"),
+        ("qwen2.5-7b (again)", "1.00"),
+        ("qwen2.5-7b (again)", "4.00"),
+        ("qwen2.5-14b", "-"),
+    ]
 
 
 def test_without_bf16_there_is_no_ratio(tmp_path):
