@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from flashrl_verl import report
+from flashrl_verl import kept_config, report
 from flashrl_verl.errors import ConfigError, FlashRLError
 from flashrl_verl.whole_file import write_whole
 
@@ -135,11 +135,6 @@ def check_resumable(output: Path, checkpoints: Path, cfg: DictConfig, seed: int,
 
 def differences(output: Path, cfg: DictConfig, seed: int) -> list[str]:
     """What makes the attempt to come another run than the recorded one: `key=new (was old)`, by key."""
-    from omegaconf import OmegaConf
-
-    from flashrl_verl.dryrun import leaves
-    from flashrl_verl.rules import words
-
     changed = []
     record = read_record(output)
     if record.get("seed", seed) != seed:
@@ -149,13 +144,8 @@ def differences(output: Path, cfg: DictConfig, seed: int) -> list[str]:
         if record.get("precision", precision) != precision:
             changed.append(f"flashrl.precision={precision} (was {record['precision']})")
         return changed
-    old = leaves(OmegaConf.load(output / CONFIG_FILE), resolve=False)
-    new = leaves(OmegaConf.create(OmegaConf.to_yaml(cfg, resolve=True)), resolve=False)  # the same way through YAML
-    old = _moved(old, _recorded_output(record, old, output), str(output))
-    for key in sorted({*old, *new}):
-        if old.get(key) != new.get(key) and not any(key == name or key.startswith(f"{name}.") for name in MAY_CHANGE):
-            changed.append(f"{key}={words(new.get(key))} (was {words(old.get(key))})")
-    return changed
+    old, new = kept_config.load(output / CONFIG_FILE), kept_config.as_kept(cfg)
+    return changed + kept_config.different(_moved(old, _recorded_output(record, old, output), str(output)), new, MAY_CHANGE)
 
 
 def _moved(value: Any, before: str, now: str) -> Any:

@@ -32,10 +32,9 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from flashrl_verl.attention import kernels, pages
-from flashrl_verl.attention.limits import CAPABILITY, HEAD_SIZES, REMEDY, why_not
+from flashrl_verl.attention.limits import CAPABILITY, HEAD_SIZES, NAME, REMEDY, why_not
 from flashrl_verl.attention.metadata import Metadata, Prefill, prefills_of
 
-NAME = "CUSTOM"
 KV_CACHE_DTYPE = "int8_per_token_head"
 
 BLOCK_SIZES = (16, 32, 64, 128)

@@ -3,6 +3,9 @@
 
 from typing import Any
 
+NAME = "CUSTOM"
+"""Of our backend in vLLM, the only one it leaves to others."""
+
 HEAD_SIZES = (32, 64, 128, 256)
 MAX_QUERIES_PER_KV = 32
 """Query heads of one KV head: more do not fit registers."""

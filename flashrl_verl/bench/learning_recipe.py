@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from flashrl_verl import kept_config
 from flashrl_verl.bench.learning import ASSETS, CHOSEN, LearningConfig, Run, environment
 from flashrl_verl.bench.visible_gpus import visible_gpus
 from flashrl_verl.errors import ConfigError
@@ -122,21 +123,9 @@ def check_arms(config: LearningConfig) -> None:
 
 def _begun_otherwise(config: LearningConfig, run: Run, composed: DictConfig) -> list[str]:
     """What a run was begun with and would not go on with, apart from its arm, its seed and where it lies."""
-    from omegaconf import OmegaConf
-
-    from flashrl_verl.dryrun import leaves
-    from flashrl_verl.rules import words
-
     file = run.folder / CONFIG_FILE
     if not file.is_file():
         return []
-    old = leaves(OmegaConf.load(file), resolve=False)
-    new = leaves(OmegaConf.create(OmegaConf.to_yaml(composed, resolve=True)), resolve=False)  # the same way through YAML
-    free = (*MAY_CHANGE, *CHOSEN, _KV_CACHE_BYTES)
-    return [
-        f"{key}={words(new.get(key))} (was {words(old.get(key))})"
-        for key in sorted({*old, *new})
-        if old.get(key) != new.get(key)
-        and not any(key == name or key.startswith(f"{name}.") for name in free)
-        and not str(new.get(key)).startswith(str(config.output))
-    ]
+    new = kept_config.as_kept(composed)
+    paths = tuple(key for key, value in new.items() if str(value).startswith(str(config.output)))
+    return kept_config.different(kept_config.load(file), new, (*MAY_CHANGE, *CHOSEN, _KV_CACHE_BYTES, *paths))

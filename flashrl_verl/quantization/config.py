@@ -26,6 +26,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.platforms import current_platform
 
 from flashrl_verl.attention.limits import CAPABILITY as INT8_KV_CAPABILITY
+from flashrl_verl.attention.limits import NAME as INT8_KV_ATTENTION
 from flashrl_verl.attention.limits import REMEDY
 from flashrl_verl.compat import cuda_capability
 from flashrl_verl.config import FlashRLConfig, KVCache, Precision
@@ -214,10 +215,10 @@ def kv_cache_arguments(kv_cache: KVCache) -> dict[str, str]:
     if kv_cache is KVCache.INT8_PER_TOKEN_HEAD and current_platform.is_cuda():
         if (other := register_attention()) is not None:
             raise ConfigError(
-                f"flashrl.kv_cache={kv_cache.value}: its attention needs vLLM's name CUSTOM, which another plugin has given to "
-                f"{other}. Uninstall that plugin, or leave it out of VLLM_PLUGINS. {REMEDY}"
+                f"flashrl.kv_cache={kv_cache.value}: its attention needs vLLM's name {INT8_KV_ATTENTION}, which another plugin "
+                f"has given to {other}. Uninstall that plugin, or leave it out of VLLM_PLUGINS. {REMEDY}"
             )
-        arguments["attention_backend"] = "CUSTOM"
+        arguments["attention_backend"] = INT8_KV_ATTENTION
     return arguments
 
 
