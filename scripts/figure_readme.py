@@ -17,14 +17,15 @@ from flashrl_verl.bench import rollout_figure
 from flashrl_verl.bench.arms import Arm
 from flashrl_verl.bench.rollout_figure import Bar
 from flashrl_verl.bench.rollout_report import words
-from flashrl_verl.config import Precision
+from flashrl_verl.config import KVCache, Precision
 from flashrl_verl.report.figure import new_figure
 from flashrl_verl.report.palette import LINES, OF_PRECISION, TITLE
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
-ROLLOUTS = ("rollout/qwen2.5-32b.jsonl", "throughput/qwen2.5-32b-80gb.jsonl")
-DECODING = "rollout/qwen2.5-32b-int8-kv.jsonl"
+ROLLOUTS = ("rollout/qwen2.5-32b-arms.jsonl", "throughput/qwen2.5-32b-80gb.jsonl")
+LONG = 8192
+"""Tokens of the prompts of the work whose decoding is in the table."""
 STEP = "step/h200.json"
 LEARNING = "learning/outliers-32.json"
 CURVES = {
@@ -83,11 +84,13 @@ def speeds() -> list[tuple[str, ...]]:
 
 
 def decoding() -> tuple[str, ...]:
+    both = Arm(precision=Precision.INT8, kv_cache=KVCache.INT8_PER_TOKEN_HEAD)
     per_second = {
-        bar.arm.precision: bar.work.sequences * (bar.work.response - 1) / bar.decode_seconds
-        for bar in rollout_figure.bars(RESULTS / DECODING)
+        bar.arm: bar.work.sequences * (bar.work.response - 1) / bar.decode_seconds
+        for bar in rollout_figure.bars(RESULTS / ROLLOUTS[0])
+        if bar.work.prompt == LONG
     }
-    bf16, int8 = per_second[Precision.BF16], per_second[Precision.INT8]
+    bf16, int8 = per_second[Arm(precision=Precision.BF16)], per_second[both]
     what = "decoding, 28 sequences of 8192 tokens, INT8 KV cache too, tokens/s"
     return what, f"{bf16:.0f}", f"{int8:.0f}", f"[{int8 / bf16:.2f} x](docs/results/rollout.md)"
 

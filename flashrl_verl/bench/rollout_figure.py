@@ -123,16 +123,13 @@ def _at(bar: Bar, arm: Arm, among: list[Bar]) -> Bar | None:
     return next((other for other in among if other.arm == arm and other.place == bar.place), None)
 
 
-def names(found: list[Bar]) -> dict[Path, str]:
-    """What to call a measurement's model: by the measurement too where another was of the same work and memory."""
+def name(bar: Bar, among: list[Bar]) -> str:
+    """What to call a bar's model: by the measurement too where another was of the same work and memory."""
     from flashrl_verl.bench.rollout import RESULTS
 
-    runs: dict[tuple[object, ...], set[Path]] = {}
-    for bar in found:
-        runs.setdefault(bar.place[1:], set()).add(bar.run)
-    twice = set().union(*(of for of in runs.values() if len(of) > 1))
-    called = {bar.run: bar.run.parent.name if bar.run.name == RESULTS else bar.run.stem for bar in found}
-    return {bar.run: f"{bar.model} ({called[bar.run]})" if bar.run in twice else bar.model for bar in found}
+    if all(other.run == bar.run for other in among if other.place[1:] == bar.place[1:]):
+        return bar.model
+    return f"{bar.model} ({bar.run.parent.name if bar.run.name == RESULTS else bar.run.stem})"
 
 
 def unit_of(panel: list[Bar]) -> Arm | None:
@@ -154,7 +151,7 @@ def rows(found: list[Bar]) -> list[list[str]]:
     """A row of ``COLUMNS`` for every bar."""
     from flashrl_verl.bench.rollout_report import words
 
-    table, called = [], names(found)
+    table = []
     for bar in found:
         base, whole, speeds = base_of(bar, found), speed_up(bar, found), bar.tokens_per_second
         decode = None
@@ -162,7 +159,7 @@ def rows(found: list[Bar]) -> list[list[str]]:
             decode = base.decode_seconds / bar.decode_seconds
         table.append(
             [
-                called[bar.run],
+                name(bar, found),
                 bar.device,
                 "-" if bar.memory_gib is None else f"{bar.memory_gib:.0f}",
                 words(bar.work),
@@ -212,11 +209,13 @@ def _plot(found: list[Bar], path: Path) -> None:
     memories = sorted({bar.memory_gib for bar in found}, key=lambda gib: -(gib or 0))
     panels = [[bar for bar in found if bar.memory_gib == memory] for memory in memories]
     units = [unit_of(panel) for panel in panels]
-    most, called = max(len(panel) for panel in panels), names(found)
+    most = max(len(panel) for panel in panels)
+    groups = [_groups(panel) for panel in panels]
+    width, widest = 0.84 / max(len(group) for of in groups for group in of), max(map(len, groups))
     figure = new_figure(max(5.5, 1.5 + 0.42 * most), 0.8 + 2.5 * len(memories))
     grid = figure.subplots(len(memories), 1, squeeze=False, sharey=None not in units)[:, 0]
     for axes, panel, memory, unit in zip(grid, panels, memories, units, strict=True):
-        _draw(axes, panel, unit, called)
+        _draw(axes, panel, unit, width, widest)
         devices = ", ".join(dict.fromkeys(bar.device for bar in panel))
         axes.set_title(devices if memory is None else f"{devices}, {memory:.0f} GiB for vLLM", fontsize=9, loc="left")
         axes.set_ylabel("generated tokens/s" if unit is None else f"generated tokens/s, {unit} = 1", fontsize=8)
@@ -225,16 +224,21 @@ def _plot(found: list[Bar], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _draw(axes: Axes, here: list[Bar], unit: Arm | None, called: dict[Path, str]) -> None:
+def _groups(panel: list[Bar]) -> list[list[Bar]]:
+    """Bars of one place each."""
+    places = dict.fromkeys(bar.place for bar in panel)
+    return [[bar for bar in panel if bar.place == place] for place in places]
+
+
+def _draw(axes: Axes, here: list[Bar], unit: Arm | None, width: float, widest: int) -> None:
     from flashrl_verl.bench.rollout_report import words
     from flashrl_verl.config import KVCache
     from flashrl_verl.report.palette import OF_PRECISION
 
-    arms = list(dict.fromkeys(bar.arm for bar in here))
-    groups = list(dict.fromkeys((bar.run, bar.work) for bar in here))
-    width = 0.84 / max(1, len(arms))
+    groups = _groups(here)
     for bar in here:
-        at = groups.index((bar.run, bar.work)) + (arms.index(bar.arm) - (len(arms) - 1) / 2) * width
+        place, group = next((place, group) for place, group in enumerate(groups) if bar in group)
+        at = place + (group.index(bar) - (len(group) - 1) / 2) * width
         base = 1.0 if unit is None else statistics.median(_at(bar, unit, here).tokens_per_second)
         speeds = [speed / base for speed in bar.tokens_per_second]
         middle = statistics.median(speeds)
@@ -249,10 +253,15 @@ def _draw(axes: Axes, here: list[Bar], unit: Arm | None, called: dict[Path, str]
             capsize=2,
             label=str(bar.arm),
         )
-        said = f"{statistics.median(bar.tokens_per_second):.0f}/s" if unit in (None, bar.arm) else f"{middle:.2f}"
-        axes.annotate(said, (at, max(speeds)), ha="center", va="bottom", xytext=(0, 2), textcoords="offset points", fontsize=7)
-    axes.set_xticks(range(len(groups)), [f"{called[run]}\n{words(work)}" for run, work in groups], fontsize=8)
-    axes.set_xlim(-0.6, len(groups) - 0.4)
+        if unit in (None, bar.arm):
+            said = f"{statistics.median(bar.tokens_per_second):.0f}/s"
+            axes.annotate(said, (at, middle / 2), ha="center", va="center", rotation=90, color="white", fontsize=7)
+        else:
+            above = {"xytext": (0, 2), "textcoords": "offset points"}
+            axes.annotate(f"{middle:.2f}", (at, max(speeds)), ha="center", va="bottom", fontsize=7, **above)
+    called = [name(group[0], here).replace(" (", "\n(") + f"\n{words(group[0].work)}" for group in groups]
+    axes.set_xticks(range(len(groups)), called, fontsize=8)
+    axes.set_xlim(-0.6, max(len(groups), widest / 2) - 0.4)  # few groups are not drawn much wider than many
     axes.tick_params(axis="y", labelsize=8)
     axes.margins(y=0.15)
     axes.spines[["top", "right"]].set_visible(False)

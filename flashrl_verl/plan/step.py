@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long one decode step takes, and a prompt: bytes that have to be read, operations that have to be done, and fixed parts.
 
-The constants are fitted to one profile: Qwen2.5-32B's shape on one H200, 128 sequences of about 470 tokens, CUDA graphs, vLLM
-0.24.0 (docs/precision_and_cap.md): linear layers 17.1 ms in BF16 and 10.1 in INT8, attention 5.7 and 5.4, quantization of
-activations 0.8, the rest 2.2 and 1.7, wall clock 25.9 and 18.3; attention at long context from the decode-only row of the table
-there, prefill from our own measurements. Other GPUs and sizes are extrapolated by data sheet.
+The constants are fitted to profiles of decode steps of Qwen2.5-32B's shape on one H200, 128 and 256 sequences of some 450
+tokens and 28 of 8300, with CUDA graphs in vLLM 0.24.0 (docs/results/rollout.md). Steps and prompts of 7B and 14B, which they
+have not seen, come out within 10 % there (docs/results/throughput.md); other GPUs are extrapolated by data sheet.
 """
 
+import math
 from dataclasses import dataclass
 
 from flashrl_verl.config import KVCache, Precision
@@ -17,33 +17,42 @@ from flashrl_verl.plan.shape import ModelShape
 STREAM = 0.88
 """Share of the data sheet's memory bandwidth that a kernel reaches which only reads: 4.2 of 4.8 TB/s."""
 
-COMPUTE = {Precision.BF16: 0.73, Precision.INT8: 0.66, Precision.FP8: 0.66}
-"""Share of the data sheet's operations that the products of a decode step reach; FP8's is taken to be INT8's. fp8_block has
-none: its kernel does other work between the products, and nobody has measured it here."""
+WEIGHT_STREAM = {Precision.BF16: 0.81, Precision.INT8: 0.72, Precision.FP8: 0.59}
+"""The same share of products with few sequences, which read weights and little else: 16.4, 9.5 and 11.7 ms at 28 sequences.
+fp8_block has none: its kernel does other work between the products, and nobody has measured it here."""
 
-PREFILL = {Precision.BF16: 0.65, Precision.INT8: 0.54, Precision.FP8: 0.54}
+COMPUTE = {Precision.BF16: 0.73, Precision.INT8: 0.62, Precision.FP8: 0.63}
+"""Share of the data sheet's operations that the products of a decode step reach: 24.0, 14.2 and 15.0 ms at 256 sequences."""
+
+PREFILL = {Precision.BF16: 0.65, Precision.INT8: 0.54, Precision.FP8: 0.51}
 """The same share in a prefill, whose products are large, with the rest of a layer; of attention too, which is BF16's whatever
-the weights are. Fitted to 128 x 256 and 28 x 8192 tokens (docs/results/rollout.md)."""
+the weights are. Fitted to 128 x 256 and 28 x 8192 tokens."""
 
-SHARPNESS = {Precision.BF16: 3.0, Precision.INT8: 2.0, Precision.FP8: 2.0}
-"""Exponent p of (memory^p + compute^p)^(1/p), the time of a product between the two roofs. INT8's, with its share above, is of
-two points: the profile's 10.1 ms at 128 sequences, and 14.8 ms at 256, what the second row of that table leaves of a step."""
+SHARPNESS = 4.0
+"""Exponent p of (memory^p + compute^p)^(1/p), the time of a product between the two roofs: 10.1 ms in INT8 at 128 sequences."""
 
-KV_STREAM = {KVCache.AUTO: STREAM, KVCache.FP8: 0.52, KVCache.FP8_PER_TOKEN_HEAD: 0.52, KVCache.INT8_PER_TOKEN_HEAD: 0.64}
-"""The same share for attention that reads keys and values: FlashAttention's in BF16 and FP8, and ours in INT8
-(docs/results/rollout.md). fp8_per_token_head has not been measured, and is slower."""
+KV_STREAM = {KVCache.AUTO: 0.9, KVCache.FP8: 0.55, KVCache.FP8_PER_TOKEN_HEAD: 0.55, KVCache.INT8_PER_TOKEN_HEAD: 0.65}
+"""The same share for attention that reads keys and values: FlashAttention's in BF16 and FP8, and ours in INT8.
+fp8_per_token_head has not been measured, and is slower."""
 
-ATTENTION_S = 30e-6
+ATTENTION_S = 5e-6
 """Fixed part of a layer's attention, seconds."""
 
-LAYER_S = 25e-6
-"""Norms, rotary embedding, activation, KV write of a layer, seconds."""
+HEAD_S = {KVCache.AUTO: 22e-9, KVCache.FP8: 22e-9, KVCache.FP8_PER_TOKEN_HEAD: 22e-9, KVCache.INT8_PER_TOKEN_HEAD: 7e-9}
+"""What attention takes for every sequence and KV head of a layer beside reading, seconds; FlashAttention's in FP8 is taken to
+be BF16's."""
 
-QUANTIZE_S = 3.1e-6
+LAYER_S = 12e-6
+"""Norms, rotary embedding, activation, KV write of a layer, beside what they read and write, seconds."""
+
+QUANTIZE_S = {Precision.BF16: 0.0, Precision.INT8: 3.0e-6, Precision.FP8: 4.8e-6}
 """One launch that quantizes activations, seconds; there are four in a layer."""
 
-HOST_S = 0.5e-3
-"""What a step waits for the host, and sampling's launches, seconds."""
+LOGIT_PASSES = 20
+"""Reads and writes of a sequence's FP32 logits in sampling, as many as its kernels' time is worth: 0.9 ms for 256 sequences."""
+
+HOST_S = 0.8e-3
+"""What a step waits for the host, seconds."""
 
 REDUCE_S = 12e-6
 """Latency of one all-reduce of a few hundred KiB over NVLink, seconds; two in a layer. Assumed, not fitted."""
@@ -84,15 +93,18 @@ class Clock:
 
     def decode(self, sequences: float, context: float) -> StepTime:
         """Seconds of one step that gives every sequence one token; arguments as in ``floor``."""
-        layers, quantized = self.shape.layers, self.choice.precision is not Precision.BF16
-        stream = KV_STREAM[self.choice.kv_cache]
-        rows = self.shape.vocabulary / self.tensor_parallel * sequences * 4 * 3  # logits, log-probs, sorted
+        shape, kv_cache = self.shape, self.choice.kv_cache
+        heads = math.ceil(shape.kv_heads / self.tensor_parallel)
+        read = self._kv_read(sequences, context) / (KV_STREAM[kv_cache] * self.gpu.bandwidth)
+        logits = shape.vocabulary / self.tensor_parallel * 4 * LOGIT_PASSES
+        # Two norms with their residuals, and gate, up and their product.
+        between = shape.layers * (2 * 3 * shape.hidden + 1.5 * shape.intermediate / self.tensor_parallel) * BF16
         return StepTime(
-            linear=self._products(sequences, self._weights_read(sequences), COMPUTE[self.choice.precision]),
-            attention=layers * ATTENTION_S + self._kv_read(sequences, context) / (stream * self.gpu.bandwidth),
-            quantize=4 * layers * QUANTIZE_S if quantized else 0.0,
+            linear=self._products(sequences, COMPUTE[self.choice.precision]),
+            attention=shape.layers * (ATTENTION_S + sequences * heads * HEAD_S[kv_cache]) + read,
+            quantize=4 * shape.layers * QUANTIZE_S[self.choice.precision],
             reduce=self._reduce(sequences),
-            rest=layers * LAYER_S + HOST_S + rows / (STREAM * self.gpu.bandwidth),
+            rest=shape.layers * LAYER_S + HOST_S + sequences * (logits + between) / (STREAM * self.gpu.bandwidth),
         )
 
     def prefill(self, tokens: int, length: float, sequences: int) -> float:
@@ -107,18 +119,17 @@ class Clock:
         # Two products of 2 operations each, over half of the length: attention is causal.
         attention = 2 * shape.layers * shape.heads * shape.head_dim * length * tokens / self.tensor_parallel
         share = PREFILL[self.choice.precision]
-        products = self._products(tokens, self._weights_read(tokens), share, sequences)
+        products = self._products(tokens, share, sequences)
         return products + attention / (PREFILL[Precision.BF16] * self.gpu.bf16) + self._reduce(tokens)
 
-    def _products(self, tokens: float, bytes_read: float, share: float, asked: float | None = None) -> float:
+    def _products(self, tokens: float, share: float, asked: float | None = None) -> float:
         """Seconds of all products of ``tokens``, of which so many are asked for logits; None: all."""
-        memory = bytes_read / (STREAM * self.gpu.bandwidth)
+        memory = self._weights_read(tokens) / (WEIGHT_STREAM[self.choice.precision] * self.gpu.bandwidth)
         active = self.shape.expert * self.shape.experts_per_token / self.shape.experts if self.shape.experts else 0
         speed = self.gpu.compute(self.choice.precision)
         compute = 2 * tokens * (self.shape.linear + active) / self.tensor_parallel / (share * speed)
         compute += 2 * (tokens if asked is None else asked) * self.shape.head / self.tensor_parallel / (share * self.gpu.bf16)
-        power = SHARPNESS[self.choice.precision]
-        return (memory**power + compute**power) ** (1 / power)
+        return (memory**SHARPNESS + compute**SHARPNESS) ** (1 / SHARPNESS)
 
     def _weights_read(self, tokens: float) -> float:
         shape, element = self.shape, 1 if self.choice.precision is not Precision.BF16 else BF16

@@ -4,7 +4,6 @@
 import io
 import math
 import re
-from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from flashrl_verl.errors import ConfigError
 from flashrl_verl.plan import gpus
 from flashrl_verl.plan.memory import Choice, Engine, memory_of, weight_bytes
 from flashrl_verl.plan.planner import choices, make_plan
-from flashrl_verl.plan.schedule import Work, simulate
+from flashrl_verl.plan.schedule import Work
 from flashrl_verl.plan.shape import shape_of
 from flashrl_verl.plan.step import Clock
 
@@ -122,39 +121,6 @@ def test_a_prompt_passes_the_head_once_by_hand():
     attention = 24 * 4 * 896 * (1000 / 2) * tokens
     assert clock.prefill(tokens, 1000, sequences) == pytest.approx((operations + attention) / speed, rel=0.01)
     assert clock.prefill(tokens, 1000, tokens) > 1.2 * clock.prefill(tokens, 1000, sequences)
-
-
-MEASURED = [  # tokens/s on one H200, vLLM 0.24.0: the table of docs/precision_and_cap.md
-    (Work(sequences=128, prompt=256, response=512), None, {BF16: 3885, INT8: 5744, INT8_KV8: 5861}),
-    (Work(sequences=256, prompt=256, response=384), None, {BF16: 4456, INT8: 6916, INT8_KV8: 7057}),
-    (Work(sequences=28, prompt=8192, response=192), None, {BF16: 838, INT8: 1049, INT8_KV8: 1155}),
-    (Work(sequences=64, prompt=256, response=1024), 76, {BF16: 1661, INT8: 3755}),
-]
-
-
-@pytest.mark.parametrize("work, memory_gib, measured", MEASURED)
-def test_speeds_and_their_ratios_are_near_the_measured_ones(qwen32b, work, memory_gib, measured):
-    gpu, engine = H200, Engine(gpu_memory_utilization=0.9)
-    if memory_gib is not None:
-        gpu, engine = replace(H200, memory_gib=memory_gib), Engine(gpu_memory_utilization=1.0)
-
-    def speed(choice):
-        tokens = memory_of(qwen32b, choice, gpu, engine).tokens
-        line = simulate(Clock(shape=qwen32b, choice=choice, gpu=H200), work, tokens, 1024)
-        decode_only = work.prompt == 8192
-        return work.sequences * work.response / (line.decode_seconds if decode_only else line.seconds)
-
-    planned = {choice: speed(choice) for choice in measured}
-    for choice, value in measured.items():
-        assert planned[choice] == pytest.approx(value, rel=0.12), choice
-        assert planned[choice] / planned[BF16] == pytest.approx(value / measured[BF16], rel=0.1), choice
-
-
-def test_the_profiled_step_comes_out(qwen32b):
-    bf16, int8 = (Clock(shape=qwen32b, choice=choice, gpu=H200).decode(128, 470) for choice in (BF16, INT8))
-    assert bf16.total == pytest.approx(25.9e-3, rel=0.05) and int8.total == pytest.approx(18.3e-3, rel=0.05)
-    assert bf16.linear == pytest.approx(17.1e-3, rel=0.02) and int8.linear == pytest.approx(10.1e-3, rel=0.02)
-    assert bf16.attention == pytest.approx(5.7e-3, rel=0.05) and int8.quantize == pytest.approx(0.8e-3, rel=0.05)
 
 
 def plan(model="qwen2.5-32b", gpu="h200", count=1, engine=None, **work):

@@ -60,6 +60,12 @@ def test_ratios_are_to_bf16_of_the_same_measurement(tmp_path):
     ]
 
 
+def test_only_what_was_measured_twice_is_called_by_its_measurement(tmp_path):
+    first, again = bars(results(tmp_path / "first")), bars(results(tmp_path / "again"))
+    found = [*first, *(bar for bar in again if bar.work.sequences == 2)]
+    assert [row[0] for row in rows(found)] == ["qwen2.5-7b"] * 2 + ["qwen2.5-7b (first)"] * 2 + ["qwen2.5-7b (again)"] * 2
+
+
 def test_without_bf16_there_is_no_ratio(tmp_path):
     (row, _) = rows(bars(results(tmp_path / "one", arms=("int8",), seconds=(3.0,))))
     assert dict(zip(COLUMNS, row, strict=True))["x BF16"] == "-"

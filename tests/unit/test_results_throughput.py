@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Figures and words of docs/results/throughput.md, and where else they are quoted, are those of the raw data."""
+
+import re
+import statistics
+
+import pytest
+from result_pages import RESULTS, page, tables
+
+from flashrl_verl.bench import rollout as bench
+from flashrl_verl.bench import rollout_figure
+from flashrl_verl.bench.rollout_figure import Bar
+
+WORDS = " ".join(page("throughput.md").split())
+
+
+def whole_memory() -> dict[str, list[Bar]]:
+    """What has four arms, by model."""
+    files = {"32b": "rollout/qwen2.5-32b-arms.jsonl", **{size: f"throughput/qwen2.5-{size}.jsonl" for size in ("14b", "7b")}}
+    return {size: rollout_figure.bars(RESULTS / file) for size, file in files.items()}
+
+
+def speed(bars: list[Bar], arm: str, sequences: int) -> float:
+    (found,) = [bar for bar in bars if (str(bar.arm), bar.work.sequences) == (arm, sequences)]
+    return statistics.median(found.tokens_per_second)
+
+
+def test_every_throughput_is_in_the_table_with_its_figures():
+    whole = [RESULTS / "rollout" / f"qwen2.5-32b{part}.jsonl" for part in ("", "-arms")]
+    files = [*whole, *sorted((RESULTS / "throughput").glob("*.jsonl"))]
+    expected = rollout_figure.rows([bar for file in files for bar in rollout_figure.bars(file)])
+    (shown,) = tables("throughput.md")
+    assert shown[0] == [*rollout_figure.COLUMNS]
+    assert sorted(shown[1:]) == sorted(expected)
+
+
+def test_what_8_bit_keys_and_values_bring_where_memory_is_short_is_in_words():
+    found = rollout_figure.bars(RESULTS / "throughput" / "qwen2.5-32b-71gib.jsonl")
+    short, long = ({str(bar.arm): bar for bar in found if bar.work.sequences == n} for n in (256, 28))
+    ratios = [statistics.median(of["int8"].seconds) / statistics.median(of[kv].seconds) for kv, of in
+              (("int8 + int8_per_token_head KV", short), ("int8 + int8_per_token_head KV", long), ("fp8", short))]  # fmt: skip
+    words = " ".join(page("throughput.md").split())
+    assert f"is {ratios[0]:.2f} times as fast as INT8 alone with 256 short sequences" in words
+    assert f"and {ratios[1]:.2f} times with long prompts. FP8 is {1 - ratios[2]:.0%} behind INT8".replace("%", " %") in words
+    held = short["int8 + int8_per_token_head KV"].fit, short["int8"].fit
+    assert "the one cache holds {} and the other {}".format(*held) in words
+
+
+def test_how_much_each_size_gains_is_in_words():
+    gains = {
+        (size, arm): [speed(bars, arm, n) / speed(bars, "bf16", n) for n in (256, 28)]
+        for size, bars in whole_memory().items()
+        for arm in ("int8", "fp8", "int8 + int8_per_token_head KV")
+    }
+    smaller = [gain for size in ("14b", "7b") for gain in gains[size, "int8"]]
+    assert f"{min(smaller):.1f} to {max(smaller):.1f} times at 14B and at 7B" in WORDS
+    both = [gain for (_, arm), pair in gains.items() if "KV" in arm for gain in pair]
+    assert f"an INT8 KV cache {min(both):.1f} to {max(both):.1f} times at every size" in WORDS
+    ahead = sorted(
+        a / b - 1 for size in ("32b", "14b", "7b") for a, b in zip(gains[size, "int8"], gains[size, "fp8"], strict=True)
+    )
+    assert f"**INT8 is {100 * ahead[1]:.0f} to {100 * ahead[-1]:.0f} % faster than FP8**" in WORDS and ahead[0] < 0.02
+
+
+def test_how_much_faster_prompts_are_read_is_in_words():
+    ratios = []
+    for file in (
+        "rollout/qwen2.5-32b.jsonl",
+        "rollout/qwen2.5-32b-arms.jsonl",
+        *(f"throughput/qwen2.5-{n}.jsonl" for n in ("14b", "7b")),
+    ):
+        config, report = bench.measured(RESULTS / file)
+        for work in config.works:
+            bf16, int8 = (statistics.median(report.timing(arm, work).prefill_seconds) for arm in config.arms[:2])
+            ratios.append(bf16 / int8)
+    assert f"Prompts are read {min(ratios):.1f} to {max(ratios):.1f} times as fast in INT8" in WORDS
+
+
+def test_the_page_on_precisions_quotes_these_results():
+    rows = next(rows for rows in tables("../precision_and_cap.md") if "INT8, INT8 KV cache" in rows[0])[1:]
+    measured, shown = whole_memory(), 0
+    small = rollout_figure.bars(RESULTS / "throughput" / "qwen2.5-32b-80gb.jsonl")
+    size = None
+    for row in rows:
+        size = match[1].lower() if (match := re.match(r"Qwen2.5-(\d+B)'s", row[0])) else size
+        bars = small if "73 GiB" in row[0] else measured[size]
+        sequences = int(re.search(r"(\d+) x \(", row[0])[1])
+        base = speed(bars, "bf16", sequences)
+        assert row[1] == f"{base:.0f}"
+        for cell, arm in zip(row[2:], ("int8", "fp8", "int8 + int8_per_token_head KV"), strict=True):
+            if cell:
+                value = speed(bars, arm, sequences)
+                assert cell == f"{value:.0f} ({value / base:.2f} x)"
+                shown += 1
+    assert shown == 13
+
+
+def test_what_the_plan_makes_of_the_small_memory_is_in_words():
+    from flashrl_verl.bench import rollout_report
+
+    config, report = bench.measured(RESULTS / "throughput" / "qwen2.5-32b-80gb.jsonl")
+    rows = [row for row in rollout_report.speed_rows(config, report) if row[1] == "int8"]
+    said = "`flashrl plan` has {} and {} for the whole rollouts with the small memory, {} and {} for decoding"
+    assert said.format(*(row[column] for column in (4, 7) for row in rows)) in WORDS
+    assert min(float(row[7]) / float(row[6]) for row in rows) == pytest.approx(0.85, abs=0.005) and "15 % low at worst" in WORDS
