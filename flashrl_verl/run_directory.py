@@ -196,13 +196,9 @@ def _is_ours(output: Path, checkpoints: Path, root: Path | None) -> bool:
 
 def _named(folder: Path, output: Path) -> str | None:
     """The checkpoint folder of the run that is recorded in `folder`, as if its directory had always been `output`."""
-    from omegaconf import OmegaConf
-
-    from flashrl_verl.dryrun import leaves
-
     if not (folder / CONFIG_FILE).is_file():
         return None
-    cfg = leaves(OmegaConf.load(folder / CONFIG_FILE), resolve=False)
+    cfg = kept_config.load(folder / CONFIG_FILE)
     return _moved(cfg.get(CHECKPOINTS), _recorded_output(read_record(folder), cfg, output), str(output))
 
 

@@ -23,9 +23,13 @@ from flashrl_verl.report.palette import LINES, OF_PRECISION, TITLE
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
-ROLLOUTS = ("rollout/qwen2.5-32b-arms.jsonl", "throughput/qwen2.5-32b-80gb.jsonl")
+ROLLOUTS = (
+    "rollout/qwen2.5-32b-two-arms.jsonl",
+    "rollout/qwen2.5-32b-four-arms.jsonl",
+    "throughput/qwen2.5-32b-80gb.jsonl",
+)
 LONG = 8192
-"""Tokens of the prompts of the work whose decoding is in the table."""
+"""Tokens of the prompts of the work of which only decoding is shown: whole rollouts of it are prompts above all."""
 STEP = "step/h200.json"
 LEARNING = "learning/outliers-32.json"
 CURVES = {
@@ -49,12 +53,12 @@ def digest() -> str:
 
 
 def pairs() -> list[tuple[str, Bar, Bar]]:
-    """Where, BF16 and INT8, of every work and memory of a 32B rollout."""
+    """Where, BF16 and INT8, of the short works of a 32B rollout, by memory."""
     found = []
     for of in (rollout_figure.bars(RESULTS / file) for file in ROLLOUTS):
         for bar in of:
             base = rollout_figure.base_of(bar, of)
-            if base is not None and bar.arm == Arm(precision=Precision.INT8):
+            if base is not None and bar.arm == Arm(precision=Precision.INT8) and bar.work.prompt != LONG:
                 memory = f"{bar.memory_gib:.0f} GiB"
                 about = " (an A100-80GB gives 71)" if bar.memory_gib < A100_GIB else ""
                 found.append((f"{words(bar.work)}, {memory}{about}", base, bar))
@@ -64,6 +68,11 @@ def pairs() -> list[tuple[str, Bar, Bar]]:
 def speed(bar: Bar) -> float:
     """Generated tokens a second, median."""
     return statistics.median(bar.tokens_per_second)
+
+
+def times(base: Bar, bar: Bar) -> float:
+    """How much faster, by median seconds."""
+    return statistics.median(base.seconds) / statistics.median(bar.seconds)
 
 
 # ---- the table ----
@@ -76,10 +85,14 @@ def table() -> list[str]:
 
 
 def speeds() -> list[tuple[str, ...]]:
-    found = [(place, speed(base), speed(bar)) for place, base, bar in pairs()]
     return [
-        (f"rollout, {place}, tokens/s", f"{bf16:.0f}", f"{int8:.0f}", f"[{int8 / bf16:.2f} x](docs/results/throughput.md)")
-        for place, bf16, int8 in found
+        (
+            f"rollout, {place}, tokens/s",
+            f"{speed(base):.0f}",
+            f"{speed(bar):.0f}",
+            f"[{times(base, bar):.2f} x](docs/results/throughput.md)",
+        )
+        for place, base, bar in pairs()
     ]
 
 
@@ -87,7 +100,7 @@ def decoding() -> tuple[str, ...]:
     both = Arm(precision=Precision.INT8, kv_cache=KVCache.INT8_PER_TOKEN_HEAD)
     per_second = {
         bar.arm: bar.work.sequences * (bar.work.response - 1) / bar.decode_seconds
-        for bar in rollout_figure.bars(RESULTS / ROLLOUTS[0])
+        for bar in rollout_figure.bars(RESULTS / ROLLOUTS[1])
         if bar.work.prompt == LONG
     }
     bf16, int8 = per_second[Arm(precision=Precision.BF16)], per_second[both]
@@ -125,7 +138,7 @@ def draw_speeds(axes: Any) -> None:
     found = pairs()
     for row, (_, base, bar) in enumerate(found):
         for place, one in ((row - 0.2, base), (row + 0.2, bar)):
-            ratio, precision = speed(one) / speed(base), one.arm.precision
+            ratio, precision = times(base, one), one.arm.precision
             axes.barh(place, ratio, 0.38, color=OF_PRECISION[precision], label=precision.value.upper() if row == 0 else None)
             said = f" {ratio:.2f} x" if one is bar else f" {speed(one):.0f} tokens/s"
             axes.annotate(said, (ratio, place), va="center", fontsize=8)

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # FlashRL's throughput figures: rollout speed of 7B, 14B and 32B shapes by precision, short and long contexts, with the whole
-# memory and with as much as an A100-80GB gives. By estimate an hour and a half on one H200, half an hour on four; the same
-# command goes on after a stop.
+# memory and with as much as an A100-80GB gives. Two H200s took 20 minutes for the whole memory; by estimate it is an hour and a
+# half for everything on one. The same command goes on after a stop.
 #
 #   bash scripts/figure_throughput.sh [words for flashrl bench rollout]
 #

@@ -20,6 +20,7 @@ from transformers import PretrainedConfig
 from flashrl_verl.bench import engine_process
 from flashrl_verl.bench.arms import Arm
 from flashrl_verl.bench.rollout_engine import Answer, Job, Timing, require_device
+from flashrl_verl.bench.rollout_kernels import regrouped
 from flashrl_verl.bench.shapes import load_config, save_config
 from flashrl_verl.bench.visible_gpus import gpu_groups
 from flashrl_verl.config import KVCache, Precision
@@ -247,7 +248,12 @@ def _different(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
 
 
 def _answer(record: dict[str, Any]) -> Answer:
-    return Answer(**{**record, "timings": [Timing(**timing) for timing in record["timings"]]})
+    return Answer(**{**record, "timings": [_timing(timing) for timing in record["timings"]]})
+
+
+def _timing(record: dict[str, Any]) -> Timing:
+    profile = record.get("profile")
+    return Timing(**{**record, "profile": None if profile is None else regrouped(profile)})
 
 
 def _settings(config: RolloutConfig, shape: PretrainedConfig) -> dict[str, Any]:

@@ -4,6 +4,7 @@ memory, work and arm, beside BF16 of the same measurement: machines of one type 
 
 from __future__ import annotations
 
+import os
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,9 +128,12 @@ def name(bar: Bar, among: list[Bar]) -> str:
     """What to call a bar's model: by the measurement too where another was of the same work and memory."""
     from flashrl_verl.bench.rollout import RESULTS
 
-    if all(other.run == bar.run for other in among if other.place[1:] == bar.place[1:]):
+    runs = {other.run for other in among if other.place[1:] == bar.place[1:]}
+    if len(runs) == 1:
         return bar.model
-    return f"{bar.model} ({bar.run.parent.name if bar.run.name == RESULTS else bar.run.stem})"
+    called = {run: run.parent if run.name == RESULTS else run.with_suffix("") for run in runs}
+    common = os.path.commonpath([path.parent for path in called.values()])
+    return f"{bar.model} ({os.path.relpath(called[bar.run], common)})"
 
 
 def unit_of(panel: list[Bar]) -> Arm | None:
@@ -239,29 +243,29 @@ def _draw(axes: Axes, here: list[Bar], unit: Arm | None, width: float, widest: i
     for bar in here:
         place, group = next((place, group) for place, group in enumerate(groups) if bar in group)
         at = place + (group.index(bar) - (len(group) - 1) / 2) * width
-        base = 1.0 if unit is None else statistics.median(_at(bar, unit, here).tokens_per_second)
-        speeds = [speed / base for speed in bar.tokens_per_second]
-        middle = statistics.median(speeds)
+        one = bar.work.sequences * bar.work.response if unit is None else statistics.median(_at(bar, unit, here).seconds)
+        low, middle, high = (one / seconds for seconds in (max(bar.seconds), statistics.median(bar.seconds), min(bar.seconds)))
         axes.bar(
             at,
             middle,
             width,
-            yerr=[[middle - min(speeds)], [max(speeds) - middle]],
+            yerr=[[middle - low], [high - middle]],
             color=OF_PRECISION[bar.arm.precision],
             hatch=None if bar.arm.kv_cache is KVCache.AUTO else "///",  # told apart without colours too
             edgecolor="white",
             capsize=2,
             label=str(bar.arm),
         )
-        if unit in (None, bar.arm):
-            said = f"{statistics.median(bar.tokens_per_second):.0f}/s"
-            axes.annotate(said, (at, middle / 2), ha="center", va="center", rotation=90, color="white", fontsize=7)
+        speed = f"{statistics.median(bar.tokens_per_second):.0f}/s"
+        if bar.arm == unit:  # as high as every other such bar
+            axes.annotate(speed, (at, middle / 2), ha="center", va="center", rotation=90, color="white", fontsize=7)
         else:
-            above = {"xytext": (0, 2), "textcoords": "offset points"}
-            axes.annotate(f"{middle:.2f}", (at, max(speeds)), ha="center", va="bottom", fontsize=7, **above)
+            said, turn = (speed, 90) if unit is None else (f"{middle:.2f}", 0)
+            above = {"xytext": (0, 2), "textcoords": "offset points", "rotation": turn}
+            axes.annotate(said, (at, high), ha="center", va="bottom", fontsize=7, **above)
     called = [name(group[0], here).replace(" (", "\n(") + f"\n{words(group[0].work)}" for group in groups]
     axes.set_xticks(range(len(groups)), called, fontsize=8)
     axes.set_xlim(-0.6, max(len(groups), widest / 2) - 0.4)  # few groups are not drawn much wider than many
     axes.tick_params(axis="y", labelsize=8)
-    axes.margins(y=0.15)
+    axes.margins(y=0.15 if unit is not None else 0.3)
     axes.spines[["top", "right"]].set_visible(False)

@@ -1,33 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which kernels a decode step of a vLLM worker spends its time in, by class."""
 
-import re
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-CLASSES = {
-    "communication": r"nccl|all_?reduce|all_?gather|reduce_?scatter|cross_device|multimem",
-    "experts": r"moe|topk_?gating|expert",
-    "KV write": r"reshape_(and_)?cache|concat_and_cache|write_kv_cache",
-    # FlashInfer's kernels of every kind have "flash" in their namespace.
-    "attention": r"flash(::|_?attn|_fwd)|fmha|attention|read_kv_cache|reduce_segments|paged_|prepare_varlen",
-    "activation quantization": r"(scaled|dynamic|static|per_token|group).*quant|quant_(fp8|int8)|per_token_group",
-    "linear layers": r"gemm|gemv|nvjet|cutlass|cublas|xmma|wgmma|splitk|scaled_mm|matmul|onednn|aten::(mm|addmm|bmm)",
-    "sampling": r"sort|topk|top_k|top_p|gumbel|softmax|argmax|exponential|distribution|multinomial|_temperature|penalt"
-    r"|logprob|ranks?_kernel|sampl",
-    "norms, rope, activation": r"rms_?norm|layer_?norm|rotary|silu|gelu|act_and_mul|triton_",
-    "copies": r"memcpy|memset|copy_kernel|aten::copy_",
-}
-"""Name to what the names of its kernels contain; the first that fits has it. Names are those of vLLM 0.24, FlashAttention 3,
-CUTLASS, cuBLAS, NCCL and ATen. What ``torch.compile`` makes (``triton_...``) is told from what is around it by no name: beside
-norms and activations it may hold the quantization behind them, and parts of sampling."""
+from flashrl_verl.bench.rollout_kernels import CLASSES, OTHER, class_of
 
-OTHER = "other"
-
-_PATTERNS = {name: re.compile(pattern, re.IGNORECASE) for name, pattern in CLASSES.items()}
 _KERNELS_KEPT = 40
 """Of a step, those that take longest: with their names, so that classes can be drawn otherwise later."""
 
@@ -49,11 +30,6 @@ class StepProfile:
     """Class to how many kernels of it ran in a step."""
     kernels: list[tuple[str, str, float, float]]
     """Class, name (its first 160 characters), milliseconds and launches a step of those that take longest."""
-
-
-def class_of(kernel: str) -> str:
-    """A kernel's class, by its name."""
-    return next((name for name, pattern in _PATTERNS.items() if pattern.search(kernel)), OTHER)
 
 
 class StepRecorder:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long one decode step takes, and a prompt: bytes that have to be read, operations that have to be done, and fixed parts.
 
-The constants are fitted to profiles of decode steps of Qwen2.5-32B's shape on one H200, 128 and 256 sequences of some 450
-tokens and 28 of 8300, with CUDA graphs in vLLM 0.24.0 (docs/results/rollout.md). Steps and prompts of 7B and 14B, which they
-have not seen, come out within 10 % there (docs/results/throughput.md); other GPUs are extrapolated by data sheet.
+The constants are fitted to profiles of decode steps of Qwen2.5-32B's shape on H200s (three machines), 128 and 256 sequences
+of some 450 tokens and 28 of 8300, with CUDA graphs in vLLM 0.24.0 (docs/results/rollout.md). Steps and prompts of 7B and 14B,
+which they have not seen, come out within 7 % there (docs/results/throughput.md); other GPUs are extrapolated by data sheet.
 """
 
 import math
@@ -21,12 +21,13 @@ WEIGHT_STREAM = {Precision.BF16: 0.81, Precision.INT8: 0.72, Precision.FP8: 0.59
 """The same share of products with few sequences, which read weights and little else: 16.4, 9.5 and 11.7 ms at 28 sequences.
 fp8_block has none: its kernel does other work between the products, and nobody has measured it here."""
 
-COMPUTE = {Precision.BF16: 0.73, Precision.INT8: 0.62, Precision.FP8: 0.63}
-"""Share of the data sheet's operations that the products of a decode step reach: 24.0, 14.2 and 15.0 ms at 256 sequences."""
+COMPUTE = {Precision.BF16: 0.73, Precision.INT8: 0.62, Precision.FP8: 0.62}
+"""Share of the data sheet's operations that the products of a decode step reach: 24.0, 14.2 and 15.0 ms at 256 sequences,
+beyond which nothing was measured."""
 
 PREFILL = {Precision.BF16: 0.65, Precision.INT8: 0.54, Precision.FP8: 0.51}
 """The same share in a prefill, whose products are large, with the rest of a layer; of attention too, which is BF16's whatever
-the weights are. Fitted to 128 x 256 and 28 x 8192 tokens."""
+the weights are. Fitted to 128 x 256 (FP8: 256 x 256) and 28 x 8192 tokens."""
 
 SHARPNESS = 4.0
 """Exponent p of (memory^p + compute^p)^(1/p), the time of a product between the two roofs: 10.1 ms in INT8 at 128 sequences."""
@@ -42,14 +43,16 @@ HEAD_S = {KVCache.AUTO: 22e-9, KVCache.FP8: 22e-9, KVCache.FP8_PER_TOKEN_HEAD: 2
 """What attention takes for every sequence and KV head of a layer beside reading, seconds; FlashAttention's in FP8 is taken to
 be BF16's."""
 
-LAYER_S = 12e-6
+LAYER_S = 13e-6
 """Norms, rotary embedding, activation, KV write of a layer, beside what they read and write, seconds."""
 
-QUANTIZE_S = {Precision.BF16: 0.0, Precision.INT8: 3.0e-6, Precision.FP8: 4.8e-6}
-"""One launch that quantizes activations, seconds; there are four in a layer."""
+QUANTIZE_S = {Precision.BF16: 0.0, Precision.INT8: 3.3e-6, Precision.FP8: 5.0e-6}
+"""One launch that quantizes activations, seconds; there are four in a layer. 2.9 and 4.3 us at 28 sequences, 3.9 and 5.8 at
+256."""
 
-LOGIT_PASSES = 20
-"""Reads and writes of a sequence's FP32 logits in sampling, as many as its kernels' time is worth: 0.9 ms for 256 sequences."""
+LOGIT_PASSES = 24
+"""Reads and writes of a sequence's FP32 logits in sampling, as many as its kernels' time is worth: 0.9 ms for 256 sequences
+of 152064."""
 
 HOST_S = 0.8e-3
 """What a step waits for the host, seconds."""
@@ -96,9 +99,9 @@ class Clock:
         shape, kv_cache = self.shape, self.choice.kv_cache
         heads = math.ceil(shape.kv_heads / self.tensor_parallel)
         read = self._kv_read(sequences, context) / (KV_STREAM[kv_cache] * self.gpu.bandwidth)
-        logits = shape.vocabulary / self.tensor_parallel * 4 * LOGIT_PASSES
-        # Two norms with their residuals, and gate, up and their product.
-        between = shape.layers * (2 * 3 * shape.hidden + 1.5 * shape.intermediate / self.tensor_parallel) * BF16
+        logits = shape.vocabulary * 4 * LOGIT_PASSES  # gathered: every GPU samples
+        # Two norms, each reads and writes its input and the residual; gate, up and their product.
+        between = shape.layers * (2 * 4 * shape.hidden + 1.5 * shape.intermediate / self.tensor_parallel) * BF16
         return StepTime(
             linear=self._products(sequences, COMPUTE[self.choice.precision]),
             attention=shape.layers * (ATTENTION_S + sequences * heads * HEAD_S[kv_cache]) + read,

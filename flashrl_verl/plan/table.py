@@ -15,8 +15,9 @@ TRAINER_BYTES = 16
 """A parameter: weight, gradient, and AdamW's two moments, in FP32."""
 
 ASSUMPTIONS = (
-    "Estimates from data sheets and decode steps measured on one H200 (7B to 32B): speeds of other GPUs are extrapolated, "
-    "all responses have one length, and with several GPUs in an engine the all-reduce is a guess. The "
+    "Estimates from data sheets and decode steps of a 32B model on an H200, compared there at 7B and 14B: speeds of other GPUs "
+    "and sizes are extrapolated, mixtures of experts have not been measured, all responses have one length, and with several "
+    "GPUs in an engine the all-reduce is a guess. The "
     f"trainer is taken to reach {FORWARD:.0%} (old log-probs) and {UPDATE:.0%} (update, gradient checkpointing) of the BF16 "
     "operations in the data sheet, as one H200 did that communicated nothing, and to send weights at "
     f"{REFIT_RATE / 1e9:.0f} GB/s, which is a guess. Measure before you rent."

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from flashrl_verl.bench.rollout_figure import COLUMNS, bars, rows, unit_of
+from flashrl_verl.bench.rollout_figure import COLUMNS, _draw, bars, rows, unit_of
 from flashrl_verl.cli import app
 from flashrl_verl.errors import ConfigError
+from flashrl_verl.report.figure import new_figure
 
 WORKS = [{"sequences": 10, "prompt": 100, "response": 51}, {"sequences": 2, "prompt": 8, "response": 3}]
 
@@ -76,6 +77,25 @@ def test_speeds_are_drawn_as_multiples_of_bf16_or_of_what_was_measured_everywher
     assert str(unit_of(both)) == "bf16" and str(unit_of(alone)) == "int8"
     missing = [bar for bar in alone if (str(bar.arm), bar.work.sequences) != ("int8", 2)]
     assert str(unit_of(missing)) == "fp8" and unit_of([*missing[:1], *missing[2:]]) is None
+
+
+def test_speeds_are_written_where_they_can_be_read(tmp_path):
+    """Within the bars that are as high as one another, else above."""
+    panel = bars(results(tmp_path / "run"))
+    for unit, inside in ((unit_of(panel), 2), (None, 0)):
+        axes = new_figure(4, 3).subplots()
+        _draw(axes, panel, unit, 0.4, 2)
+        heights = {round(bar.get_x() + bar.get_width() / 2, 6): bar.get_height() for bar in axes.patches}
+        within = [text for text in axes.texts if text.xy[1] < heights[round(text.xy[0], 6)]]
+        assert len(axes.texts) == 4 and len(within) == inside
+        assert all((text.get_color() == "white") is (text in within) for text in axes.texts)
+
+
+def test_two_folders_of_one_name_are_told_apart(tmp_path):
+    for place in ("a", "b"):
+        (tmp_path / place).mkdir()
+    found = [bar for place in ("a", "b") for bar in bars(results(tmp_path / place / "run"))]
+    assert {row[0] for row in rows(found)} == {"qwen2.5-7b (a/run)", "qwen2.5-7b (b/run)"}
 
 
 def test_the_command_writes_picture_and_table(tmp_path):

@@ -13,7 +13,8 @@ from flashrl_verl.bench import rollout_steps, rollout_steps_figure
 from flashrl_verl.bench.arms import Arm
 from flashrl_verl.bench.rollout import Report, Result, RolloutConfig
 from flashrl_verl.bench.rollout_engine import Answer, Timing
-from flashrl_verl.bench.rollout_profile import StepRecorder, class_of
+from flashrl_verl.bench.rollout_kernels import class_of, regrouped
+from flashrl_verl.bench.rollout_profile import StepRecorder
 from flashrl_verl.bench.rollout_report import Prediction
 from flashrl_verl.config import Precision
 from flashrl_verl.plan.schedule import Work
@@ -56,6 +57,8 @@ from flashrl_verl.plan.schedule import Work
         ("_per_token_group_quant_fp8", "activation quantization"),
         ("void vllm::fused_add_rms_norm_kernel<c10::BFloat16, 8>(...)", "norms, rope, activation"),
         ("triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_0", "norms, rope, activation"),
+        ("triton_poi_fused_dynamic_scaled_int8_quant_mul_silu_slice_1", "norms, rope, activation"),
+        ("triton_red_fused__to_copy_abs_amax_clamp_cutlass_scaled_mm_div", "norms, rope, activation"),
         ("void vllm::rotary_embedding_kernel<c10::BFloat16, true>(...)", "norms, rope, activation"),
         ("void at::native::(anonymous namespace)::cunn_SoftMaxForward<8, float, float, float>(...)", "sampling"),
         ("void at::native::radixSortKVInPlace<...>", "sampling"),
@@ -67,6 +70,22 @@ from flashrl_verl.plan.schedule import Work
 )
 def test_a_kernels_class_is_that_of_what_it_does(kernel, expected):
     assert class_of(kernel) == expected
+
+
+def test_a_recorded_profile_gets_inductors_kernels_in_their_class():
+    quantizing, products, between = "activation quantization", "linear layers", "norms, rope, activation"
+    kernels = [
+        [quantizing, "void vllm::dynamic_scaled_int8_quant_kernel<c10::BFloat16, float>(...)", 2.0, 4.0],
+        [quantizing, "triton_poi_fused_dynamic_scaled_int8_quant_mul_silu_slice_1", 1.0, 3.0],
+        [products, "a name cut before what told its class", 5.0, 1.0],
+        [products, "triton_red_fused_cutlass_scaled_mm_0", 0.5, 1.0],
+    ]
+    sums = {quantizing: 3.0, products: 5.5, between: 0.25}
+    grouped = regrouped({"steps": 8, "kernels": kernels, "milliseconds": sums, "launches": dict.fromkeys(sums, 9.0)})
+    assert grouped["milliseconds"] == {quantizing: 2.0, products: 5.0, between: 1.75}
+    assert grouped["launches"] == {quantizing: 6.0, products: 8.0, between: 13.0}
+    assert [kind for kind, *_ in grouped["kernels"]] == [quantizing, between, products, between] and grouped["steps"] == 8
+    assert regrouped(grouped) == grouped and kernels[1][0] == quantizing
 
 
 class Worker:
