@@ -70,11 +70,6 @@ def speed(bar: Bar) -> float:
     return statistics.median(bar.tokens_per_second)
 
 
-def times(base: Bar, bar: Bar) -> float:
-    """How much faster, by median seconds."""
-    return statistics.median(base.seconds) / statistics.median(bar.seconds)
-
-
 # ---- the table ----
 
 
@@ -90,7 +85,7 @@ def speeds() -> list[tuple[str, ...]]:
             f"rollout, {place}, tokens/s",
             f"{speed(base):.0f}",
             f"{speed(bar):.0f}",
-            f"[{times(base, bar):.2f} x](docs/results/throughput.md)",
+            f"[{rollout_figure.speed_up(bar, [base]):.2f} x](docs/results/throughput.md)",
         )
         for place, base, bar in pairs()
     ]
@@ -138,7 +133,7 @@ def draw_speeds(axes: Any) -> None:
     found = pairs()
     for row, (_, base, bar) in enumerate(found):
         for place, one in ((row - 0.2, base), (row + 0.2, bar)):
-            ratio, precision = times(base, one), one.arm.precision
+            ratio, precision = rollout_figure.speed_up(one, [base]), one.arm.precision
             axes.barh(place, ratio, 0.38, color=OF_PRECISION[precision], label=precision.value.upper() if row == 0 else None)
             said = f" {ratio:.2f} x" if one is bar else f" {speed(one):.0f} tokens/s"
             axes.annotate(said, (ratio, place), va="center", fontsize=8)

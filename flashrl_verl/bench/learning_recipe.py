@@ -127,5 +127,5 @@ def _begun_otherwise(config: LearningConfig, run: Run, composed: DictConfig) -> 
     if not file.is_file():
         return []
     new = kept_config.as_kept(composed)
-    paths = tuple(key for key, value in new.items() if str(value).startswith(str(config.output)))
+    paths = tuple(key for key, value in new.items() if str(value).startswith(f"{config.output}/"))
     return kept_config.different(kept_config.load(file), new, (*MAY_CHANGE, *CHOSEN, _KV_CACHE_BYTES, *paths))

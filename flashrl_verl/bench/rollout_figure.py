@@ -29,7 +29,7 @@ class Bar:
     """One arm's speed at one work of one measurement."""
 
     run: Path
-    """The measurement, a file: only bars of one are compared."""
+    """The measurement, an absolute path of a file: only bars of one are compared."""
     model: str
     device: str
     memory_gib: float | None
@@ -98,7 +98,7 @@ def bars(path: Path) -> list[Bar]:
             decode = statistics.median(rollout.decode_seconds(timing))
             found.append(
                 Bar(
-                    run=file,
+                    run=file.absolute(),
                     model=Path(config.model).name,
                     device=report.environment["device"],
                     memory_gib=None if memory is None else memory * config.gpu_memory_utilization / 2**30,
@@ -124,7 +124,7 @@ def _at(bar: Bar, arm: Arm, among: list[Bar]) -> Bar | None:
     return next((other for other in among if other.arm == arm and other.place == bar.place), None)
 
 
-def name(bar: Bar, among: list[Bar]) -> str:
+def model_name(bar: Bar, among: list[Bar]) -> str:
     """What to call a bar's model: by the measurement too where another was of the same work and memory."""
     from flashrl_verl.bench.rollout import RESULTS
 
@@ -163,7 +163,7 @@ def rows(found: list[Bar]) -> list[list[str]]:
             decode = base.decode_seconds / bar.decode_seconds
         table.append(
             [
-                name(bar, found),
+                model_name(bar, found),
                 bar.device,
                 "-" if bar.memory_gib is None else f"{bar.memory_gib:.0f}",
                 words(bar.work),
@@ -263,7 +263,7 @@ def _draw(axes: Axes, here: list[Bar], unit: Arm | None, width: float, widest: i
             said, turn = (speed, 90) if unit is None else (f"{middle:.2f}", 0)
             above = {"xytext": (0, 2), "textcoords": "offset points", "rotation": turn}
             axes.annotate(said, (at, high), ha="center", va="bottom", fontsize=7, **above)
-    called = [name(group[0], here).replace(" (", "\n(") + f"\n{words(group[0].work)}" for group in groups]
+    called = [model_name(group[0], here).replace(" (", "\n(") + f"\n{words(group[0].work)}" for group in groups]
     axes.set_xticks(range(len(groups)), called, fontsize=8)
     axes.set_xlim(-0.6, max(len(groups), widest / 2) - 0.4)  # few groups are not drawn much wider than many
     axes.tick_params(axis="y", labelsize=8)

@@ -44,8 +44,9 @@ def regrouped(profile: dict[str, Any]) -> dict[str, Any]:
     kernels = []
     for recorded, name, time, count in profile["kernels"]:
         kind = BETWEEN_PRODUCTS if _GENERATED.match(name) else recorded
-        for sums, value in ((milliseconds, time), (launches, count)) if kind != recorded else ():
-            sums[recorded] -= value
-            sums[kind] += value
+        if kind != recorded:
+            for sums, value in ((milliseconds, time), (launches, count)):
+                sums[recorded] -= value
+                sums[kind] += value
         kernels.append([kind, name, time, count])
     return profile | {"milliseconds": milliseconds, "launches": launches, "kernels": kernels}

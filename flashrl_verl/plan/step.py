@@ -39,7 +39,7 @@ fp8_per_token_head has not been measured, and is slower."""
 ATTENTION_S = 5e-6
 """Fixed part of a layer's attention, seconds."""
 
-HEAD_S = {KVCache.AUTO: 22e-9, KVCache.FP8: 22e-9, KVCache.FP8_PER_TOKEN_HEAD: 22e-9, KVCache.INT8_PER_TOKEN_HEAD: 7e-9}
+KV_HEAD_S = {KVCache.AUTO: 22e-9, KVCache.FP8: 22e-9, KVCache.FP8_PER_TOKEN_HEAD: 22e-9, KVCache.INT8_PER_TOKEN_HEAD: 7e-9}
 """What attention takes for every sequence and KV head of a layer beside reading, seconds; FlashAttention's in FP8 is taken to
 be BF16's."""
 
@@ -104,7 +104,7 @@ class Clock:
         between = shape.layers * (2 * 4 * shape.hidden + 1.5 * shape.intermediate / self.tensor_parallel) * BF16
         return StepTime(
             linear=self._products(sequences, COMPUTE[self.choice.precision]),
-            attention=shape.layers * (ATTENTION_S + sequences * heads * HEAD_S[kv_cache]) + read,
+            attention=shape.layers * (ATTENTION_S + sequences * heads * KV_HEAD_S[kv_cache]) + read,
             quantize=4 * shape.layers * QUANTIZE_S[self.choice.precision],
             reduce=self._reduce(sequences),
             rest=shape.layers * LAYER_S + HOST_S + sequences * (logits + between) / (STREAM * self.gpu.bandwidth),

@@ -3,6 +3,7 @@
 
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -90,3 +91,14 @@ def test_what_may_change_between_attempts_may_change_here_too(tmp_path):
     (tmp_path / "a").rename(tmp_path / "b")
     moved = config(tmp_path / "b", arms=arms_of("int8:tis"), overrides=("trainer.save_freq=7",), kv_cache_gib=0.1)
     learning_recipe.check_arms(moved)
+
+
+def test_a_setting_that_begins_like_the_folder_is_no_path_in_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    there = config(Path("c"), arms=arms_of("int8:tis"))
+    for run in there.runs():
+        begin(there, run)
+    learning_recipe.check_arms(there)
+    other = replace(there, overrides=("actor_rollout_ref.actor.optim.lr_scheduler_type=constant",))
+    with pytest.raises(ConfigError, match=r"lr_scheduler_type=constant \(was cosine\)"):
+        learning_recipe.check_arms(other)

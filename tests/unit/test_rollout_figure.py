@@ -98,6 +98,13 @@ def test_two_folders_of_one_name_are_told_apart(tmp_path):
     assert {row[0] for row in rows(found)} == {"qwen2.5-7b (a/run)", "qwen2.5-7b (b/run)"}
 
 
+def test_one_folder_may_be_named_from_here_and_the_other_from_the_root(tmp_path, monkeypatch):
+    here, there = results(tmp_path / "here"), results(tmp_path / "there")
+    monkeypatch.chdir(tmp_path)
+    found = [*bars(Path(here.name)), *bars(there)]
+    assert {row[0] for row in rows(found)} == {"qwen2.5-7b (here)", "qwen2.5-7b (there)"}
+
+
 def test_the_command_writes_picture_and_table(tmp_path):
     folders = [str(results(tmp_path / name, model=name)) for name in ("qwen2.5-7b", "qwen2.5-14b")]
     done = CliRunner().invoke(app, ["bench", "rollout-figure", *folders, "--output", str(tmp_path / "out" / "r.png")])
