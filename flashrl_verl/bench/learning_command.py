@@ -62,6 +62,7 @@ def learning(
     no run trained a step.
     """
     from flashrl_verl.bench.learning import LearningConfig, arms_of, seeds_of
+    from flashrl_verl.bench.visible_gpus import hardware_of
     from flashrl_verl.run_directory import check_output
     from flashrl_verl.toy.outliers import OutlierConfig
 
@@ -69,7 +70,7 @@ def learning(
     for word in context.args:
         if word.startswith("-") or not ("=" in word or word.startswith("~")):
             raise ConfigError(f"{word!r} is neither an option (flashrl bench learning --help) nor an override key=value.")
-    chosen = _hardware(hardware)
+    chosen = hardware_of(hardware)
     check_output(output)
     config = LearningConfig(
         output=output.expanduser().resolve(),
@@ -87,17 +88,6 @@ def learning(
     )
     over = started + 60 * config.minutes
     raise typer.Exit(_learn(config, over, (first_step_limit, step_limit), new_console(), retry=retry))
-
-
-def _hardware(given: str | None) -> str:
-    import torch
-
-    there = torch.cuda.is_available()
-    chosen = given or ("cuda" if there else "cpu")
-    if chosen not in ("cuda", "cpu") or (chosen == "cuda" and not there):
-        reason = "PyTorch finds no GPU here" if chosen == "cuda" else "it is neither cuda nor cpu"
-        raise ConfigError(f"--hardware {chosen}: {reason}")
-    return chosen
 
 
 def _sizes(hidden: int | None, layers: int | None, chain_steps: int | None, target: float | None) -> dict[str, object]:

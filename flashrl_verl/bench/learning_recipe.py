@@ -22,9 +22,22 @@ if TYPE_CHECKING:
 
 _KV_CACHE_BYTES = "actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes"
 
+_OF_THE_RUN = {
+    **{key: CHOSEN[key] for key in ("flashrl.precision", "data.seed", "actor_rollout_ref.rollout.seed")},
+    "algorithm.rollout_correction": "--arm, with a preset of your own in flashrl_verl/configs/correction",
+    **{key: CHOSEN[key] for key in ("trainer.total_training_steps", "trainer.default_local_dir", "chain.assets")},
+    "trainer.resume_mode": CHOSEN["trainer.resume_mode"],
+}
+"""Keys of the recipe, with all below them, that make a run what its name says, and what they are chosen by."""
+
 
 def training_overrides(config: LearningConfig, run: Run) -> list[str]:
     """The words after `python -m recipe.flashrl.main_flashrl` for one run."""
+    return [*_chosen(config, run), *config.overrides]
+
+
+def _chosen(config: LearningConfig, run: Run) -> list[str]:
+    """Those that the bench gives."""
     words = [
         "experiment=chain",
         f"hardware={config.hardware}",
@@ -40,18 +53,20 @@ def training_overrides(config: LearningConfig, run: Run) -> list[str]:
         # Given, not measured: vLLM stops where another run frees memory while it measures.
         size = round(config.kv_cache_gib * 2**30)
         words.append(f"+{_KV_CACHE_BYTES}={size}")
-    return [*words, *config.overrides]
+    return words
 
 
 def compose_run(config: LearningConfig, run: Run) -> DictConfig:
     """The configuration that the recipe will see.
 
     Raises:
-        ConfigError: it contradicts itself, or an override takes away what this bench reads.
+        ConfigError: it contradicts itself, or an override takes away what this bench reads, or what the run's name says of it.
     """
     from flashrl_verl.validation import validate_config
 
     composed = compose(training_overrides(config, run))
+    if config.overrides:
+        _require_run(composed, compose(_chosen(config, run)), run)
     validate_config(composed)
     trainer = composed.trainer
     if "file" not in trainer.logger or trainer.test_freq < 1:
@@ -65,6 +80,28 @@ def compose_run(config: LearningConfig, run: Run) -> DictConfig:
             "Remedy: leave it out, or from 1 on"
         )
     return composed
+
+
+def _require_run(composed: DictConfig, expected: DictConfig, run: Run) -> None:
+    """Refuse overrides, however they are written, that make of a run another than its name says.
+
+    Args:
+        composed: with the overrides.
+        expected: without them.
+        run: whose they are.
+
+    Raises:
+        ConfigError: one changes what the bench chooses.
+    """
+    there, here = kept_config.as_kept(expected), kept_config.as_kept(composed)
+    changed = [name for name in sorted({*there, *here}) if there.get(name) != here.get(name)]
+    for name in changed:
+        for key, remedy in _OF_THE_RUN.items():
+            if name == key or name.startswith(f"{key}."):
+                raise ConfigError(
+                    f"an override gives {run.name} {name}={here.get(name)} (it is {there.get(name)}), which this bench "
+                    f"chooses. Remedy: {remedy}"
+                )
 
 
 def facts_of(config: LearningConfig, run: Run, composed: DictConfig) -> dict[str, Any]:
@@ -122,10 +159,16 @@ def check_arms(config: LearningConfig) -> None:
 
 
 def _begun_otherwise(config: LearningConfig, run: Run, composed: DictConfig) -> list[str]:
-    """What a run was begun with and would not go on with, apart from its arm, its seed and where it lies."""
+    """What a run was begun with and would not go on with, apart from where it lies.
+
+    Args:
+        config: of the bench.
+        run: whose folder is looked at.
+        composed: of any run of its arm.
+    """
     file = run.folder / CONFIG_FILE
     if not file.is_file():
         return []
-    new = kept_config.as_kept(composed)
+    new = kept_config.as_kept(composed) | dict.fromkeys(("data.seed", "actor_rollout_ref.rollout.seed"), run.seed)
     paths = tuple(key for key, value in new.items() if str(value).startswith(f"{config.output}/"))
-    return kept_config.different(kept_config.load(file), new, (*MAY_CHANGE, *CHOSEN, _KV_CACHE_BYTES, *paths))
+    return kept_config.different(kept_config.load(file), new, (*MAY_CHANGE, _KV_CACHE_BYTES, *paths))

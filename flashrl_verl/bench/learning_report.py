@@ -22,6 +22,9 @@ DATA_FILE, PICTURE_FILE = "learning.json", "learning.png"
 _POINTS = 100
 """Of a series in the JSON, at most: longer ones are means over equal stretches of steps."""
 
+_KEPT = ("actor_rollout_ref.actor.optim.", "algorithm.", "flashrl.", "trainer.test_freq")
+"""Keys of the configuration in the JSON, with what is below them."""
+
 
 def tables(report: Report) -> list[Table]:
     """One line an arm; one line a difference and figure, where there is any."""
@@ -133,7 +136,10 @@ def to_json(report: Report) -> dict[str, Any]:
         {
             **shared(report.config),
             "steps": report.config.steps,
-            "arms": [{**asdict(result), "arm": str(result.arm)} for result in report.arms()],
+            "arms": [
+                {**asdict(result), "arm": str(result.arm), "configuration": configuration(report.of(result.arm))}
+                for result in report.arms()
+            ],
             "differences": [
                 {
                     "arm": str(pair.arm),
@@ -150,6 +156,12 @@ def to_json(report: Report) -> dict[str, Any]:
             "runs": [_run_json(run) for run in report.runs],
         }
     )
+
+
+def configuration(runs: Sequence[RunResult]) -> dict[str, Any]:
+    """What an arm's first run was begun with, of the parts that experiments differ in; values by dotted key."""
+    kept = next((run.configuration for run in runs if run.configuration), {})
+    return {key: value for key, value in kept.items() if key.startswith(_KEPT)}
 
 
 def _run_json(run: RunResult) -> dict[str, Any]:

@@ -17,15 +17,19 @@ from typing import Any
 
 import numpy as np
 
+from flashrl_verl import kept_config
 from flashrl_verl.bench.learning import Arm, LearningConfig
 from flashrl_verl.bench.learning_bf16 import FILE
 from flashrl_verl.bench.learning_run import State, Status, metrics_of
 from flashrl_verl.config import Precision
 from flashrl_verl.report.metrics import HELD_OUT, MISMATCH_KL, STEP_TIME, Metrics
 from flashrl_verl.report.panels import EFFECTIVE, TRUNCATED
+from flashrl_verl.run_directory import CONFIG_FILE
 
 SERIES = {"k3_kl": MISMATCH_KL, "effective_sample_size": EFFECTIVE, "truncated_share": TRUNCATED, "step_seconds": STEP_TIME}
 """What is logged at every step, by its name here."""
+
+_TEST_FREQ = "trainer.test_freq"
 
 # ---- statistics ----
 
@@ -122,15 +126,22 @@ class RunResult:
     metrics: Metrics
     bf16: dict[str, Any] | None
     """Its last weights in a BF16 engine (``learning_bf16``), where they have been asked."""
+    configuration: dict[str, Any]
+    """That it was begun with: values by dotted key; empty where none was kept."""
 
     @property
     def finished(self) -> bool:
         return self.state.status is Status.FINISHED
 
     def accuracy(self) -> tuple[list[int], list[float]]:
-        """Steps of the validations, and the share of right answers there."""
+        """Steps of the validations, and the share of right answers there: before the first step, at every multiple of
+        ``trainer.test_freq``, and after the last. verl validates where it goes on from a checkpoint too
+        (``trainer_base.py::PPOTrainer.fit``); a run that was stopped would have more points than its neighbours."""
         keys = self.metrics.keys(HELD_OUT)
-        return self.metrics.series(keys[0]) if keys else ([], [])
+        steps, values = self.metrics.series(keys[0]) if keys else ([], [])
+        every, last = self.configuration.get(_TEST_FREQ, 1), self.metrics.last_step
+        due = [at for at, step in enumerate(steps) if step % every == 0 or (step == last and self.finished)]
+        return [steps[at] for at in due], [values[at] for at in due]
 
     def final(self) -> float | None:
         """Share of right answers of its last weights in BF16."""
@@ -210,7 +221,14 @@ class Report:
 def collect(config: LearningConfig, states: Sequence[State]) -> Report:
     """Read the metrics of all runs, and what was asked in BF16."""
     runs = [
-        RunResult(arm=s.run.arm, seed=s.run.seed, state=s, metrics=metrics_of(s.run), bf16=_read(s.run.folder / FILE))
+        RunResult(
+            arm=s.run.arm,
+            seed=s.run.seed,
+            state=s,
+            metrics=metrics_of(s.run),
+            bf16=_read(s.run.folder / FILE),
+            configuration=kept_config.load(file) if (file := s.run.folder / CONFIG_FILE).is_file() else {},
+        )
         for s in states
     ]
     return Report(config=config, runs=runs, start=_read(config.output / FILE))

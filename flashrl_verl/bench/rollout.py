@@ -26,7 +26,7 @@ from flashrl_verl.bench.visible_gpus import gpu_groups
 from flashrl_verl.config import KVCache, Precision
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.plan.schedule import Work
-from flashrl_verl.software import software
+from flashrl_verl.software import package_digest, software
 from flashrl_verl.whole_file import write_whole
 
 RESULTS = "rollout.jsonl"
@@ -121,7 +121,7 @@ def run(config: RolloutConfig, progress: Callable[[str], None] = lambda text: No
         progress: called with a line before each engine.
 
     Raises:
-        ConfigError: the output folder has results of other settings, of other versions, or something that is no results.
+        ConfigError: the output folder has results of other settings, versions or code, or something that is no results.
         FlashRLError: an engine failed, is not what its arm says, or runs on another device than the results that are there.
             What others have answered by then is kept.
     """
@@ -129,7 +129,7 @@ def run(config: RolloutConfig, progress: Callable[[str], None] = lambda text: No
     file = config.output / RESULTS
     shape = load_config(config.model, config.layers)
     # The device is the engine's to tell: asking here would take memory of the GPU from the engines.
-    settings, runs = _settings(config, shape), software()
+    settings, runs = _settings(config, shape), software() | {"package": package_digest()}
     report = _read(file, settings, runs) or Report(settings=settings, environment={}, results=[])
     model = save_config(shape, config.output / "model")
     done = {(result.round, result.arm) for result in report.results}
@@ -152,7 +152,8 @@ def run(config: RolloutConfig, progress: Callable[[str], None] = lambda text: No
         for (turn, arm), record in answers:
             answer = _answer(record)
             if not report.environment:
-                report.environment.update(answer.device | runs | {"date": datetime.date.today().isoformat()})
+                where = {name: answer.device[name] for name in ("device", "memory_bytes")}
+                report.environment.update(where | runs | {"date": datetime.date.today().isoformat()})
             require_device(answer.device, report.environment["device"])
             report.results.append(Result(round=turn, arm=str(arm), answer=answer, parallel=config.parallel))
             report.results.sort(key=order)  # engines at the same time end in any order

@@ -95,10 +95,8 @@ def _measure(config: RolloutConfig) -> None:
     console.print(rollout_report.speed_table(config, report))
     if steps := rollout_steps.table(config, report):
         console.print(steps)
-    for line in rollout_steps.notes(config, report):
+    for line in (*rollout_steps.notes(config, report), *rollout_report.notes(config, report)):
         console.print(line, markup=False, highlight=False, style="dim", soft_wrap=True)
-    if note := rollout_report.note(config, report):
-        console.print(note, markup=False, highlight=False, style="dim", soft_wrap=True)
     console.print("written: " + ", ".join(map(str, written)), highlight=False, soft_wrap=True)
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from flashrl_verl.bench.arms import Arm
+    from flashrl_verl.bench.rollout import Report, RolloutConfig
     from flashrl_verl.plan.schedule import Work
 
 COLUMNS = ("model", "GPU", "memory GiB", "work", "arm", "tokens/s", "x BF16", "decode x BF16", "sequences fit", "n")
@@ -70,6 +71,9 @@ def rollout_figure(
     written = write(found, output)
     console = new_console()
     console.print(_table(found))
+    for path in results:
+        for line in notes(path):
+            console.print(f"{path}: {line}", markup=False, highlight=False, style="dim", soft_wrap=True)
     console.print("written: " + ", ".join(map(str, written)), highlight=False, soft_wrap=True)
 
 
@@ -80,15 +84,8 @@ def bars(path: Path) -> list[Bar]:
         ConfigError: it holds no results of ``flashrl bench rollout``, or of another release.
     """
     from flashrl_verl.bench import rollout
-    from flashrl_verl.errors import ConfigError
 
-    file = path / rollout.RESULTS if path.is_dir() else path
-    try:
-        config, report = rollout.measured(file)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"{path} holds no results of flashrl bench rollout ({type(error).__name__}: {error}). Name its --output"
-        ) from error
+    file, config, report = _measured(path)
     memory = report.environment["memory_bytes"]
     found = []
     for work in config.works:
@@ -110,6 +107,30 @@ def bars(path: Path) -> list[Bar]:
                 )
             )
     return found
+
+
+def notes(path: Path) -> list[str]:
+    """What makes arms of one folder hard to compare, but for what is planned of them.
+
+    Raises:
+        ConfigError: as ``bars``.
+    """
+    from flashrl_verl.bench.rollout_report import comparability
+
+    return comparability(_measured(path)[2])
+
+
+def _measured(path: Path) -> tuple[Path, RolloutConfig, Report]:
+    from flashrl_verl.bench import rollout
+    from flashrl_verl.errors import ConfigError
+
+    file = path / rollout.RESULTS if path.is_dir() else path
+    try:
+        return file, *rollout.measured(file)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{path} holds no results of flashrl bench rollout ({type(error).__name__}: {error}). Name its --output"
+        ) from error
 
 
 def base_of(bar: Bar, among: list[Bar]) -> Bar | None:
@@ -207,7 +228,7 @@ def _table(found: list[Bar]) -> Table:
 
 def _plot(found: list[Bar], path: Path) -> None:
     """A panel for each memory, and in it a group of bars for each model and work measured there, as multiples of one arm's
-    speed; all on one scale, so that memories can be compared."""
+    speed; all on one scale where that arm is the same, so that memories can be compared."""
     from flashrl_verl.report.figure import new_figure
 
     memories = sorted({bar.memory_gib for bar in found}, key=lambda gib: -(gib or 0))
@@ -217,7 +238,7 @@ def _plot(found: list[Bar], path: Path) -> None:
     groups = [_groups(panel) for panel in panels]
     width, widest = 0.84 / max(len(group) for of in groups for group in of), max(map(len, groups))
     figure = new_figure(max(5.5, 1.5 + 0.42 * most), 0.8 + 2.5 * len(memories))
-    grid = figure.subplots(len(memories), 1, squeeze=False, sharey=None not in units)[:, 0]
+    grid = figure.subplots(len(memories), 1, squeeze=False, sharey=None not in units and len(set(units)) == 1)[:, 0]
     for axes, panel, memory, unit in zip(grid, panels, memories, units, strict=True):
         _draw(axes, panel, unit, width, widest)
         devices = ", ".join(dict.fromkeys(bar.device for bar in panel))

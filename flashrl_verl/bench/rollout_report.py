@@ -3,6 +3,7 @@
 
 import json
 import statistics
+from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -54,13 +55,14 @@ class Prediction:
         return clock.floor(sequences, context)
 
     def seconds(self, arm: Arm, work: Work, tokens: int) -> tuple[float, float] | None:
-        """Of a whole rollout and of its decoding, with a KV cache of so many tokens; None too of a precision whose speed
-        ``flashrl plan`` does not know."""
+        """Of a whole rollout, and of what is left of it after one reading of the prompts, as ``rollout.decode_seconds``
+        measures it: what is read again where memory is short is in it. With a KV cache of so many tokens; None too of a
+        precision whose speed ``flashrl plan`` does not know."""
         if self._gpu is None or arm.precision not in COMPUTE:
             return None
         clock = Clock(shape=self._shape, choice=_choice(arm), gpu=self._gpu, tensor_parallel=self._engine.tensor_parallel)
-        line = simulate(clock, work, tokens, self._engine.max_num_seqs)
-        return line.seconds, line.decode_seconds
+        whole = simulate(clock, work, tokens, self._engine.max_num_seqs).seconds
+        return whole, whole - clock.prefill(work.sequences * work.prompt, work.prompt, work.sequences)
 
 
 NOT_MEASURABLE = "not measurable"
@@ -132,13 +134,36 @@ def speed_table(config: RolloutConfig, report: Report) -> Table:
     return table
 
 
-def note(config: RolloutConfig, report: Report) -> str | None:
-    """Why nothing is planned, or nothing of some arms; None where everything is."""
-    device = report.environment["device"]
-    if gpus.of_device(device) is None:
-        return f"planned: - because flashrl plan has no data sheet of {device}; it knows {', '.join(gpus.GPUS)}"
+def notes(config: RolloutConfig, report: Report) -> list[str]:
+    """Why nothing is planned, or nothing of some arms, and what makes arms hard to compare."""
+    device, lines = report.environment["device"], comparability(report)
     unknown = dict.fromkeys(arm.precision.value for arm in config.arms if arm.precision not in COMPUTE)
-    return f"planned: - because flashrl plan knows no speed of {', '.join(unknown)}" if unknown else None
+    if gpus.of_device(device) is None:
+        lines.append(f"planned: - because flashrl plan has no data sheet of {device}; it knows {', '.join(gpus.GPUS)}")
+    elif unknown:
+        lines.append(f"planned: - because flashrl plan knows no speed of {', '.join(unknown)}")
+    return lines
+
+
+def comparability(report: Report) -> list[str]:
+    """What makes the arms of a measurement hard to compare: they ran on several machines, or beside more or fewer others."""
+    lines = []
+    machines = _arms_by((result.answer.device.get("machine", "not recorded"), result.arm) for result in report.results)
+    if len(machines) > 1:
+        differ = "arms were measured on several machines, and those of one type differ by a few percent"
+        lines.append(f"{differ}: {'; '.join(machines)}")
+    at_a_time = _arms_by((f"{result.parallel} at a time", result.arm) for result in report.results)
+    if len(at_a_time) > 1:
+        lines.append(f"engines that run beside others share the machine's cores with them: {'; '.join(at_a_time)}")
+    return lines
+
+
+def _arms_by(pairs: Iterable[tuple[str, str]]) -> list[str]:
+    """Arms by what is said of them: `what (arm, arm)`."""
+    arms: dict[str, dict[str, None]] = {}
+    for what, arm in pairs:
+        arms.setdefault(what, {})[arm] = None
+    return [f"{what} ({', '.join(of)})" for what, of in arms.items()]
 
 
 def _row(report: Report, prediction: Prediction, arm: Arm, base: Arm, work: Work) -> list[str] | None:

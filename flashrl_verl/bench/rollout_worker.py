@@ -14,6 +14,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from flashrl_verl.bench.engine_child import Bucket, update
 from flashrl_verl.bench.rollout_profile import StepRecorder
 from flashrl_verl.rollout.worker import FlashRLWorkerExtension
+from flashrl_verl.software import machine_digest
 
 _BUCKET_BYTES = 1 << 30
 """Bytes of random weights on the GPU at a time, beside the engine's own; a larger tensor goes alone."""
@@ -72,10 +73,12 @@ class BenchWorkerExtension(FlashRLWorkerExtension):
         return None if result is None else asdict(result), self._recorder.reason
 
     def bench_device(self) -> dict[str, Any]:
-        """Name of this worker's device, and bytes of its memory (None on a CPU)."""
+        """Name of this worker's device, bytes of its memory (None on a CPU), and which one of that name on which machine."""
+        here: dict[str, Any] = {"machine": machine_digest()}
         if next(self.model_runner.model.parameters()).is_cuda:
-            return {"device": torch.cuda.get_device_name(), "memory_bytes": torch.cuda.mem_get_info()[1]}
-        return {"device": f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)", "memory_bytes": None}
+            uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+            return here | {"device": torch.cuda.get_device_name(), "memory_bytes": torch.cuda.mem_get_info()[1], "uuid": uuid}
+        return here | {"device": f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)", "memory_bytes": None}
 
 
 def kv_tokens(config: KVCacheConfig) -> int:

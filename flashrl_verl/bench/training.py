@@ -58,6 +58,8 @@ class Pass:
     """Of the whole model, computed."""
     share: float | None
     """Of the data sheet's BF16 operations that the whole model reaches; None for a device that is not known."""
+    share_range: tuple[float, float] | None
+    """The same with the seconds of each repeat of one depth beside each of the other: smallest, largest."""
 
 
 def measure(config: TrainingConfig, progress: Callable[[str], None] = lambda text: None) -> list[Pass]:
@@ -101,8 +103,14 @@ def _pass(config: TrainingConfig, name: str, seconds: dict[int, list[float]], pa
     whole = head + shape.layers * layer
     gpu = of_device(torch.cuda.get_device_name()) if config.device == "cuda" else None
     operations = passes * forward_operations(shape, config.tokens, config.tokens)
-    share = None if gpu is None else operations / whole / gpu.bf16
-    return Pass(name=name, seconds=seconds, layer_s=layer, head_s=head, whole_s=whole, share=share)
+    share, between = None, None
+    if gpu is not None:
+        # Of so many layers as the model has: a line through one time at each depth.
+        steps = (shape.layers - few) / (many - few)
+        wholes = [low + steps * (high - low) for low in seconds[few] for high in seconds[many]]
+        share = operations / whole / gpu.bf16
+        between = (operations / max(wholes) / gpu.bf16, operations / min(wholes) / gpu.bf16)
+    return Pass(name=name, seconds=seconds, layer_s=layer, head_s=head, whole_s=whole, share=share, share_range=between)
 
 
 def _model(config: TrainingConfig, layers: int) -> PreTrainedModel:

@@ -29,12 +29,12 @@ def training(
     tokens: Annotated[int, typer.Option(min=2, help="Of one sequence, which is one micro-batch.")] = 8192,
     repeats: Annotated[int, typer.Option(min=1, help="After one that is not measured.")] = 5,
     seed: Annotated[int, typer.Option(min=0, help="Seed of weights and tokens.")] = 0,
+    hardware: Annotated[str | None, typer.Option(help="cuda or cpu; cuda where there is a GPU.")] = None,
     output: Annotated[Path, typer.Option(help=f"Folder for {FILE}.")] = Path("outputs/bench_training"),
 ) -> None:
     """Time old log-probs and policy updates of a model's shape on one GPU, or on the CPU, as `flashrl plan` counts them."""
-    import torch
-
     from flashrl_verl.bench import training as bench
+    from flashrl_verl.bench.visible_gpus import hardware_of
     from flashrl_verl.run_directory import check_output
 
     check_output(output)
@@ -43,7 +43,7 @@ def training(
         layers=_depths(layers),
         tokens=tokens,
         repeats=repeats,
-        device="cuda" if torch.cuda.is_available() else "cpu",
+        device=hardware_of(hardware),
         seed=seed,
     )
     console = new_console()
@@ -51,19 +51,23 @@ def training(
     path = output.expanduser() / FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, (json.dumps(record(config, found), indent=1) + "\n").encode())
-    console.print(_table(config, found))
+    console.print(_table(config, found, device_of(config)))
     console.print(f"written: {path}", highlight=False, soft_wrap=True)
 
 
 def record(config: TrainingConfig, found: list[Pass]) -> dict[str, object]:
     """Everything, as JSON takes it."""
-    import torch
-
     from flashrl_verl.software import software
 
-    device = torch.cuda.get_device_name() if config.device == "cuda" else "CPU"
-    environment = software() | {"device": device, "date": datetime.date.today().isoformat()}
+    environment = software() | {"device": device_of(config), "date": datetime.date.today().isoformat()}
     return {"settings": asdict(config), "environment": environment, "passes": [asdict(one) for one in found]}
+
+
+def device_of(config: TrainingConfig) -> str:
+    """Name of what was timed."""
+    import torch
+
+    return torch.cuda.get_device_name() if config.device == "cuda" else "CPU"
 
 
 def _depths(words: str) -> tuple[int, int]:
@@ -74,14 +78,14 @@ def _depths(words: str) -> tuple[int, int]:
     return few, many
 
 
-def _table(config: TrainingConfig, found: list[Pass]) -> Table:
+def _table(config: TrainingConfig, found: list[Pass], device: str) -> Table:
     from rich.table import Table
 
-    table = Table(title=f"{config.model}, one sequence of {config.tokens} tokens", title_justify="left")
-    for name in ("pass", "layer ms", "head ms", "whole model ms", "tokens/s", "of the data sheet's BF16"):
+    table = Table(title=f"{config.model} on {device}, one sequence of {config.tokens} tokens", title_justify="left")
+    for name in ("pass", "layer ms", "head ms", "whole model ms", "tokens/s", "of the data sheet's BF16 (range)"):
         table.add_column(name, justify="left" if name == "pass" else "right")
     for one in found:
-        share = "-" if one.share is None else f"{one.share:.0%}"
+        share = "-" if one.share is None else f"{one.share:.0%} ({{:.0%}}-{{:.0%}})".format(*one.share_range)
         cells = (f"{seconds * 1e3:.2f}" for seconds in (one.layer_s, one.head_s, one.whole_s))
         table.add_row(one.name, *cells, f"{config.tokens / one.whole_s:.0f}", share)
     return table

@@ -40,3 +40,19 @@ def gpu_groups(count: int, size: int) -> tuple[str | None, ...]:
             f"Remedy: --parallel {max(1, len(gpus) // size)}"
         )
     return tuple(",".join(gpus[i * size : (i + 1) * size]) for i in range(count))
+
+
+def hardware_of(given: str | None) -> str:
+    """``cuda`` or ``cpu``: what ``--hardware`` names; without it, ``cuda`` where there is a GPU.
+
+    Raises:
+        ConfigError: it is neither, or there is no GPU.
+    """
+    import torch
+
+    there = torch.cuda.is_available()
+    chosen = given or ("cuda" if there else "cpu")
+    if chosen not in ("cuda", "cpu") or (chosen == "cuda" and not there):
+        reason = "PyTorch finds no GPU here" if chosen == "cuda" else "it is neither cuda nor cpu"
+        raise ConfigError(f"--hardware {chosen}: {reason}")
+    return chosen

@@ -84,6 +84,19 @@ def test_a_run_that_was_begun_with_other_settings_is_refused_before_anything_run
         learning_recipe.check_arms(there)
 
 
+@pytest.mark.parametrize(("key", "value"), [("flashrl.precision", "bf16"), ("data.seed", 7)])
+def test_a_run_that_was_begun_as_another_than_its_folder_says_is_refused(tmp_path, key, value):
+    there = config(tmp_path, arms=arms_of("int8:tis"), seeds=(0, 1))
+    run = there.runs()[1]
+    begin(there, run)
+    file = run.folder / CONFIG_FILE
+    before = OmegaConf.load(file)
+    OmegaConf.update(before, key, value)
+    file.write_text(OmegaConf.to_yaml(before))
+    with pytest.raises(ConfigError, match=rf"int8:tis seed 1 .*{key}=\w+ \(was {value}\).*--output"):
+        learning_recipe.check_arms(there)
+
+
 def test_what_may_change_between_attempts_may_change_here_too(tmp_path):
     there = config(tmp_path / "a", arms=arms_of("int8:tis"))
     for run in there.runs():

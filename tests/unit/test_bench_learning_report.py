@@ -116,6 +116,29 @@ def test_before_anything_is_asked_in_bf16_there_are_curves_only(report):
     assert learning_report.write(found)[1].read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_run_that_went_on_has_no_more_points_than_one_that_did_not(tmp_path):
+    cfg = config(tmp_path, arms=arms_of("int8:tis"), seeds=(0, 1), steps=5)
+    straight, stopped = cfg.runs()
+    curve = {0: {KEY: 0.3}, 2: {KEY: 0.7}, 4: {KEY: 0.8}, 5: {KEY: 0.9}}
+    write_metrics(straight, curve)
+    write_metrics(stopped, {**curve, 1: {KEY: 0.5}, 3: {KEY: 0.79}})  # verl validates where it goes on, too
+    for run in cfg.runs():
+        (run.folder / "config.yaml").write_text("trainer: {test_freq: 2}\nalgorithm: {gamma: 0.5}\n")
+    found = collect(cfg, [state_of(run, 5) for run in cfg.runs()])
+    assert [run.accuracy() for run in found.runs] == [([0, 2, 4, 5], [0.3, 0.7, 0.8, 0.9])] * 2
+    arm = to_json(found)["arms"][0]
+    assert arm["curve"]["mean"] == pytest.approx(0.675) and arm["curve"]["standard_error"] == 0
+    assert arm["configuration"] == {"trainer.test_freq": 2, "algorithm.gamma": 0.5}
+
+
+def test_the_last_point_of_an_unfinished_run_is_one_that_others_have(tmp_path):
+    cfg = config(tmp_path, arms=arms_of("int8:tis"), seeds=(0,), steps=5)
+    (run,) = cfg.runs()
+    write_metrics(run, {0: {KEY: 0.3}, 2: {KEY: 0.7}, 3: {KEY: 0.79}})
+    (run.folder / "config.yaml").write_text("trainer: {test_freq: 2}\n")
+    assert collect(cfg, [state_of(run, 5)]).runs[0].accuracy() == ([0, 2], [0.3, 0.7])
+
+
 def test_welchs_interval_is_that_of_two_spreads():
     """SE^2 = 1/3 + s^2/4, and the freedom by the formula of Welch and Satterthwaite."""
     found = welch([1.0, 2.0, 3.0], [4.0, 6.0, 8.0, 9.0])

@@ -97,6 +97,25 @@ def test_results_of_another_version_are_refused(tmp_path, measured, monkeypatch)
     assert len(measured[0]) == 2
 
 
+def test_results_of_other_code_of_the_same_version_are_refused(tmp_path, measured, monkeypatch):
+    report = rollout.run(config(tmp_path, rounds=1))
+    assert len(report.environment["package"]) == 12
+    monkeypatch.setattr(rollout, "package_digest", lambda: "another")
+    with pytest.raises(ConfigError, match=rf"another package \({report.environment['package']}, now another\).*--output"):
+        rollout.run(config(tmp_path))
+
+
+def test_what_makes_arms_hard_to_compare_is_said(tmp_path, measured):
+    report = rollout.run(config(tmp_path, rounds=1))
+    assert rollout_report.comparability(report) == []
+    bf16, int8 = report.results
+    elsewhere = replace(int8, parallel=2, answer=replace(int8.answer, device={**int8.answer.device, "machine": "abc"}))
+    machines, cores = rollout_report.comparability(replace(report, results=[bf16, elsewhere, elsewhere]))
+    assert machines.startswith("arms were measured on several machines")
+    assert machines.endswith(": not recorded (bf16); abc (int8)")
+    assert cores.endswith(": 1 at a time (bf16); 2 at a time (int8)")
+
+
 def test_results_of_another_shape_under_the_same_name_are_refused(tmp_path, measured):
     shape = tmp_path / "shape"
     cfg = config(tmp_path / "out", model=str(shape), rounds=1)
@@ -178,7 +197,7 @@ def test_a_gpu_is_known_by_its_whole_name(device, name, tmp_path, measured):
     cfg = config(tmp_path)
     report = replace(rollout.run(cfg), environment={"device": device, "memory_bytes": None})
     assert (rollout_report.Prediction(cfg, report).kv_tokens(INT8) is None) == (name is None)
-    assert (device in (rollout_report.note(cfg, report) or "")) == (name is None)
+    assert (device in " ".join(rollout_report.notes(cfg, report))) == (name is None)
 
 
 def test_every_gpu_has_a_device_name_and_no_two_share_one():

@@ -57,6 +57,17 @@ def test_the_share_is_of_the_data_sheet(monkeypatch):
     assert found.whole_s == 3.0 and found.share == pytest.approx(4 * operations / 3.0 / 989e12)
 
 
+def test_the_range_of_a_share_is_that_of_lines_through_one_time_at_each_depth(monkeypatch):
+    """64 layers from depths of 2 and 6: 0.06 + 62/4 * 0.06 and 0.05 + 62/4 * 0.07 seconds."""
+    monkeypatch.setattr(training, "of_device", lambda name: find("h200"))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    config = TrainingConfig(model="qwen2.5-32b", layers=(2, 6), tokens=24, repeats=2, device="cuda")
+    found = training._pass(config, "old log-probs", {2: [0.06, 0.05], 6: [0.12, 0.12]}, passes=1)
+    operations = found.share * found.whole_s
+    assert found.whole_s == pytest.approx(0.055 + 62 / 4 * 0.065)
+    assert found.share_range == pytest.approx((operations / 1.135, operations / 0.99))
+
+
 def test_an_update_has_a_gradient_for_every_weight_and_log_probs_none(monkeypatch):
     model, ids = training._model(CONFIG, 2), training._ids(CONFIG)
     monkeypatch.setattr(model, "zero_grad", lambda set_to_none: None)
@@ -79,6 +90,12 @@ def test_what_noise_makes_of_it_is_refused():
         (["--layers", "2,2"], "--layers 2,2"),
         (["--layers", "1,9"], "--layers 9: tiny has 2"),
         (["--model", "nonsense"], "--model 'nonsense'"),
+        (["--hardware", "tpu"], "--hardware tpu: it is neither"),
+        pytest.param(
+            ["--hardware", "cuda"],
+            "--hardware cuda: PyTorch finds no GPU",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
     ],
 )
 def test_words_that_cannot_be_are_refused(tmp_path, words, part):
@@ -88,8 +105,10 @@ def test_words_that_cannot_be_are_refused(tmp_path, words, part):
 
 def test_the_file_has_everything(tmp_path, monkeypatch):
     timed(monkeypatch, {(run, depth): [9, depth + 0.25, depth + 0.75] for run in ("_log_probs", "_update") for depth in (1, 2)})
-    result = CliRunner().invoke(app, ["bench", "training", "--tokens", "8", "--repeats", "2", "--output", str(tmp_path)])
+    words = ["--tokens", "8", "--repeats", "2", "--hardware", "cpu", "--output", str(tmp_path)]
+    result = CliRunner().invoke(app, ["bench", "training", *words])
     assert result.exit_code == 0, result.output
+    assert "tiny on CPU" in result.output
     record = json.loads((tmp_path / "training.json").read_text())
     assert record["settings"]["tokens"] == 8 and {"torch", "transformers", "device", "date"} <= set(record["environment"])
     assert [one["name"] for one in record["passes"]] == ["old log-probs", "policy update"]

@@ -33,7 +33,7 @@ def test_a_precision_of_unknown_speed_is_measured_and_not_planned(tmp_path):
     prediction = rollout_report.Prediction(config, report)
     row = rollout_report._row(report, prediction, ARMS[1], ARMS[0], WORK)
     assert row[1:3] == ["1.00", "-"] and prediction.kv_tokens(ARMS[1]) > 0
-    assert "no speed of fp8_block" in rollout_report.note(config, report)
+    assert "no speed of fp8_block" in " ".join(rollout_report.notes(config, report))
 
 
 def test_every_precision_has_a_colour_of_its_own():

@@ -1,0 +1,25 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tells two results of one version apart."""
+
+from flashrl_verl.software import machine_digest, package_digest
+
+
+def test_the_packages_digest_is_of_what_its_modules_say_and_are_called(tmp_path):
+    def package(name: str, files: dict[str, str]):
+        for file, text in files.items():
+            path = tmp_path / name / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        return package_digest(tmp_path / name)
+
+    one = package("one", {"a.py": "x = 1", "b/c.py": "y = 2"})
+    assert one == package("two", {"a.py": "x = 1", "b/c.py": "y = 2", "b/notes.txt": "no module"})
+    assert (
+        len({one, package("three", {"a.py": "x = 2", "b/c.py": "y = 2"}), package("four", {"a.py": "x = 1", "c.py": "y = 2"})})
+        == 3
+    )
+    assert len(package_digest()) == 12
+
+
+def test_a_machine_is_the_same_one_twice():
+    assert machine_digest() == machine_digest() and len(machine_digest()) == 12
