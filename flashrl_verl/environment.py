@@ -32,5 +32,6 @@ def environment_needed() -> Iterator[None]:
             raise
         sys.exit(
             f"error: {sys.executable} has no module {error.name!r}. Remedy: `source .venv/bin/activate` "
-            "(`bash scripts/setup_env.sh` makes it); or, in an environment of your own with verl and vLLM, `pip install -e .`"
+            "(`bash scripts/setup_env.sh` makes it); or, in an environment of your own with verl and vLLM, "
+            "`pip install --no-deps -e .`"
         )

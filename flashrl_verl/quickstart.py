@@ -72,7 +72,7 @@ def compose(overrides: Sequence[str]) -> DictConfig:
     require_verl()
     configs = ROOT / "recipe" / "flashrl" / "config"
     if not configs.is_dir():
-        raise ConfigError(f"{configs} is not there. The quickstart runs from a checkout: pip install -e . and try again.")
+        raise ConfigError(f"{configs} is not there. This runs from a checkout: pip install --no-deps -e . and try again.")
     # As a path: resolving pkg://verl.trainer.config would import verl and torch, which takes seconds.
     verl = Path(next(iter(find_spec("verl").submodule_search_locations))) / "trainer" / "config"
     searchpath = f"hydra.searchpath=[{quoted(f'file://{verl}')},pkg://flashrl_verl.configs]"

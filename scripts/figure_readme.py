@@ -13,15 +13,20 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from flashrl_verl.bench import rollout_figure
-from flashrl_verl.bench.arms import Arm
-from flashrl_verl.bench.rollout_figure import Bar
-from flashrl_verl.bench.rollout_report import words
-from flashrl_verl.config import KVCache, Precision
-from flashrl_verl.report.figure import new_figure
-from flashrl_verl.report.palette import LINES, OF_PRECISION, TITLE
-
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # works from a checkout that is not installed
+
+from flashrl_verl.environment import environment_needed  # noqa: E402
+
+with environment_needed():
+    from flashrl_verl.bench import rollout_figure
+    from flashrl_verl.bench.arms import Arm
+    from flashrl_verl.bench.rollout_figure import Bar
+    from flashrl_verl.bench.rollout_report import words
+    from flashrl_verl.config import KVCache, Precision
+    from flashrl_verl.report.figure import new_figure
+    from flashrl_verl.report.palette import LINES, OF_PRECISION, TITLE
+
 RESULTS = ROOT / "docs" / "results"
 ROLLOUTS = (
     "rollout/qwen2.5-32b-two-arms.jsonl",

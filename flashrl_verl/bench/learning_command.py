@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from pathlib import Path
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from flashrl_verl.toy.warmup import Accuracy
 
 DEFAULT_ARMS = "bf16:none,int8:none,int8:tis,fp8:none,fp8:tis,fp8:seq_tis"
+_CPU_RUN_GIB = 8
+"""Of the host's memory: what all processes of the quickstart, a run of the same size, have at most (README.md)."""
+
 UNFINISHED = 3
 """Exit code where time was over before all runs were finished: the same command goes on."""
 
@@ -64,13 +68,9 @@ def learning(
     from flashrl_verl.bench.learning import LearningConfig, arms_of, seeds_of
     from flashrl_verl.bench.visible_gpus import hardware_of
     from flashrl_verl.run_directory import check_output
-    from flashrl_verl.toy.outliers import OutlierConfig
 
     started = time.monotonic()
-    for word in context.args:
-        if word.startswith("-") or not ("=" in word or word.startswith("~")):
-            raise ConfigError(f"{word!r} is neither an option (flashrl bench learning --help) nor an override key=value.")
-    chosen = hardware_of(hardware)
+    _require_overrides(context.args)
     check_output(output)
     config = LearningConfig(
         output=output.expanduser().resolve(),
@@ -79,22 +79,30 @@ def learning(
         steps=steps,
         parallel=parallel,
         minutes=minutes,
-        hardware=chosen,
+        hardware=hardware_of(hardware),
         kv_cache_gib=kv_cache_gib,
         model_seed=model_seed,
         overrides=tuple(context.args),
-        outliers=None if outliers is None else OutlierConfig(factor=outliers),
-        **_sizes(hidden_size, layers, chain_steps, target_accuracy),
+        **_assets(hidden_size, layers, chain_steps, target_accuracy, outliers),
     )
-    over = started + 60 * config.minutes
-    raise typer.Exit(_learn(config, over, (first_step_limit, step_limit), new_console(), retry=retry))
+    over, no_news_s = started + 60 * minutes, (first_step_limit, step_limit)
+    raise typer.Exit(_learn(config, over, no_news_s, new_console(), retry=retry))
 
 
-def _sizes(hidden: int | None, layers: int | None, chain_steps: int | None, target: float | None) -> dict[str, object]:
-    """The parts of the configuration that sizes change."""
+def _require_overrides(words: list[str]) -> None:
+    for word in words:
+        if word.startswith("-") or not ("=" in word or word.startswith("~")):
+            raise ConfigError(f"{word!r} is neither an option (flashrl bench learning --help) nor an override key=value.")
+
+
+def _assets(
+    hidden: int | None, layers: int | None, chain_steps: int | None, target: float | None, outliers: int | None
+) -> dict[str, object]:
+    """The parts of the configuration that are about the model and the task."""
     from dataclasses import replace
 
     from flashrl_verl.bench.learning import CHAIN, MODEL, WARMUP
+    from flashrl_verl.toy.outliers import OutlierConfig
 
     if hidden is not None and hidden % 64:
         raise ConfigError(f"--hidden-size {hidden} is no multiple of 64, two heads")
@@ -103,6 +111,7 @@ def _sizes(hidden: int | None, layers: int | None, chain_steps: int | None, targ
         "model": replace(MODEL, **{name: size for name, size in sizes.items() if size is not None}),
         "chain": CHAIN if chain_steps is None else replace(CHAIN, steps=chain_steps),
         "warmup": WARMUP if target is None else replace(WARMUP, target_accuracy=target),
+        "outliers": None if outliers is None else OutlierConfig(factor=outliers),
     }
 
 
@@ -122,6 +131,7 @@ def _learn(config: LearningConfig, over: float, no_news_s: tuple[float, float], 
     from flashrl_verl.bench.learning_schedule import Event, Limits, News, Schedule, stagger
     from flashrl_verl.process_tree import Stopped
 
+    _require_memory(config)
     learning_recipe.check_arms(config)
     bench.check_settings(config)
     _make(config, console)
@@ -153,6 +163,23 @@ def _learn(config: LearningConfig, over: float, no_news_s: tuple[float, float], 
     if code is None and evaluation.errors:  # behind the report: what was trained is there all the same
         raise FlashRLError("\n".join(evaluation.errors))
     return found if code is None else code
+
+
+def _require_memory(config: LearningConfig) -> None:
+    """Refuse more runs at a time than a machine without a GPU has memory for: Linux would end some, or a neighbour.
+
+    Raises:
+        ConfigError: they are too many.
+    """
+    import psutil
+
+    there = psutil.virtual_memory().total / 2**30
+    if config.hardware == "cpu" and config.parallel > 1 and config.parallel * _CPU_RUN_GIB > there:
+        raise ConfigError(
+            f"--parallel {config.parallel}: a run takes some {_CPU_RUN_GIB} GiB of memory where there is no GPU, and this "
+            f"machine has {there:.0f}. Remedy: --parallel {max(1, int(there // _CPU_RUN_GIB))}; scripts/figure_learning.sh has "
+            "it from FIGURE_RUNS"
+        )
 
 
 class _Evaluation(NamedTuple):
@@ -234,12 +261,13 @@ def _make(config: LearningConfig, console: Console) -> None:
     from flashrl_verl.bench import learning as bench
     from flashrl_verl.progress import PLAIN_INTERVAL
 
-    spoke = time.monotonic()
+    target = f"it is {config.warmup.target_accuracy}"
+    spoke = -math.inf  # the first line at once
     with console.status("making the model: supervised warm-up") as status:
 
         def show(step: int, accuracy: Accuracy) -> None:
             nonlocal spoke
-            line = f"supervised warm-up: update {step}, accuracy {accuracy.sampled:.3f}"
+            line = f"supervised warm-up: update {step}, sampled accuracy {accuracy.sampled:.3f}, until {target}"
             status.update(line)
             if not console.is_terminal and time.monotonic() - spoke > PLAIN_INTERVAL:
                 spoke = time.monotonic()

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from flashrl_verl.bench import engine_model
-from flashrl_verl.bench.shapes import load_config, random_weights, save_config
+from flashrl_verl.bench.shapes import load_config, random_weights, require_host_memory, save_config
 from flashrl_verl.config import FlashRLConfig, Precision
 from flashrl_verl.rollout.receipt import stride_for
 from flashrl_verl.software import installed_versions
@@ -142,9 +142,13 @@ def run(
 
     Returns:
         The measurements.
+
+    Raises:
+        ConfigError: the model is not known, or too large for the memory of a machine without a GPU.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config = load_config(model, layers)
+    require_host_memory(config, model)
     path = save_config(config, folder / "model")
     progress("bandwidth of a copy")
     copy = copy_bandwidth(device, repeats)

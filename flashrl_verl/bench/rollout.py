@@ -21,7 +21,7 @@ from flashrl_verl.bench import engine_process
 from flashrl_verl.bench.arms import Arm
 from flashrl_verl.bench.rollout_engine import Answer, Job, Timing, require_device
 from flashrl_verl.bench.rollout_kernels import regrouped
-from flashrl_verl.bench.shapes import load_config, save_config
+from flashrl_verl.bench.shapes import load_config, require_host_memory, save_config
 from flashrl_verl.bench.visible_gpus import gpu_groups
 from flashrl_verl.config import KVCache, Precision
 from flashrl_verl.errors import ConfigError
@@ -121,13 +121,16 @@ def run(config: RolloutConfig, progress: Callable[[str], None] = lambda text: No
         progress: called with a line before each engine.
 
     Raises:
-        ConfigError: the output folder has results of other settings, versions or code, or something that is no results.
+        ConfigError: the output folder has results of other settings, versions or code, or something that is no results; the
+            machine has too little memory, or too few GPUs.
         FlashRLError: an engine failed, is not what its arm says, or runs on another device than the results that are there.
             What others have answered by then is kept.
     """
+    shape = load_config(config.model, config.layers)
+    require_host_memory(shape, config.model)
+    places = gpu_groups(config.parallel, config.tensor_parallel)
     config.output.mkdir(parents=True, exist_ok=True)
     file = config.output / RESULTS
-    shape = load_config(config.model, config.layers)
     # The device is the engine's to tell: asking here would take memory of the GPU from the engines.
     settings, runs = _settings(config, shape), software() | {"package": package_digest()}
     report = _read(file, settings, runs) or Report(settings=settings, environment={}, results=[])
@@ -147,7 +150,6 @@ def run(config: RolloutConfig, progress: Callable[[str], None] = lambda text: No
     def order(result: Result) -> tuple[int, int]:
         return result.round, arms.index(result.arm)
 
-    places = gpu_groups(config.parallel, config.tensor_parallel)
     with closing(engine_process.answers(_ENGINE, questions(), config.output, places)) as answers:
         for (turn, arm), record in answers:
             answer = _answer(record)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from flashrl_verl.bench.shapes import load_config
+from flashrl_verl.bench.shapes import load_config, require_host_memory
 from flashrl_verl.errors import ConfigError, FlashRLError
 from flashrl_verl.log_probs import log_probs
 from flashrl_verl.plan.gpus import of_device
@@ -69,6 +69,8 @@ def measure(config: TrainingConfig, progress: Callable[[str], None] = lambda tex
         ConfigError: the model is not known, or has fewer layers.
         FlashRLError: a model does not fit the GPU, or the times are too noisy to tell a layer from the head.
     """
+    if config.device == "cpu":
+        require_host_memory(load_config(config.model, config.layers[1]), config.model)
     kinds = {"old log-probs": (_log_probs, 1), "policy update": (_update, PASSES)}
     seconds = {name: {} for name in kinds}
     for layers in config.layers:

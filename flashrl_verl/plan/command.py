@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flashrl_verl.errors import ConfigError
-from flashrl_verl.plan.gpus import GPUS
+from flashrl_verl.plan.gpus import GPUS, find
 from flashrl_verl.whole_file import write_whole
 
 if TYPE_CHECKING:
@@ -57,7 +57,6 @@ def plan(
     """
     from rich.console import Console
 
-    from flashrl_verl.plan import gpus as kinds
     from flashrl_verl.plan.request import DEFAULTS, of_run, plan_of
     from flashrl_verl.plan.table import render
 
@@ -74,9 +73,9 @@ def plan(
         "max_num_batched_tokens": max_num_batched_tokens,
     }
     run = of_run(overrides, with_model=model is None) if overrides else {}
-    given = {name: value for name, value in options.items() if value is not None}
-    made = plan_of({**DEFAULTS, **run, **given}, kinds.find(gpu), gpu_memory_gib)
-    # Where the output goes to a file, rich assumes 80 columns: the table keeps to them, and so do its sentences.
+    run |= {name: value for name, value in options.items() if value is not None}
+    made = plan_of(DEFAULTS | run, find(gpu), gpu_memory_gib)
+    # Where the output goes to a file rich assumes 80 columns; the table and its sentences keep to them.
     Console(highlight=False).print(render(made))
     _keep(made, as_json, figure)
 

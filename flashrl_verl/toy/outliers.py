@@ -32,7 +32,7 @@ class OutlierConfig:
     def __post_init__(self) -> None:
         if self.factor < 2 or self.factor & (self.factor - 1):
             raise ConfigError(
-                f"outliers {self.factor} times as large: a power of two from 2 on leaves the model's function alone"
+                f"--outliers {self.factor}: a power of two from 2 on; other factors change what the model computes in BF16"
             )
 
 

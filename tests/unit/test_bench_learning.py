@@ -3,7 +3,9 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from learning_runs import KEY, config, write_metrics, write_record
@@ -112,6 +114,14 @@ def test_a_gpu_that_is_not_there_is_refused(tmp_path):
     assert isinstance(result.exception, ConfigError) and "no GPU" in str(result.exception)
 
 
+def test_more_runs_at_a_time_than_there_is_memory_for_are_refused_without_a_gpu(tmp_path, monkeypatch):
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=24.5 * 2**30))
+    words = ["bench", "learning", "--hardware", "cpu", "--parallel", "6", "--output", str(tmp_path / "out")]
+    result = CliRunner().invoke(app, words)
+    assert isinstance(result.exception, ConfigError) and not (tmp_path / "out").exists()
+    assert "--parallel 6: " in str(result.exception) and "Remedy: --parallel 3;" in str(result.exception)
+
+
 # ---- what a run is told ----
 
 
@@ -155,23 +165,6 @@ def test_the_longest_chain_that_is_accepted_fits_into_the_response(tmp_path):
     chains = cfg.chain.split(0).train
     assert max(len(chain.answer) for chain in chains) + 1 <= composed.data.max_response_length
     assert max(len(chain.prompt) for chain in chains) + 8 <= composed.data.max_prompt_length
-
-
-@pytest.mark.parametrize(
-    ("override", "said"),
-    [
-        ("flashrl={precision: bf16}", r"int8:tis seed 3 flashrl\.precision=bf16 \(it is int8\).*--arm"),
-        ("data={seed: 5}", r"data\.seed=5 \(it is 3\).*--seed"),
-        ("actor_rollout_ref={rollout: {seed: 5}}", r"rollout\.seed=5 \(it is 3\).*--seed"),
-        ("trainer={total_training_steps: 9}", r"total_training_steps=9 \(it is 4\).*--steps"),
-        ("algorithm.rollout_correction.rollout_is=null", r"rollout_is=None \(it is token\).*--arm.*preset"),
-        ("+algorithm.rollout_correction.further=1", r"rollout_correction\.further=1 \(it is None\).*--arm"),
-    ],
-)
-def test_a_run_is_what_its_name_says_however_an_override_is_written(tmp_path, override, said):
-    cfg = config(tmp_path, arms=arms_of("int8:tis"), seeds=(3,), overrides=(override,))
-    with pytest.raises(ConfigError, match=said):
-        learning_recipe.check_arms(cfg)
 
 
 # ---- one folder, one experiment ----

@@ -61,6 +61,23 @@ def test_runs_are_spread_over_the_gpus_that_this_process_sees(tmp_path, monkeypa
     assert learning_recipe.gpus(config(tmp_path)) == ()
 
 
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("flashrl={precision: bf16}", r"int8:tis seed 3 flashrl\.precision=bf16 \(it is int8\).*--arm"),
+        ("data={seed: 5}", r"data\.seed=5 \(it is 3\).*--seed"),
+        ("actor_rollout_ref={rollout: {seed: 5}}", r"rollout\.seed=5 \(it is 3\).*--seed"),
+        ("trainer={total_training_steps: 9}", r"total_training_steps=9 \(it is 4\).*--steps"),
+        ("algorithm.rollout_correction.rollout_is=null", r"rollout_is=None \(it is token\).*--arm.*preset"),
+        ("+algorithm.rollout_correction.further=1", r"rollout_correction\.further=1 \(it is None\).*--arm"),
+    ],
+)
+def test_a_run_is_what_its_name_says_however_an_override_is_written(tmp_path, override, said):
+    cfg = config(tmp_path, arms=arms_of("int8:tis"), seeds=(3,), overrides=(override,))
+    with pytest.raises(ConfigError, match=said):
+        learning_recipe.check_arms(cfg)
+
+
 def begin(there, run) -> None:
     """As an attempt does: the composed configuration lies beside the metrics."""
     run.folder.mkdir(parents=True)

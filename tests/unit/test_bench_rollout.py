@@ -3,7 +3,9 @@
 
 import json
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from rollout_results import BF16, INT8, INT8_FP8, WORK, answer, config
@@ -39,6 +41,7 @@ def measured(monkeypatch):
 
     measured_limit = [99]
     monkeypatch.setattr(rollout.engine_process, "answers", answers)
+    monkeypatch.setattr(rollout, "require_host_memory", lambda shape, model: None)  # nothing is loaded
     return asked, measured_limit, devices
 
 
@@ -114,6 +117,18 @@ def test_what_makes_arms_hard_to_compare_is_said(tmp_path, measured):
     assert machines.startswith("arms were measured on several machines")
     assert machines.endswith(": not recorded (bf16); abc (int8)")
     assert cores.endswith(": 1 at a time (bf16); 2 at a time (int8)")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("bench", ["rollout", "refit", "training"])
+def test_weights_that_the_host_cannot_hold_are_refused_before_anything_is_made(tmp_path, monkeypatch, bench):
+    """32.8 billion parameters in BF16 are 61 GiB; the training's model of six layers 8."""
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=5 * 2**30))
+    words = ["bench", bench, "--model", "qwen2.5-32b", "--output", str(tmp_path / "out")]
+    result = CliRunner().invoke(app, words + (["--layers", "2,6"] if bench == "training" else []))
+    assert isinstance(result.exception, ConfigError) and not (tmp_path / "out").exists()
+    size = 8 if bench == "training" else 61
+    assert f"{size} GiB of BF16 weights do not fit into the 5 GiB" in str(result.exception)
 
 
 def test_results_of_another_shape_under_the_same_name_are_refused(tmp_path, measured):

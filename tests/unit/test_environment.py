@@ -47,7 +47,7 @@ def test_without_the_environment_a_command_is_one_line_with_the_remedy(tmp_path,
     assert done.returncode == 1 and done.stdout == ""
     [said] = done.stderr.splitlines()
     assert f"no module {missing!r}" in said and "source .venv/bin/activate" in said
-    assert "bash scripts/setup_env.sh" in said and "pip install -e ." in said
+    assert "bash scripts/setup_env.sh" in said and "pip install --no-deps -e ." in said
 
 
 def test_a_copied_recipe_without_the_package_says_what_to_install(tmp_path, bare):
