@@ -6,7 +6,7 @@ from pathlib import Path
 from rich.table import Table
 
 from flashrl_verl.bench.correction import PARTS, Report, median_seconds
-from flashrl_verl.report.figure import new_figure
+from flashrl_verl.report.figure import new_figure, save
 from flashrl_verl.report.palette import BLUE, FAINT, ORANGE, TITLE, VERMILION
 
 _STYLES = {"padding": (ORANGE, "s", ":"), "verl": (VERMILION, "o", "-"), "flashrl": (BLUE, "^", "--")}
@@ -64,4 +64,4 @@ def _plot(report: Report, path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
     seconds.legend(fontsize=8, frameon=False, loc="upper left")
     figure.suptitle(f"{report.responses} responses, {report.device}", fontsize=9, x=0.01, ha="left", color="#666666")
-    figure.savefig(path, dpi=150)
+    save(figure, path)

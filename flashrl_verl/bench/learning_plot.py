@@ -10,7 +10,7 @@ from flashrl_verl.bench.learning import Arm
 from flashrl_verl.bench.learning_results import accuracy_of
 from flashrl_verl.config import Precision
 from flashrl_verl.report import arms as drawn
-from flashrl_verl.report.figure import new_figure
+from flashrl_verl.report.figure import new_figure, save
 from flashrl_verl.report.palette import LINES, MARKERS, OF_PRECISION, TITLE, Style
 from flashrl_verl.report.panels import Kind, Panel, Section, panels
 from flashrl_verl.report.pictures import Drawing, legend_above
@@ -48,7 +48,7 @@ def plot(report: Report, path: Path) -> bool:
     if asked:
         _draw_final(every[-1], report, {arm.label: arm.style for arm in arms})
     legend_above(figure, list(every[: len(wanted)]))
-    figure.savefig(path, dpi=150)
+    save(figure, path)
     return True
 
 

@@ -11,7 +11,7 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ SERIES = {"k3_kl": MISMATCH_KL, "effective_sample_size": EFFECTIVE, "truncated_s
 """What is logged at every step, by its name here."""
 
 _TEST_FREQ = "trainer.test_freq"
+"""Key of a run's configuration: steps from one validation to the next."""
 
 # ---- statistics ----
 
@@ -134,14 +135,9 @@ class RunResult:
         return self.state.status is Status.FINISHED
 
     def accuracy(self) -> tuple[list[int], list[float]]:
-        """Steps of the validations, and the share of right answers there: before the first step, at every multiple of
-        ``trainer.test_freq``, and after the last. verl validates where it goes on from a checkpoint too
-        (``trainer_base.py::PPOTrainer.fit``); a run that was stopped would have more points than its neighbours."""
+        """Steps of the validations, and the share of right answers there."""
         keys = self.metrics.keys(HELD_OUT)
-        steps, values = self.metrics.series(keys[0]) if keys else ([], [])
-        every, last = self.configuration.get(_TEST_FREQ, 1), self.metrics.last_step
-        due = [at for at, step in enumerate(steps) if step % every == 0 or (step == last and self.finished)]
-        return [steps[at] for at in due], [values[at] for at in due]
+        return self.metrics.series(keys[0]) if keys else ([], [])
 
     def final(self) -> float | None:
         """Share of right answers of its last weights in BF16."""
@@ -220,18 +216,38 @@ class Report:
 
 def collect(config: LearningConfig, states: Sequence[State]) -> Report:
     """Read the metrics of all runs, and what was asked in BF16."""
-    runs = [
-        RunResult(
-            arm=s.run.arm,
-            seed=s.run.seed,
-            state=s,
-            metrics=metrics_of(s.run),
-            bf16=_read(s.run.folder / FILE),
-            configuration=kept_config.load(file) if (file := s.run.folder / CONFIG_FILE).is_file() else {},
-        )
-        for s in states
-    ]
+    runs = [_result(state) for state in states]
     return Report(config=config, runs=runs, start=_read(config.output / FILE))
+
+
+def _result(state: State) -> RunResult:
+    run, file = state.run, state.run.folder / CONFIG_FILE
+    configuration = kept_config.load(file) if file.is_file() else {}
+    every, last = configuration.get(_TEST_FREQ, 1), state.step if state.status is Status.FINISHED else None
+    return RunResult(
+        arm=run.arm,
+        seed=run.seed,
+        state=state,
+        metrics=_validated_when_due(metrics_of(run), every, last),
+        bf16=_read(run.folder / FILE),
+        configuration=configuration,
+    )
+
+
+def _validated_when_due(metrics: Metrics, every: int, last: int | None) -> Metrics:
+    """Without the validations of steps from which a stopped run went on: verl validates there too
+    (``verl/trainer/ppo/v1/trainer_base.py``), and the mean of its curve would be one over other steps than its neighbours'.
+
+    Args:
+        metrics: of a run.
+        every: steps from one validation to the next.
+        last: step of the last validation; None where it is still to come.
+    """
+    rows = {
+        step: {key: value for key, value in row.items() if step % every == 0 or step == last or not key.startswith("val-")}
+        for step, row in metrics.rows.items()
+    }
+    return replace(metrics, rows=rows)
 
 
 def _read(file: Path) -> dict[str, Any] | None:

@@ -12,7 +12,7 @@ from rich.table import Table
 from flashrl_verl.bench.mismatch import PrecisionResult, Report
 from flashrl_verl.bench.mismatch_metrics import CORRELATION, K3_ERROR, K3_KL, PROBS_DIFF
 from flashrl_verl.bench.mismatch_noise import Spread
-from flashrl_verl.report.figure import new_figure
+from flashrl_verl.report.figure import new_figure, save
 from flashrl_verl.report.palette import FAINT, HEALTHY_KL, OF_PRECISION, TITLE
 from flashrl_verl.whole_file import write_whole
 
@@ -123,7 +123,7 @@ def _plot(report: Report, path: Path) -> None:
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(f"{report.model} on {report.device}", fontsize=9, x=0.01, ha="left", color="#666666")
-    figure.savefig(path, dpi=150)
+    save(figure, path)
 
 
 def _draw_kl(axes: Axes, report: Report) -> None:

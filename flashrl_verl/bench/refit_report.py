@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.table import Table
 
 from flashrl_verl.bench.refit import Report, Result
-from flashrl_verl.report.figure import new_figure
+from flashrl_verl.report.figure import new_figure, save
 from flashrl_verl.report.palette import BLUE, ORANGE
 
 _MIB = 2**20
@@ -97,4 +97,4 @@ def _plot(report: Report, path: Path) -> None:
     axes.set_ylim(-0.6, len(results))  # room for the legend above the bars
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8, loc="upper right", bbox_to_anchor=(1, 0.98))
-    figure.savefig(path, dpi=150)
+    save(figure, path)

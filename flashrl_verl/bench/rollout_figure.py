@@ -229,7 +229,7 @@ def _table(found: list[Bar]) -> Table:
 def _plot(found: list[Bar], path: Path) -> None:
     """A panel for each memory, and in it a group of bars for each model and work measured there, as multiples of one arm's
     speed; all on one scale where that arm is the same, so that memories can be compared."""
-    from flashrl_verl.report.figure import new_figure
+    from flashrl_verl.report.figure import new_figure, save
 
     memories = sorted({bar.memory_gib for bar in found}, key=lambda gib: -(gib or 0))
     panels = [[bar for bar in found if bar.memory_gib == memory] for memory in memories]
@@ -246,7 +246,7 @@ def _plot(found: list[Bar], path: Path) -> None:
         axes.set_ylabel("generated tokens/s" if unit is None else f"generated tokens/s, {unit} = 1", fontsize=8)
     handles = {label: handle for axes in grid for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=len(handles), fontsize=8, frameon=False)
-    figure.savefig(path, dpi=150)
+    save(figure, path)
 
 
 def _groups(panel: list[Bar]) -> list[list[Bar]]:

@@ -18,7 +18,7 @@ from flashrl_verl.plan.memory import Choice, Engine, memory_of
 from flashrl_verl.plan.schedule import Work, simulate
 from flashrl_verl.plan.shape import shape_of
 from flashrl_verl.plan.step import COMPUTE, Clock
-from flashrl_verl.report.figure import new_figure
+from flashrl_verl.report.figure import new_figure, save
 from flashrl_verl.report.palette import OF_PRECISION
 from flashrl_verl.whole_file import write_whole
 
@@ -234,4 +234,4 @@ def _plot(config: RolloutConfig, report: Report, path: Path) -> None:
     axes.set_title(f"{config.model}, {report.environment['device']}", fontsize=10, loc="left")
     axes.margins(x=0.14)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150)
+    save(figure, path)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from flashrl_verl.bench.rollout import Report, RolloutConfig
 from flashrl_verl.bench.rollout_report import words
 from flashrl_verl.bench.rollout_steps import BETWEEN, Step, steps
-from flashrl_verl.report.figure import new_figure
+from flashrl_verl.report.figure import new_figure, save
 from flashrl_verl.report.palette import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, SKY, TITLE, VERMILION, ink_on
 
 if TYPE_CHECKING:
@@ -31,9 +31,10 @@ _COLOURS = {
     "activation quantization": GREEN,
     "norms, rope, activation": SKY,
     "communication": PURPLE,
+    REST: "#E8E8E8",
     BETWEEN: "#FFFFFF",
 }
-"""Others, which are small, are the rest or grey."""
+"""Others, which are small, are the rest or a darker grey."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +89,7 @@ def _plot(found: list[Bar], where: str, path: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     handles = {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, fontsize=8, frameon=False)
-    figure.savefig(path, dpi=150)
+    save(figure, path)
 
 
 def _draw(axes: Axes, at: int, bar: Bar, room: float) -> None:

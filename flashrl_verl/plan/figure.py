@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flashrl_verl.report.figure import new_figure
+from flashrl_verl.report.figure import new_figure, save
 from flashrl_verl.report.palette import BLUE, GREEN, GREY, INK, ORANGE, TITLE, ink_on
 
 if TYPE_CHECKING:
@@ -53,4 +53,4 @@ def draw(plan: Plan, path: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     handles = {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, fontsize=8, frameon=False)
-    figure.savefig(path, dpi=150)
+    save(figure, path)

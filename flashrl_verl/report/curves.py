@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flashrl_verl.report.figure import new_figure
+from flashrl_verl.report.figure import new_figure, save
 from flashrl_verl.report.metrics import HELD_OUT, MISMATCH_KL, SCORE, STEP_TIME, Metrics
 from flashrl_verl.report.palette import BLUE, FAINT, GREEN, GREY, HEALTHY_KL, ORANGE, PHASES, PURPLE, TITLE, VERMILION
 
@@ -37,7 +37,7 @@ def plot_curves(metrics: Metrics, path: Path) -> None:
         axes.grid(axis="y", color=FAINT, linewidth=0.8)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150)
+    save(figure, path)
 
 
 def _draw_learning(axes: Axes, metrics: Metrics) -> None:

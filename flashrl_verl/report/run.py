@@ -166,8 +166,8 @@ How to read it:
 - *Training score* is the mean reward of the groups that dynamic sampling kept. It drops groups that are all right or all
   wrong, so this number stays near the middle while the policy improves; the held-out accuracy is the one to watch.
 - *Mismatch KL* (k3 estimator) compares the rollout's probabilities with the trainer's for the sampled tokens.
-  A healthy run stays below 1e-2, with a correlation above 0.99. A weight update that was missed shows here at
-  a high learning rate."""
+  Most healthy runs stay below 1e-2, with a correlation of 0.97 and more. A weight update that was missed shows
+  here at a high learning rate."""
 
 
 def fenced(command: str) -> str:

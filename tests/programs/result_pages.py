@@ -2,6 +2,7 @@
 """Pages in docs/results: their text, their tables, and the raw data beside them."""
 
 import json
+import re
 from pathlib import Path
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
@@ -25,3 +26,10 @@ def tables(name: str) -> list[list[list[str]]]:
 
 def raw(folder: str) -> list[dict]:
     return [json.loads(path.read_text()) for path in sorted((RESULTS / folder).glob("*.json"))]
+
+
+def drawn(picture: Path) -> str:
+    """What `flashrl_verl.report.figure.save` says is drawn in a .png."""
+    found = re.search(rb"tEXtSource\0([0-9a-f]{64})", picture.read_bytes())
+    assert found, f"{picture} does not say what is drawn in it"
+    return found[1].decode()

@@ -134,6 +134,26 @@ def test_the_words_about_32_times_say_what_the_runs_have(records, words):
     assert "gives the starts {:.3f} (16) and {:.3f} (32)".format(*starts) in words
 
 
+def test_the_words_about_the_second_go_say_what_the_runs_have(words):
+    record = json.loads((RESULTS / "learning" / "outliers-32-again.json").read_text())
+    curves, steps = {}, []
+    for run in record["runs"]:
+        accuracy = dict(zip(run["series"]["accuracy"]["step"], run["series"]["accuracy"]["value"], strict=True))
+        curves.setdefault(run["arm"], []).append(accuracy)
+        steps.append(run["step"])
+    assert (min(steps), max(steps)) == (50, 60) and "out of time with its runs at steps 50 to 60" in words
+    at_40 = [f"{curve[40]:.3f}" for arm in ("int8:none", "int8:tis", "bf16:tis") for curve in curves[arm]]
+    said = "without correction had {}, {} and {}, INT8 with TIS {}, {} and {}, BF16 with TIS {}, {} and {}."
+    assert said.format(*at_40) in words
+    without, within = (
+        [curve[20] for arm, of in curves.items() for curve in of if arm.endswith(end)] for end in (":none", ":tis")
+    )
+    said = "it was {:.3f} to {:.3f} without correction and {:.3f} to {:.3f} with TIS"
+    assert said.format(min(without), max(without), min(within), max(within)) in words
+    k3 = max(max(run["series"]["k3_kl"]["value"]) for run in record["runs"])
+    assert f"k3 KL never rose above {k3:.1e}" in words and "One of six did" in words
+
+
 def test_the_words_about_the_guard_say_what_the_runs_have(records, words):
     def in_a_row(values, limit: float) -> int:
         return max((len([*group]) for above, group in itertools.groupby(value > limit for value in values) if above), default=0)
@@ -190,3 +210,12 @@ def test_the_mismatch_of_outliers_is_in_the_table_with_its_figures(words):
     correlations = first[64, "int8:none"]["correlation"]
     log = " ".join((RESULTS.parent / "LOG.md").read_text().split())
     assert f"the correlation of probabilities {min(correlations):.2f} to {max(correlations):.2f}" in log
+
+
+def test_the_page_on_precisions_says_how_outliers_turn_the_two_round():
+    raw = json.loads((RESULTS / "learning" / "outliers-cpu.json").read_text())
+    k3 = {(row["factor"], row["precision"]): row["k3_kl"] for row in raw["mismatch"]}
+    assert 1 < k3[16, "int8"] / k3[16, "fp8"] < 2
+    ratio = k3[64, "int8"] / k3[64, "fp8"]
+    said = f"with some 16 times as large has more mismatch in INT8 than in FP8, with 64 times {ratio:.0f} times"
+    assert said in " ".join(page("../precision_and_cap.md").split())

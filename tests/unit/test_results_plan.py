@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`flashrl plan` against every rollout that was measured: memory, steps by part, prompts, ratios."""
 
-import re
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,27 +54,40 @@ def ratios(file: Path) -> list[float]:
     return found
 
 
-def test_ratios_are_planned_within_8_percent_and_with_little_memory_within_16():
-    little = ratios(RESULTS / "throughput" / "qwen2.5-32b-80gb.jsonl")
-    rest = [ratio for file in FILES if "80gb" not in file.stem for ratio in ratios(file)]
-    assert len(little) == 8 and len(rest) > 50
-    assert all(ratio == pytest.approx(1, abs=0.08) for ratio in rest) and all(
-        ratio == pytest.approx(1, abs=0.16) for ratio in little
+NOISY = RESULTS / "throughput" / "qwen2.5-7b-71gib.jsonl"
+"""Two repeats of one of its engines differ by 12 %."""
+
+
+def percent(low: float, high: float) -> tuple[int, int]:
+    return round(-100 * low), round(100 * high)
+
+
+def test_ratios_are_planned_within_8_percent_but_where_repeats_differ():
+    noisy, rest = ratios(NOISY), [ratio for file in FILES if file != NOISY for ratio in ratios(file)]
+    assert len(noisy) == 16 and len(rest) > 80
+    assert all(ratio == pytest.approx(1, abs=0.08) for ratio in rest) and max(noisy) < 1.15 and min(noisy) > 0.92
+    assert (
+        f"ratios {100 * (max(noisy) - 1):.0f} % high at worst" in PAGE
+        and "ratios to BF16 within 8 %, with little memory too" in PAGE
     )
-    assert f"memory ratios are {100 * (1 - min(little)):.0f} % low at worst" in PAGE and "ratios to BF16 within 8 %" in PAGE
+    config, report = bench.measured(NOISY)
+    repeats = [report.timing(arm, config.works[0]).seconds for arm in config.arms]
+    assert f"repeats of one engine differ by {100 * max(max(s) / min(s) - 1 for s in repeats):.0f} %" in PAGE
 
 
-def test_steps_are_planned_within_7_percent_and_prompts_within_5():
-    errors = []
+def test_steps_are_planned_within_7_percent_but_where_repeats_differ_and_prompts_within_8():
+    errors, noisy, prompts = [], [], []
     for file in FILES:
         for timing, clock, step in with_room(file):
             sequences, prompt, response = timing.work
-            errors.append(step.total / (statistics.median(bench.decode_seconds(timing)) / (response - 1)) - 1)
+            measured = statistics.median(bench.decode_seconds(timing)) / (response - 1)
+            (noisy if file == NOISY and sequences == 256 else errors).append(step.total / measured - 1)
             planned = clock.prefill(sequences * prompt, prompt, sequences)
-            assert planned == pytest.approx(statistics.median(timing.prefill_seconds), rel=0.05), (clock.choice, timing.work)
-    assert len(errors) > 35 and max(map(abs, errors)) < 0.07
-    low, high = map(int, re.search(r"decode steps are within 7 % \((\d+) % low to (\d+) % high\)", PAGE).groups())
-    assert (round(-100 * min(errors)), round(100 * max(errors))) == (low, high)
+            prompts.append(planned / statistics.median(timing.prefill_seconds) - 1)
+    assert len(errors) > 45 and max(map(abs, errors)) < 0.07 and max(map(abs, prompts)) < 0.08
+    assert "decode steps are within 7 % ({} % low to {} % high)".format(*percent(min(errors), max(errors))) in PAGE
+    assert "prompts within 8 % ({} % low to {} % high)".format(*percent(min(prompts), max(prompts))) in PAGE
+    assert len(noisy) == 4 and f"steps are {-100 * min(noisy):.0f} % low" in PAGE and min(noisy) > -0.145 and max(noisy) < 0.07
 
 
 @pytest.mark.parametrize("file", WITH_PROFILE, ids=lambda file: file.stem)

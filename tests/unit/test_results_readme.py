@@ -1,11 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the README says of results is what the raw data and their pages have."""
 
+import json
 import re
 import subprocess
 import sys
 
-from result_pages import RESULTS, page, tables
+from result_pages import RESULTS, drawn, page, tables
+
+from flashrl_verl.bench.shapes import load_config
+from flashrl_verl.plan import gpus
+from flashrl_verl.plan.memory import Engine
+from flashrl_verl.plan.planner import make_plan
+from flashrl_verl.plan.schedule import Work
+from flashrl_verl.plan.shape import shape_of
 
 README = (RESULTS.parents[1] / "README.md").read_text()
 SUMMARY = RESULTS.parent / "summary.png"
@@ -14,11 +22,10 @@ SUMMARY = RESULTS.parent / "summary.png"
 def test_the_readmes_table_and_picture_are_those_of_the_raw_data(tmp_path):
     """Their script reads raw data alone; the pages' own tests compare what they say with the same."""
     script = RESULTS.parents[1] / "scripts" / "figure_readme.py"
-    drawn = tmp_path / "summary.png"
-    done = subprocess.run([sys.executable, script, drawn], capture_output=True, text=True, check=True)
+    picture = tmp_path / "summary.png"
+    done = subprocess.run([sys.executable, script, picture], capture_output=True, text=True, check=True)
     assert f"## Results\n\n{done.stdout}\n" in README and done.stdout.count("\n") == 8
-    ours, theirs = (re.search(rb"tEXtSource\0([0-9a-f]{64})", path.read_bytes()) for path in (SUMMARY, drawn))
-    assert ours.group(1) == theirs.group(1), "docs/summary.png is of other data: python scripts/figure_readme.py"
+    assert drawn(SUMMARY) == drawn(picture), "docs/summary.png is of other data: python scripts/figure_readme.py"
 
 
 def test_the_readmes_words_about_speed_are_those_of_the_raw_data():
@@ -46,10 +53,33 @@ def test_the_readmes_words_about_accuracy_and_mismatch_are_those_of_the_pages():
     summary = {row[0]: row[3] for row in tables("learning.md")[0][1:]}
     outliers = [summary[f"outlier channels, {factor} times as large"] for factor in (32, 16)]
     assert "minus BF16 with TIS {} and {}, with outliers 32 and 16 times as large".format(*outliers) in words
+    without = [row[4] for row in tables("learning.md")[0][1:] if "outlier" in row[0]][::-1]
+    assert "minus INT8 without TIS {} and {}, no difference that three seeds show".format(*without) in words
     (bf16,) = [row[2][:5] for row in tables("learning.md")[1][1:] if row[0] == "bf16:tis"]
-    assert f"for {bf16} in BF16" in words and "ended at 0.625, 0.972 and 0.951" in page("learning.md")
-    assert "without TIS 0.625, 0.972 and 0.951 for" in words
+    assert f"for {bf16} in BF16 with TIS" in words and "ended at 0.625, 0.972 and 0.951" in page("learning.md")
+    assert "it ended at 0.625, 0.972 and 0.951 with 32, for" in words
     ends = [float(row[4].split()[-1]) for row in tables("quickstart.md")[0][1:]]
-    assert f"ended at {min(ends):.2f} to {max(ends):.2f} in four runs of one seed" in words and len(ends) == 4
+    assert f"ended at {min(ends):.2f} to {max(ends):.2f} in its four arms" in words and len(ends) == 4
     k3 = {row[0]: row[1].replace("e-0", "e-") for row in tables("recipe.md")[0][1:]}
     assert f"{k3['int8']} with INT8 and {k3['fp8']} with FP8 in the first four" in words
+
+
+def test_the_readme_says_what_the_plan_says_of_its_own_rows():
+    words = " ".join(README.split())
+    ratios = [float(best_layouts(*work)) for work in ((256, 512), (128, 1024))]
+    assert "where BF16 takes two the plan computes {} and {} x for the same work".format(*ratios) in words
+    assert "`flashrl plan` computes {} and {} times for the same work".format(*ratios) in " ".join(
+        page("throughput.md").split()
+    )
+    step = json.loads((RESULTS / "step" / "h200.json").read_text())
+    assert step["advice"][0].startswith("Stay with BF16 weights: eight bits alone make the rollout 1.08x as fast")
+    assert "For that step `flashrl plan` advises BF16 weights" in words and "1.08 x as fast with INT8's" in words
+    assert step["advice"][0].partition(". ")[0] in " ".join(page("step.md").split())
+
+
+def best_layouts(sequences: int, response: int) -> str:
+    """INT8 over BF16 where each takes as many GPUs an engine as are best for it."""
+    engine = Engine(gpu_memory_utilization=0.52)
+    work = Work(sequences=sequences // 2, prompt=256, response=response)
+    made = make_plan("qwen2.5-32b", shape_of(load_config("qwen2.5-32b")), gpus.find("h200"), 2, engine, work)
+    return re.search(r": ([\d.]+)x is what eight bits gain", made.advice[0])[1]
