@@ -9,7 +9,7 @@ written at once, and the same command goes on after a stop. Beside each figure s
 import datetime
 import json
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -103,8 +103,12 @@ class Report:
 
 def tokens_per_second(timing: Timing) -> list[float]:
     """Generated tokens over the whole time, prefill included; one a repeat."""
-    sequences, _, response = timing.work
-    return [sequences * response / seconds for seconds in timing.seconds]
+    return speeds(timing.work[0] * timing.work[2], timing.seconds)
+
+
+def speeds(tokens: int, seconds: Sequence[float]) -> list[float]:
+    """So many tokens a second, one for each time."""
+    return [tokens / s for s in seconds]
 
 
 def decode_seconds(timing: Timing) -> list[float]:

@@ -47,14 +47,14 @@ def rollout(
 
     The same command goes on after a stop; more arms and more rounds may be added to what is there.
     """
-    from flashrl_verl.bench.arms import arm_of
+    from flashrl_verl.bench.arms import arms_of
     from flashrl_verl.bench.rollout import RolloutConfig
     from flashrl_verl.run_directory import check_output
 
     check_output(output)
     config = RolloutConfig(
         model=model,
-        arms=tuple(arm_of(word, "--arm") for word in _words(arm)),
+        arms=arms_of(arm, "--arm"),
         works=tuple(map(_work, _words(work))),
         rounds=rounds,
         repeats=repeats,

@@ -47,7 +47,9 @@ class Bar:
     @property
     def tokens_per_second(self) -> list[float]:
         """Generated tokens over the whole time, prefill included; one a rollout."""
-        return [self.work.sequences * self.work.response / s for s in self.seconds]
+        from flashrl_verl.bench.rollout import speeds
+
+        return speeds(self.work.sequences * self.work.response, self.seconds)
 
     @property
     def place(self) -> tuple[Path, str, str, float | None, Work]:

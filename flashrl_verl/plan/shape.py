@@ -61,6 +61,20 @@ class ModelShape:
         """Bytes of KV cache of one token on one GPU. KV heads are copied where there are fewer than GPUs."""
         return 2 * self.layers * math.ceil(self.kv_heads / tensor_parallel) * self.head_dim * element_bytes
 
+    @property
+    def active(self) -> float:
+        """Elements of linear layers that one token is multiplied by: of the experts, those it is sent to."""
+        return self.linear + (self.expert * self.experts_per_token / self.experts if self.experts else 0.0)
+
+    def attention_operations(self, tokens: float, length: float) -> float:
+        """Floating-point operations of causal attention in all layers: two products of 2 each, over half of the length.
+
+        Args:
+            tokens: in all.
+            length: tokens of each sequence, the mean over tokens.
+        """
+        return 2 * self.layers * self.heads * self.head_dim * length * tokens
+
     def experts_touched(self, tokens: float) -> float:
         """Share of the experts that a step of so many tokens reads, when routing is even: 1 - (1 - k/E)^tokens."""
         if not self.experts:

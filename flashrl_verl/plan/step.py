@@ -118,9 +118,7 @@ class Clock:
             length: of each, the mean over tokens.
             sequences: how many: the head multiplies the last token of each.
         """
-        shape = self.shape
-        # Two products of 2 operations each, over half of the length: attention is causal.
-        attention = 2 * shape.layers * shape.heads * shape.head_dim * length * tokens / self.tensor_parallel
+        attention = self.shape.attention_operations(tokens, length) / self.tensor_parallel
         share = PREFILL[self.choice.precision]
         products = self._products(tokens, share, sequences)
         return products + attention / (PREFILL[Precision.BF16] * self.gpu.bf16) + self._reduce(tokens)
@@ -128,9 +126,8 @@ class Clock:
     def _products(self, tokens: float, share: float, asked: float | None = None) -> float:
         """Seconds of all products of ``tokens``, of which so many are asked for logits; None: all."""
         memory = self._weights_read(tokens) / (WEIGHT_STREAM[self.choice.precision] * self.gpu.bandwidth)
-        active = self.shape.expert * self.shape.experts_per_token / self.shape.experts if self.shape.experts else 0
         speed = self.gpu.compute(self.choice.precision)
-        compute = 2 * tokens * (self.shape.linear + active) / self.tensor_parallel / (share * speed)
+        compute = 2 * tokens * self.shape.active / self.tensor_parallel / (share * speed)
         compute += 2 * (tokens if asked is None else asked) * self.shape.head / self.tensor_parallel / (share * self.gpu.bf16)
         return (memory**SHARPNESS + compute**SHARPNESS) ** (1 / SHARPNESS)
 

@@ -47,10 +47,7 @@ def forward_operations(shape: ModelShape, tokens: float, length: float) -> float
         tokens: in all.
         length: tokens of each sequence.
     """
-    active = shape.expert * shape.experts_per_token / shape.experts if shape.experts else 0
-    products = 2 * tokens * (shape.linear + active + shape.head)
-    # Two products of 2 operations each, over half of the length: attention is causal.
-    return products + 2 * shape.layers * shape.heads * shape.head_dim * length * tokens
+    return 2 * tokens * (shape.active + shape.head) + shape.attention_operations(tokens, length)
 
 
 def whole_step(shape: ModelShape, gpu: GPU, gpus: int, rollout: float, sequences: int, length: int) -> WholeStep:

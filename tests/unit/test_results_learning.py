@@ -164,6 +164,9 @@ def test_the_words_about_the_guard_say_what_the_runs_have(records, words):
     behind = runs.pop(("32 times", "int8:none", 0))
     assert sum(value > 1e-2 for value in behind) == 20 and in_a_row(behind, 2e-2) == 5 and max(behind) < 0.05
     assert all(in_a_row(values, 1e-2) <= 1 for values in runs.values())
+    again = json.loads((RESULTS / "learning" / "outliers-32-again.json").read_text())["runs"]
+    assert max(in_a_row(run["series"]["k3_kl"]["value"], 1e-2) for run in again) == 2
+    assert "crossed 1e-2 in one step, in the second go in two in a row, at most" in words
     assert "twenty steps with a k3 KL above 1e-2, five in a row above 2e-2" in words and GuardConfig().k3_kl_max == 2e-2
     watched = json.loads((RESULTS / "learning" / "outliers-guard.json").read_text())["runs"]
     first = {
