@@ -249,7 +249,7 @@ def test_files_are_written_and_the_json_is_the_report(tmp_path, measured):
         (["--arm", "int4"], "--arm 'int4'"),
         (["--arm", "int8:bfloat16"], "--arm 'int8:bfloat16': 'bfloat16' is not one of auto, fp8"),
         (["--arm", "int8:fp9"], "--arm 'int8:fp9'"),
-        (["--arm", ","], "--arm names none"),
+        (["--arm", ","], "--arm ',' names no precision"),
         (["--arm", "int8,bf16,int8:auto"], "--arm names one twice"),
         (["--work", ", "], "--work names none"),
         (["--work", "1x3+4,1x3+4"], "--work names one twice"),
