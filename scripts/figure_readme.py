@@ -30,7 +30,7 @@ RESULTS = ROOT / "docs" / "results"
 ROLLOUTS = (
     "rollout/qwen2.5-32b-two-arms.jsonl",
     "rollout/qwen2.5-32b-four-arms.jsonl",
-    "throughput/qwen2.5-32b-80gb.jsonl",
+    "throughput/qwen2.5-32b-73gib.jsonl",
 )
 LONG = 8192
 """Tokens of the prompts of the work of which only decoding is shown: whole rollouts of it are prompts above all."""

@@ -82,7 +82,7 @@ def test_how_much_faster_prompts_are_read_is_in_words():
 def test_the_page_on_precisions_quotes_these_results():
     rows = next(rows for rows in tables("../precision_and_cap.md") if "INT8, INT8 KV cache" in rows[0])[1:]
     measured, shown = whole_memory(), 0
-    small = rollout_figure.bars(RESULTS / "throughput" / "qwen2.5-32b-80gb.jsonl")
+    small = rollout_figure.bars(RESULTS / "throughput" / "qwen2.5-32b-73gib.jsonl")
     size = None
     for row in rows:
         size = match[1].lower() if (match := re.match(r"Qwen2.5-(\d+B)'s", row[0])) else size
@@ -99,7 +99,7 @@ def test_the_page_on_precisions_quotes_these_results():
 
 
 def test_what_the_plan_makes_of_the_small_memory_is_in_words():
-    config, report = bench.measured(RESULTS / "throughput" / "qwen2.5-32b-80gb.jsonl")
+    config, report = bench.measured(RESULTS / "throughput" / "qwen2.5-32b-73gib.jsonl")
     rows = [row for row in rollout_report.speed_rows(config, report) if row[1] == "int8"]
     said = "`flashrl plan` has {} and {} for the whole rollouts with 73 GiB, {} and {} for decoding."
     assert said.format(*(row[column] for column in (4, 7) for row in rows)) in WORDS
@@ -129,7 +129,7 @@ def test_what_14b_and_7b_gain_with_little_memory_is_in_words():
 
 def test_the_pictures_are_those_of_the_raw_data(tmp_path):
     files = ["rollout/qwen2.5-32b-two-arms", "rollout/qwen2.5-32b-four-arms"]
-    files += [f"throughput/qwen2.5-{name}" for name in ("14b", "7b", "32b-80gb", "32b-71gib", "14b-71gib", "7b-71gib")]
+    files += [f"throughput/qwen2.5-{name}" for name in ("14b", "7b", "32b-73gib", "32b-71gib", "14b-71gib", "7b-71gib")]
     bars = [bar for file in files for bar in rollout_figure.bars(RESULTS / f"{file}.jsonl")]
     rollout_figure.write(bars, tmp_path / "throughput.png")
     assert drawn(RESULTS / "throughput" / "throughput.png") == drawn(tmp_path / "throughput.png")
