@@ -97,7 +97,7 @@ def read_metrics(path: Path) -> Metrics:
         FlashRLError: the file is not there.
     """
     if not path.is_file():
-        raise FlashRLError(f"{path} is not there: the run logged nothing, or trainer.logger lacks `file`.")
+        raise FlashRLError(f"{path} is not there: no such run was started, it logged nothing, or trainer.logger lacks `file`.")
     rows: dict[int, dict[str, float]] = {}
     unreadable = []
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
