@@ -37,8 +37,11 @@ def package_digest(root: Path = Path(__file__).parent) -> str:
     return digest.hexdigest()[:_DIGITS]
 
 
-def machine_digest() -> str:
-    """Of what Linux names a boot of this machine by, or of its name on the network: tells machines of one type apart."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
+def machine_digest(boot: Path = Path("/proc/sys/kernel/random/boot_id")) -> str:
+    """Of what Linux names a boot of this machine by, or of its name on the network: tells machines of one type apart.
+
+    Args:
+        boot: the file with that name.
+    """
     name = boot.read_text() if boot.is_file() else platform.node()
     return hashlib.sha256(name.encode()).hexdigest()[:_DIGITS]

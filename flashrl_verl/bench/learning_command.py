@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 DEFAULT_ARMS = "bf16:none,int8:none,int8:tis,fp8:none,fp8:tis,fp8:seq_tis"
 _CPU_RUN_GIB = 8
-"""Of the host's memory: what all processes of the quickstart, a run of the same size, have at most (README.md)."""
+"""Of the host's memory, about: the processes of the quickstart, a run of the same size, have 8.2 at most (README.md)."""
 
 UNFINISHED = 3
 """Exit code where time was over before all runs were finished: the same command goes on."""
@@ -173,8 +173,8 @@ def _require_memory(config: LearningConfig) -> None:
     """
     import psutil
 
-    there = psutil.virtual_memory().total / 2**30
-    if config.hardware == "cpu" and config.parallel > 1 and config.parallel * _CPU_RUN_GIB > there:
+    there, together = psutil.virtual_memory().total / 2**30, min(config.parallel, len(config.runs()))
+    if config.hardware == "cpu" and together > 1 and together * _CPU_RUN_GIB > there:
         raise ConfigError(
             f"--parallel {config.parallel}: a run takes some {_CPU_RUN_GIB} GiB of memory where there is no GPU, and this "
             f"machine has {there:.0f}. Remedy: --parallel {max(1, int(there // _CPU_RUN_GIB))}; scripts/figure_learning.sh has "

@@ -149,9 +149,12 @@ def check_arms(config: LearningConfig) -> None:
     """
     runs = config.runs()
     for arm in config.arms:
-        composed = compose_run(config, next(run for run in runs if run.arm == arm))
-        for run in runs:
-            if run.arm == arm and (changed := _begun_otherwise(config, run, composed)):
+        of_arm = [run for run in runs if run.arm == arm]
+        composed = compose_run(config, of_arm[0])
+        if config.overrides and len(of_arm) > 1:
+            compose_run(config, of_arm[-1])  # one that sets a seed may set the first's
+        for run in of_arm:
+            if changed := _begun_otherwise(config, run, composed):
                 raise ConfigError(
                     f"{run.name} in {config.output} was begun with other settings: {'; '.join(changed)}. "
                     "Name another folder in --output, or remove it"

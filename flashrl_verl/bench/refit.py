@@ -148,7 +148,8 @@ def run(
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config = load_config(model, layers)
-    require_host_memory(config, model)
+    if device.type == "cpu":
+        require_host_memory(config, model)
     path = save_config(config, folder / "model")
     progress("bandwidth of a copy")
     copy = copy_bandwidth(device, repeats)

@@ -22,7 +22,7 @@ from flashrl_verl.bench.arms import Arm
 from flashrl_verl.bench.rollout_engine import Answer, Job, Timing, require_device
 from flashrl_verl.bench.rollout_kernels import regrouped
 from flashrl_verl.bench.shapes import load_config, require_host_memory, save_config
-from flashrl_verl.bench.visible_gpus import gpu_groups
+from flashrl_verl.bench.visible_gpus import gpu_groups, visible_gpus
 from flashrl_verl.config import KVCache, Precision
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.plan.schedule import Work
@@ -131,16 +131,20 @@ def run(config: RolloutConfig, progress: Callable[[str], None] = lambda text: No
             What others have answered by then is kept.
     """
     shape = load_config(config.model, config.layers)
-    require_host_memory(shape, config.model)
-    places = gpu_groups(config.parallel, config.tensor_parallel)
-    config.output.mkdir(parents=True, exist_ok=True)
     file = config.output / RESULTS
     # The device is the engine's to tell: asking here would take memory of the GPU from the engines.
-    settings, runs = _settings(config, shape), software() | {"package": package_digest()}
+    settings, runs = _settings(config, shape), software()
     report = _read(file, settings, runs) or Report(settings=settings, environment={}, results=[])
-    model = save_config(shape, config.output / "model")
     done = {(result.round, result.arm) for result in report.results}
     pending = [(i, arm) for i in range(config.rounds) for arm in config.arms if (i, str(arm)) not in done]
+    if not pending:
+        return report
+    _require_code(report, file)
+    if not visible_gpus():
+        require_host_memory(shape, config.model)
+    places = gpu_groups(config.parallel, config.tensor_parallel)
+    config.output.mkdir(parents=True, exist_ok=True)
+    model = save_config(shape, config.output / "model")
 
     def questions() -> Iterator[engine_process.Question[tuple[int, Arm]]]:
         for number, (turn, arm) in enumerate(pending, start=1):
@@ -159,7 +163,8 @@ def run(config: RolloutConfig, progress: Callable[[str], None] = lambda text: No
             answer = _answer(record)
             if not report.environment:
                 where = {name: answer.device[name] for name in ("device", "memory_bytes")}
-                report.environment.update(where | runs | {"date": datetime.date.today().isoformat()})
+                now = {"package": package_digest(), "date": datetime.date.today().isoformat()}
+                report.environment.update(where | runs | now)
             require_device(answer.device, report.environment["device"])
             report.results.append(Result(round=turn, arm=str(arm), answer=answer, parallel=config.parallel))
             report.results.sort(key=order)  # engines at the same time end in any order
@@ -244,6 +249,20 @@ def _read(file: Path, settings: dict[str, Any], runs: dict[str, Any]) -> Report 
     if other:
         raise ConfigError(f"{file} has results of another {', '.join(other)}. {remedy}")
     return report
+
+
+def _require_code(report: Report, file: Path) -> None:
+    """Refuse to put figures of this code beside those of another: a version alone does not tell two apart.
+
+    Raises:
+        ConfigError: there are results of other code.
+    """
+    there, here = report.environment.get("package", "not recorded"), package_digest()
+    if report.results and there != here:
+        raise ConfigError(
+            f"{file} has results of other code of flashrl_verl (digest {there}, now {here}); others do not stand beside them. "
+            "Name another folder in --output; flashrl bench rollout-figure shows what is there"
+        )
 
 
 def _different(there: dict[str, Any], here: dict[str, Any]) -> list[str]:

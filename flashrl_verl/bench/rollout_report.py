@@ -150,7 +150,9 @@ def comparability(report: Report) -> list[str]:
     lines = []
     machines = _arms_by((result.answer.device.get("machine", "not recorded"), result.arm) for result in report.results)
     if len(machines) > 1:
-        differ = "arms were measured on several machines, and those of one type differ by a few percent"
+        differ = (
+            "arms were measured on several machines, or before and after a restart; those of one type differ by a few percent"
+        )
         lines.append(f"{differ}: {'; '.join(machines)}")
     at_a_time = _arms_by((f"{result.parallel} at a time", result.arm) for result in report.results)
     if len(at_a_time) > 1:

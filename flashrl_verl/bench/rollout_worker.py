@@ -73,11 +73,10 @@ class BenchWorkerExtension(FlashRLWorkerExtension):
         return None if result is None else asdict(result), self._recorder.reason
 
     def bench_device(self) -> dict[str, Any]:
-        """Name of this worker's device, bytes of its memory (None on a CPU), and which one of that name on which machine."""
+        """Name of this worker's device, bytes of its memory (None on a CPU), and which machine of that kind this is."""
         here: dict[str, Any] = {"machine": machine_digest()}
         if next(self.model_runner.model.parameters()).is_cuda:
-            uuid = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-            return here | {"device": torch.cuda.get_device_name(), "memory_bytes": torch.cuda.mem_get_info()[1], "uuid": uuid}
+            return here | {"device": torch.cuda.get_device_name(), "memory_bytes": torch.cuda.mem_get_info()[1]}
         return here | {"device": f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)", "memory_bytes": None}
 
 

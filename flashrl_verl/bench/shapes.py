@@ -107,25 +107,24 @@ def tensor_shapes(config: PretrainedConfig) -> Iterator[tuple[str, torch.Tensor]
     yield from sent_tensors(model)
 
 
-def require_host_memory(config: PretrainedConfig, model: str) -> None:
-    """Refuse a model whose weights the host cannot hold, where there is no GPU to hold them: Linux would end this process, or
-    a neighbour, minutes later.
+def require_host_memory(config: PretrainedConfig, model: str, copies: int = 1) -> None:
+    """Refuse a model whose weights the host cannot hold, where no GPU is to hold them: Linux would end this process, or a
+    neighbour, minutes later.
 
     Args:
         config: its configuration.
         model: what it was called by.
+        copies: of so many bytes: weights, gradients.
 
     Raises:
         ConfigError: its BF16 weights are larger than the memory that is free.
     """
-    if torch.cuda.device_count():
-        return
-    needed = sum(tensor.nbytes for _, tensor in tensor_shapes(config)) / 2**30
+    needed = copies * sum(tensor.nbytes for _, tensor in tensor_shapes(config)) / 2**30
     free = psutil.virtual_memory().available / 2**30
     if needed > free:
         raise ConfigError(
-            f"--model {model}: there is no GPU here, and {needed:.0f} GiB of BF16 weights do not fit into the "
-            f"{free:.0f} GiB of memory that are free. Remedy: a GPU, fewer --layers, or --model tiny"
+            f"--model {model}: without a GPU, {needed:.0f} GiB of BF16 weights{' and gradients' * (copies > 1)} do not fit "
+            f"into the {free:.0f} GiB of memory that are free. Remedy: a GPU, fewer --layers, or --model tiny"
         )
 
 

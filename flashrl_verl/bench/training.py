@@ -59,7 +59,8 @@ class Pass:
     share: float | None
     """Of the data sheet's BF16 operations that the whole model reaches; None for a device that is not known."""
     share_range: tuple[float, float] | None
-    """The same with the seconds of each repeat of one depth beside each of the other: smallest, largest."""
+    """The same with the seconds of each repeat of one depth beside each of the other: smallest, largest; None too where single
+    times are so noisy that a model of more layers is faster than none."""
 
 
 def measure(config: TrainingConfig, progress: Callable[[str], None] = lambda text: None) -> list[Pass]:
@@ -70,7 +71,7 @@ def measure(config: TrainingConfig, progress: Callable[[str], None] = lambda tex
         FlashRLError: a model does not fit the GPU, or the times are too noisy to tell a layer from the head.
     """
     if config.device == "cpu":
-        require_host_memory(load_config(config.model, config.layers[1]), config.model)
+        require_host_memory(load_config(config.model, config.layers[1]), config.model, copies=2)
     kinds = {"old log-probs": (_log_probs, 1), "policy update": (_update, PASSES)}
     seconds = {name: {} for name in kinds}
     for layers in config.layers:
@@ -111,7 +112,8 @@ def _pass(config: TrainingConfig, name: str, seconds: dict[int, list[float]], pa
         steps = (shape.layers - few) / (many - few)
         wholes = [low + steps * (high - low) for low in seconds[few] for high in seconds[many]]
         share = operations / whole / gpu.bf16
-        between = (operations / max(wholes) / gpu.bf16, operations / min(wholes) / gpu.bf16)
+        if min(wholes) > 0:
+            between = (operations / max(wholes) / gpu.bf16, operations / min(wholes) / gpu.bf16)
     return Pass(name=name, seconds=seconds, layer_s=layer, head_s=head, whole_s=whole, share=share, share_range=between)
 
 

@@ -85,7 +85,8 @@ def _table(config: TrainingConfig, found: list[Pass], device: str) -> Table:
     for name in ("pass", "layer ms", "head ms", "whole model ms", "tokens/s", "of the data sheet's BF16 (range)"):
         table.add_column(name, justify="left" if name == "pass" else "right")
     for one in found:
-        share = "-" if one.share is None else f"{one.share:.0%} ({{:.0%}}-{{:.0%}})".format(*one.share_range)
+        between = "noise" if one.share_range is None else "{:.0%}-{:.0%}".format(*one.share_range)
+        share = "-" if one.share is None else f"{one.share:.0%} ({between})"
         cells = (f"{seconds * 1e3:.2f}" for seconds in (one.layer_s, one.head_s, one.whole_s))
         table.add_row(one.name, *cells, f"{config.tokens / one.whole_s:.0f}", share)
     return table

@@ -45,13 +45,15 @@ class Outcome:
     """A step of RL."""
 
 
-def advise(outcomes: list[Outcome], shape: ModelShape, engine: Engine) -> list[str]:
+def advise(outcomes: list[Outcome], shape: ModelShape, engine: Engine, gain: float | None = None) -> list[str]:
     """Return sentences for a user; the first says what to take.
 
     Args:
         outcomes: BF16's first; at least one is possible.
         shape: the model's.
         engine: the engines' settings.
+        gain: rollout speed of INT8 over BF16 where each has as many GPUs in an engine as are best for it; None where these
+            engines have.
     """
     able = [o for o in outcomes if not o.refused]
     plain = [o for o in able if not o.choice.eight_bit_kv]
@@ -62,7 +64,7 @@ def advise(outcomes: list[Outcome], shape: ModelShape, engine: Engine) -> list[s
     if len(plain) == 1:
         return ["Take bf16: eight bits do not fit or have no tensor cores here."]
     best = _best(plain[1:])
-    said = [_worth(best, outcomes[0], engine)]
+    said = [_worth(best, outcomes[0], engine, gain)]
     with_kv = max((o for o in able if o.choice.eight_bit_kv), key=lambda o: o.speedup, default=best)
     if with_kv.speedup > max(WORTH, KV_WORTH * best.speedup):
         said.append(
@@ -83,14 +85,14 @@ def _about(outcome: Outcome) -> str:
 
 
 def _best(plain: list[Outcome]) -> Outcome:
-    """The fastest; INT8 where it is nearly as fast as FP8, because its mismatch has been 8 to 10 times smaller. With outlier
+    """The fastest; INT8 where it is nearly as fast as FP8, because its mismatch has been 8 to 14 times smaller. With outlier
     channels it is larger than FP8's (docs/precision_and_cap.md), which a shape does not tell."""
     fastest = max(plain, key=lambda o: o.speedup)
     int8 = [o for o in plain if o.choice.precision is Precision.INT8 and o.speedup >= NEARLY * fastest.speedup]
     return int8[0] if int8 and fastest.choice.precision is Precision.FP8 else fastest
 
 
-def _worth(best: Outcome, bf16: Outcome, engine: Engine) -> str:
+def _worth(best: Outcome, bf16: Outcome, engine: Engine, gain: float | None) -> str:
     if best.speedup < WORTH:
         return (
             f"Stay with BF16 weights: eight bits alone make the rollout {best.speedup:.2f}x as fast, and bring a mismatch. "
@@ -100,7 +102,10 @@ def _worth(best: Outcome, bf16: Outcome, engine: Engine) -> str:
     share = bf16.whole.rollout / bf16.whole.seconds
     whole = f"{bf16.whole.seconds / best.whole.seconds:.2f}x of a whole step, of which in BF16 the rollout is {share:.0%}"
     layout = f"--tensor-parallel {engine.tensor_parallel} for both"
-    said = f"Take {best.choice}: {best.speedup:.2f}x of BF16's rollout with {layout}, {whole}."
+    take = f"Take {best.choice}"
+    if gain is not None and gain < WORTH:
+        take = f"Stay with BF16 weights where you can have that layout; with this one take {best.choice}"
+    said = f"{take}: {best.speedup:.2f}x of BF16's rollout with {layout}, {whole}."
     if best.timeline.steps < bf16.timeline.steps:
         said += " Part of that is memory: beside BF16 weights fewer sequences find room in the KV cache at a time."
     return said

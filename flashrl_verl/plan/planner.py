@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One plan: every choice of formats on the same work, and which of them to take."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -105,7 +105,8 @@ def make_plan(
         if outcome.timeline is not None:
             whole = whole_step(shape, gpu, gpus, outcome.timeline.seconds, sequences, length)
             outcomes[at] = replace(outcome, whole=whole, speedup=base and base.seconds / outcome.timeline.seconds)
-    said = advise(outcomes, shape, engine)
+    layouts, gain = _layouts(outcomes, shape, gpu, gpus, engine, work, sequences, samples) or (None, None)
+    said = advise(outcomes, shape, engine, gain)
     return Plan(
         model=model,
         gpu=gpu,
@@ -120,7 +121,7 @@ def make_plan(
         written_bytes={
             precision.value: weight_bytes(shape, Choice(precision=precision), engine.tensor_parallel) for precision in Precision
         },
-        advice=(*_layouts(outcomes, shape, gpu, gpus, engine, work, sequences, samples), *said),
+        advice=tuple(filter(None, [layouts, *said])),
         not_planned=tuple(not_planned),
         blocks_refused=_blocks_refused(shape, engine.tensor_parallel),
     )
@@ -139,9 +140,9 @@ def _require_layout(shape: ModelShape, gpus: int, engine: Engine) -> None:
 
 def _layouts(
     outcomes: Sequence[Outcome], shape: ModelShape, gpu: GPU, gpus: int, engine: Engine, work: Work, total: int, samples: int
-) -> Iterator[str]:
-    """Where another number of GPUs in an engine is faster, BF16 at its best beside INT8 at its best: a BF16 that hardly fits is
-    no measure of what eight bits gain."""
+) -> tuple[str, float] | None:
+    """Where another number of GPUs in an engine is faster, BF16 at its best beside INT8 at its best, in words, and INT8's gain:
+    a BF16 that hardly fits is no measure of it. None where the number that was asked for is best for both."""
     best = {}
     for choice in (outcomes[0].choice, Choice(precision=Precision.INT8)):
         for size in (1, 2, 4, 8):
@@ -155,10 +156,13 @@ def _layouts(
                 best[choice] = max(best.get(choice, (0.0, 0)), (speed, size))
     if len(best) == 2 and any(size != engine.tensor_parallel for _, size in best.values()):
         (bf16, bf16_size), (int8, int8_size) = best.values()
-        yield (
+        gain = int8 / bf16
+        said = (
             f"With the best --tensor-parallel of each, all {gpus} GPUs make {bf16:.0f} tokens/s in BF16 ({bf16_size} in an "
-            f"engine) and {int8:.0f} in INT8 ({int8_size}): {int8 / bf16:.2f}x is what eight bits gain on them."
+            f"engine) and {int8:.0f} in INT8 ({int8_size}): {gain:.2f}x is what eight bits gain on them."
         )
+        return said, gain
+    return None
 
 
 def _blocks_refused(shape: ModelShape, ranks: int) -> str | None:

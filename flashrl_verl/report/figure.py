@@ -34,8 +34,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def save(figure: Figure, path: Path, dpi: int = 150) -> None:
-    """Write a picture with the SHA-256 of what is drawn in it as its `Source`: one of other data, or drawn by other code, can
-    be told from its file.
+    """Write a picture with the SHA-256 of what is drawn in it as its `Source`: one of other data can be told from its file.
 
     Args:
         figure: to be written.
@@ -45,21 +44,30 @@ def save(figure: Figure, path: Path, dpi: int = 150) -> None:
     Raises:
         OSError: no space, no rights, ...
     """
+    figure.savefig(path, dpi=dpi, metadata={"Source": source(figure)})
+
+
+def source(figure: Figure) -> str:
+    """SHA-256 of words, numbers and colours in a figure of its size, which chooses the ticks; not of fonts and line widths."""
     drawn = [list(_drawn(axes)) for axes in figure.axes]
     around = [*(text.get_text() for text in figure.texts), *_words(figure.legends)]
-    figure.savefig(path, dpi=dpi, metadata={"Source": hashlib.sha256(json.dumps([drawn, around]).encode()).hexdigest()})
+    return hashlib.sha256(json.dumps([drawn, around]).encode()).hexdigest()
 
 
 def _drawn(axes: Axes) -> Iterator[Any]:
-    """Words and numbers of axes, whatever font and size they have."""
     yield [axes.get_title(loc) for loc in ("left", "center", "right")] + [axes.get_xlabel(), axes.get_ylabel()]
     yield [tick.get_text() for axis in (axes.xaxis, axes.yaxis) for tick in axis.get_ticklabels()]
-    yield [text.get_text() for text in axes.texts] + _words([axes.get_legend()])
-    yield [[line.get_label(), str(line.get_color()), line.get_linestyle(), _numbers(line.get_xydata())] for line in axes.lines]
+    yield [[text.get_text(), _numbers([getattr(text, "xy", text.get_position())])] for text in axes.texts]
+    yield _words([axes.get_legend()])
+    for line in axes.lines:
+        look = [line.get_label(), str(line.get_color()), line.get_linestyle(), str(line.get_marker())]
+        yield [look, _numbers(line.get_xydata())]
     for patch in axes.patches:
         shape = patch.get_patch_transform().transform(patch.get_path().vertices)
         yield [str(patch.get_facecolor()), patch.get_hatch(), _numbers(shape)]
-    yield [_numbers(path.vertices) for collection in axes.collections for path in collection.get_paths()]
+    for many in axes.collections:
+        shapes = [_numbers(path.vertices) for path in many.get_paths()]
+        yield [_numbers(many.get_facecolor()), shapes, _numbers(many.get_offsets())]
 
 
 def _words(legends: list[Any]) -> list[str]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from flashrl_verl.report.arms import Arm, NamedRun, curve
-from flashrl_verl.report.figure import new_figure
+from flashrl_verl.report.figure import new_figure, source
 from flashrl_verl.report.palette import FAINT, INK, PHASES, SHADES, TITLE, ink_on
 from flashrl_verl.report.panels import Kind, Panel, Section
 from flashrl_verl.report.step_time import step_parts, updates_per_hour
@@ -258,5 +258,6 @@ def _saved(figure: Figure, form: str) -> bytes:
     buffer = io.BytesIO()
     # The same data give the same bytes: no date, and names inside the SVG that are not random.
     with matplotlib.rc_context({"svg.hashsalt": "flashrl"}):
-        figure.savefig(buffer, format=form, dpi=120, metadata={"Date": None} if form == "svg" else None)
+        undated = {"Date": None} if form == "svg" else {}
+        figure.savefig(buffer, format=form, dpi=120, metadata={"Source": source(figure)} | undated)
     return buffer.getvalue()

@@ -11,7 +11,7 @@ import torch
 from learning_runs import KEY, config, write_metrics, write_record
 from typer.testing import CliRunner
 
-from flashrl_verl.bench import learning, learning_recipe
+from flashrl_verl.bench import learning, learning_command, learning_recipe
 from flashrl_verl.bench.learning import Arm, arms_of, check_settings, lasting, seeds_of, write_settings
 from flashrl_verl.bench.learning_command import DEFAULT_ARMS, UNFINISHED
 from flashrl_verl.bench.learning_run import Status, state_of
@@ -120,6 +120,7 @@ def test_more_runs_at_a_time_than_there_is_memory_for_are_refused_without_a_gpu(
     result = CliRunner().invoke(app, words)
     assert isinstance(result.exception, ConfigError) and not (tmp_path / "out").exists()
     assert "--parallel 6: " in str(result.exception) and "Remedy: --parallel 3;" in str(result.exception)
+    learning_command._require_memory(config(tmp_path, parallel=6, arms=arms_of("int8:tis")))  # two seeds, no more at a time
 
 
 # ---- what a run is told ----

@@ -78,6 +78,12 @@ def test_a_run_is_what_its_name_says_however_an_override_is_written(tmp_path, ov
         learning_recipe.check_arms(cfg)
 
 
+def test_an_override_that_is_right_for_the_first_seed_is_refused_before_anything_runs(tmp_path):
+    cfg = config(tmp_path, arms=arms_of("int8:tis"), seeds=(5, 0), overrides=("data={seed: 5}",))
+    with pytest.raises(ConfigError, match=r"int8:tis seed 0 data\.seed=5 \(it is 0\).*--seed"):
+        learning_recipe.check_arms(cfg)
+
+
 def begin(there, run) -> None:
     """As an attempt does: the composed configuration lies beside the metrics."""
     run.folder.mkdir(parents=True)

@@ -104,7 +104,21 @@ def test_results_of_other_code_of_the_same_version_are_refused(tmp_path, measure
     report = rollout.run(config(tmp_path, rounds=1))
     assert len(report.environment["package"]) == 12
     monkeypatch.setattr(rollout, "package_digest", lambda: "another")
-    with pytest.raises(ConfigError, match=rf"another package \({report.environment['package']}, now another\).*--output"):
+    with pytest.raises(ConfigError, match=rf"other code .*digest {report.environment['package']}, now another.*--output"):
+        rollout.run(config(tmp_path))
+    assert len(rollout.run(config(tmp_path, rounds=1)).results) == 2  # what is there can be shown again
+
+
+def test_what_is_measured_can_be_shown_where_it_could_not_be_measured(tmp_path, measured, monkeypatch):
+    rollout.run(config(tmp_path, rounds=1))
+
+    def no_memory(shape, model):
+        raise ConfigError("no memory")
+
+    monkeypatch.setattr(rollout, "require_host_memory", no_memory)
+    monkeypatch.setattr(rollout, "visible_gpus", lambda: ())
+    assert len(rollout.run(config(tmp_path, rounds=1)).results) == 2
+    with pytest.raises(ConfigError, match="no memory"):
         rollout.run(config(tmp_path))
 
 
@@ -122,13 +136,13 @@ def test_what_makes_arms_hard_to_compare_is_said(tmp_path, measured):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("bench", ["rollout", "refit", "training"])
 def test_weights_that_the_host_cannot_hold_are_refused_before_anything_is_made(tmp_path, monkeypatch, bench):
-    """32.8 billion parameters in BF16 are 61 GiB; the training's model of six layers 8."""
+    """32.8 billion parameters in BF16 are 61 GiB; the training's model of six layers 8, and its gradients as many."""
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=5 * 2**30))
     words = ["bench", bench, "--model", "qwen2.5-32b", "--output", str(tmp_path / "out")]
     result = CliRunner().invoke(app, words + (["--layers", "2,6"] if bench == "training" else []))
     assert isinstance(result.exception, ConfigError) and not (tmp_path / "out").exists()
-    size = 8 if bench == "training" else 61
-    assert f"{size} GiB of BF16 weights do not fit into the 5 GiB" in str(result.exception)
+    size = "17 GiB of BF16 weights and gradients" if bench == "training" else "61 GiB of BF16 weights"
+    assert f"{size} do not fit into the 5 GiB" in str(result.exception)
 
 
 def test_results_of_another_shape_under_the_same_name_are_refused(tmp_path, measured):

@@ -66,6 +66,8 @@ def test_the_range_of_a_share_is_that_of_lines_through_one_time_at_each_depth(mo
     operations = found.share * found.whole_s
     assert found.whole_s == pytest.approx(0.055 + 62 / 4 * 0.065)
     assert found.share_range == pytest.approx((operations / 1.135, operations / 0.99))
+    noisy = training._pass(config, "old log-probs", {2: [0.06, 0.06, 0.13], 6: [0.12, 0.12, 0.12]}, passes=1)
+    assert noisy.share == pytest.approx(operations / noisy.whole_s, rel=1e-6) and noisy.share_range is None
 
 
 def test_an_update_has_a_gradient_for_every_weight_and_log_probs_none(monkeypatch):

@@ -68,12 +68,13 @@ def test_the_readme_says_what_the_plan_says_of_its_own_rows():
     words = " ".join(README.split())
     ratios = [float(best_layouts(*work)) for work in ((256, 512), (128, 1024))]
     assert "where BF16 takes two the plan computes {} and {} x for the same work".format(*ratios) in words
-    assert "`flashrl plan` computes {} and {} times for the same work".format(*ratios) in " ".join(
-        page("throughput.md").split()
-    )
+    throughput = " ".join(page("throughput.md").split())
+    assert "`flashrl plan` computes {} and {} times for the same work".format(*ratios) in throughput
+    assert "{} times with 128 sequences of 512 tokens a GPU, {} with 64 of 1024, computed".format(*ratios) in throughput
     step = json.loads((RESULTS / "step" / "h200.json").read_text())
     assert step["advice"][0].startswith("Stay with BF16 weights: eight bits alone make the rollout 1.08x as fast")
-    assert "For that step `flashrl plan` advises BF16 weights" in words and "1.08 x as fast with INT8's" in words
+    assert "For the step on 64 H200s `flashrl plan` advises BF16 weights" in words
+    assert "INT8's make the rollout 1.08 x as fast" in words
     assert step["advice"][0].partition(". ")[0] in " ".join(page("step.md").split())
 
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What tells two results of one version apart."""
 
+import hashlib
+
 from flashrl_verl.software import machine_digest, package_digest
 
 
@@ -21,5 +23,11 @@ def test_the_packages_digest_is_of_what_its_modules_say_and_are_called(tmp_path)
     assert len(package_digest()) == 12
 
 
-def test_a_machine_is_the_same_one_twice():
-    assert machine_digest() == machine_digest() and len(machine_digest()) == 12
+def test_a_machine_is_known_by_its_boot_or_by_its_name(tmp_path, monkeypatch):
+    boots = [tmp_path / name for name in ("one", "two")]
+    for boot in boots:
+        boot.write_text(f"{boot.name}\n")
+    monkeypatch.setattr("platform.node", lambda: "a-host")
+    found = [machine_digest(boot) for boot in (*boots, tmp_path / "none")]
+    assert found[2] == hashlib.sha256(b"a-host").hexdigest()[:12] and len({*found}) == 3
+    assert machine_digest(boots[0]) == found[0]
