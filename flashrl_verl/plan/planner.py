@@ -105,8 +105,7 @@ def make_plan(
         if outcome.timeline is not None:
             whole = whole_step(shape, gpu, gpus, outcome.timeline.seconds, sequences, length)
             outcomes[at] = replace(outcome, whole=whole, speedup=base and base.seconds / outcome.timeline.seconds)
-    layouts, gain = _layouts(outcomes, shape, gpu, gpus, engine, work, sequences, samples) or (None, None)
-    said = advise(outcomes, shape, engine, gain)
+    layouts, gain = _layouts(outcomes, shape, gpu, gpus, engine, work, sequences, samples) or ("", None)
     return Plan(
         model=model,
         gpu=gpu,
@@ -121,7 +120,7 @@ def make_plan(
         written_bytes={
             precision.value: weight_bytes(shape, Choice(precision=precision), engine.tensor_parallel) for precision in Precision
         },
-        advice=tuple(filter(None, [layouts, *said])),
+        advice=tuple(filter(None, [layouts, *advise(outcomes, shape, engine, gain)])),
         not_planned=tuple(not_planned),
         blocks_refused=_blocks_refused(shape, engine.tensor_parallel),
     )

@@ -30,6 +30,10 @@ def test_every_whole_step_is_in_the_table_as_it_is_planned_today(tmp_path):
                 expected.append([f"64 x {gpu}", name, *seconds, f"{3600 / whole['seconds']:.3g}", ratio])
         assert drawn(RESULTS / "step" / f"{gpu}.png") == drawn(planned.with_suffix(".png"))
     assert shown[1:] == expected
+    a100 = json.loads((RESULTS / "step" / "a100-80gb.json").read_text())["advice"]
+    assert "1.09x is what eight bits gain" in a100[0] and a100[1].startswith(
+        "Stay with BF16 weights where you can have that layout"
+    )
     ratios = {(row[0], row[1]): row[-1] for row in expected}
     said = re.search(
         r"make it ([\d.]+) to ([\d.]+) times .* them ([\d.]+) to ([\d.]+), alone ([\d.]+) to ([\d.]+)$",
