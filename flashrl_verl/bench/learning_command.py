@@ -261,13 +261,12 @@ def _make(config: LearningConfig, console: Console) -> None:
     from flashrl_verl.bench import learning as bench
     from flashrl_verl.progress import PLAIN_INTERVAL
 
-    target = f"it is {config.warmup.target_accuracy}"
     spoke = -math.inf  # the first line at once
     with console.status("making the model: supervised warm-up") as status:
 
         def show(step: int, accuracy: Accuracy) -> None:
             nonlocal spoke
-            line = f"supervised warm-up: update {step}, sampled accuracy {accuracy.sampled:.3f}, until {target}"
+            line = f"supervised warm-up: update {step}, accuracy {accuracy.sampled:.3f} of {config.warmup.target_accuracy}"
             status.update(line)
             if not console.is_terminal and time.monotonic() - spoke > PLAIN_INTERVAL:
                 spoke = time.monotonic()

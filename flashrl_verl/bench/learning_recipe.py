@@ -24,6 +24,7 @@ _KV_CACHE_BYTES = "actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_
 
 _OF_THE_RUN = {
     **{key: CHOSEN[key] for key in ("flashrl.precision", "data.seed", "actor_rollout_ref.rollout.seed")},
+    "flashrl.bf16_replica_fraction": "leave it out, an arm has one precision",
     "algorithm.rollout_correction": "--arm, with a preset of your own in flashrl_verl/configs/correction",
     **{key: CHOSEN[key] for key in ("trainer.total_training_steps", "trainer.default_local_dir", "chain.assets")},
     "trainer.resume_mode": CHOSEN["trainer.resume_mode"],

@@ -68,6 +68,7 @@ def test_runs_are_spread_over_the_gpus_that_this_process_sees(tmp_path, monkeypa
         ("data={seed: 5}", r"data\.seed=5 \(it is 3\).*--seed"),
         ("actor_rollout_ref={rollout: {seed: 5}}", r"rollout\.seed=5 \(it is 3\).*--seed"),
         ("trainer={total_training_steps: 9}", r"total_training_steps=9 \(it is 4\).*--steps"),
+        ("flashrl.bf16_replica_fraction=0.5", r"bf16_replica_fraction=0\.5 \(it is 0\.0\).*one precision"),
         ("algorithm.rollout_correction.rollout_is=null", r"rollout_is=None \(it is token\).*--arm.*preset"),
         ("+algorithm.rollout_correction.further=1", r"rollout_correction\.further=1 \(it is None\).*--arm"),
     ],
