@@ -154,9 +154,10 @@ def model_name(bar: Bar, among: list[Bar]) -> str:
     runs = {other.run for other in among if other.place[1:] == bar.place[1:]}
     if len(runs) == 1:
         return bar.model
-    called = {run: run.parent if run.name == RESULTS else run.with_suffix("") for run in runs}
-    common = os.path.commonpath([path.parent for path in called.values()])
-    return f"{bar.model} ({os.path.relpath(called[bar.run], common)})"
+    called = {run: str(run.parent if run.name == RESULTS else run.with_suffix("")) for run in runs}
+    shared = os.path.commonprefix([*called.values()])
+    start = max(shared.rfind(mark) for mark in "/-_") + 1  # words that all begin with tell nothing apart
+    return f"{bar.model} ({called[bar.run][start:]})"
 
 
 def unit_of(panel: list[Bar]) -> Arm | None:

@@ -31,9 +31,9 @@ PHASES = {
 "other"."""
 
 HEALTHY_KL = 1e-2
-"""Mismatch KL that curves are read by: runs that learned were above it in single steps at most, the one that fell behind in
-twenty (docs/results/learning.md). The guard's alarm, `flashrl.guard.k3_kl_max`, is twice that: it is not to go off because a
-run is the worst one yet."""
+"""Mismatch KL that curves are read by: runs that learned were above it in two steps in a row at most, the one that fell
+behind in twenty steps (docs/results/learning.md). The guard's alarm, `flashrl.guard.k3_kl_max`, is twice that: it is not to go
+off because a run is the worst one yet."""
 
 INK, FAINT = "#333333", "#E5E5E5"
 """Of words and outlines, and of grids."""

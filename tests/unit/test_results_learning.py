@@ -11,8 +11,13 @@ from result_pages import RESULTS, page, tables
 
 from flashrl_verl.guard_settings import GuardConfig
 
-EXPERIMENTS = {"32 times": "outliers-32", "16 times": "outliers-16", "none": "constant-rate"}
-"""In the order of the page, with their names in the table of differences."""
+EXPERIMENTS = {
+    "32 times": "outliers-32",
+    "32 times, again": "outliers-32-again",
+    "16 times": "outliers-16",
+    "none": "constant-rate",
+}
+"""In the order of the pages, with their names in the tables of differences; the last has a page of its own."""
 LOGGED = {"k3_kl": ".1e", "effective_sample_size": ".4f", "truncated_share": ".1e", "step_seconds": ".1f"}
 FIGURES = {
     "final, BF16": lambda run: run["bf16"]["mean@8"]["value"],
@@ -21,8 +26,9 @@ FIGURES = {
 }
 T_95 = 4.30265
 """Student's t, 2 degrees of freedom."""
-SUMMARY, ARMS, DIFFERENCES, MISMATCH = 0, slice(1, 4), 4, 5
+SUMMARY, ARMS, DIFFERENCES = 0, slice(1, 4), 4
 """Tables of the page."""
+ALONE = "learning_no_outliers.md"
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +49,7 @@ def error(values) -> float:
 
 
 def test_every_arm_is_in_the_table_with_its_figures(records):
-    for record, table in zip(records.values(), tables("learning.md")[ARMS], strict=True):
+    for record, table in zip(records.values(), [*tables("learning.md")[ARMS], tables(ALONE)[0]], strict=True):
         expected = []
         for arm in record["arms"]:
             found = [[*by_seed(record, arm["arm"], figure).values()] for figure in figures_of(record)]
@@ -74,11 +80,16 @@ def test_every_difference_is_in_the_table_with_its_figures(records):
             for low, high in ([mean - reach, mean + reach], pair["welch"]["interval"]):
                 cells.append(f"[{low:+.3f}, {high:+.3f}]")
             expected.append([*cells, f"{pair['paired']['detectable']:.3f}"])
-    assert tables("learning.md")[DIFFERENCES][1:] == expected
+    assert [*tables("learning.md")[DIFFERENCES][1:], *tables(ALONE)[1][1:]] == expected
 
 
 def test_the_summary_is_that_of_the_experiments(records):
-    names = {"none": "as warmed up", "16 times": "16 times as large", "32 times": "32 times as large"}
+    names = {
+        "none": "as warmed up",
+        "16 times": "16 times as large",
+        "32 times": "32 times as large",
+        "32 times, again": "again",
+    }
     for row, (place, name) in zip(tables("learning.md")[SUMMARY][1:], names.items(), strict=True):
         record, cells = records[place], []
         for arm in ("int8:tis", "int8:none"):
@@ -92,9 +103,8 @@ def test_the_summary_is_that_of_the_experiments(records):
 
 
 def test_every_table_of_arms_is_under_its_experiment(records):
-    text = page("learning.md")
-    for place, title in {"32 times": "## 32 times", "16 times": "## 16 times", "none": "## Without outliers"}.items():
-        section = text.partition(title)[2].partition("\n## ")[0]
+    for place in EXPERIMENTS:
+        section = page(ALONE) if place == "none" else page("learning.md").partition(f"## {place}\n")[2].partition("\n## ")[0]
         assert f"(learning/{EXPERIMENTS[place]}.png)" in section
         ours = [arm for arm in records[place]["arms"] if arm["arm"] == "int8:tis"]
         assert f"| int8:tis | 3/3 | {ours[0]['accuracy' if ours[0]['accuracy'] else 'own']['mean']:.3f} ±" in section
@@ -109,7 +119,8 @@ def words() -> str:
     return " ".join(page("learning.md").split())
 
 
-def test_the_words_about_constant_rate_say_what_the_runs_have(records, words):
+def test_the_words_about_constant_rate_say_what_the_runs_have(records):
+    words = " ".join(page(ALONE).split())
     runs = records["none"]["runs"]
     swing = next(run["series"]["accuracy"]["value"] for run in runs if (run["arm"], run["seed"]) == ("bf16:tis", 1))
     assert f"had {swing[2]:.2f} at step 40, between {swing[1]:.2f} and {swing[3]:.2f}" in words
@@ -130,30 +141,63 @@ def test_the_words_about_32_times_say_what_the_runs_have(records, words):
     final, own = (by_seed(record, "int8:tis", figure) for figure in ("final, BF16", "own"))
     gaps = [final[seed] - own[seed] for seed in final]
     assert f"has {statistics.mean(gaps):.3f} ± {error(gaps):.3f} less in its own engine" in words
-    starts = [records[place]["start"]["mean@8"]["value"] for place in ("16 times", "32 times")]
-    assert "gives the starts {:.3f} (16) and {:.3f} (32)".format(*starts) in words
+    starts = [records[place]["start"]["mean@8"]["value"] for place in ("32 times", "32 times, again", "16 times")]
+    assert "gives the starts {:.3f} (32), {:.3f} (again) and {:.3f} (16)".format(*starts) in words
 
 
-def test_the_words_about_the_second_go_say_what_the_runs_have(words):
-    record = json.loads((RESULTS / "learning" / "outliers-32-again.json").read_text())
+def test_the_words_about_the_second_go_say_what_the_runs_have(records, words):
+    again, final = records["32 times, again"], "final, BF16"
+    ended = {arm: [*by_seed(again, arm, final).values()] for arm in ("bf16:tis", "int8:none", "int8:tis")}
+
+    def below_bf16(arm: str) -> tuple[float, float]:
+        gap = statistics.mean(ended["bf16:tis"]) - statistics.mean(ended[arm])
+        return gap, math.hypot(error(ended["bf16:tis"]), error(ended[arm]))
+
+    (with_tis, its_error), without = below_bf16("int8:tis"), below_bf16("int8:none")
+    said = "INT8 with TIS ended {:.3f} ± {:.3f} below BF16, {:.1f} standard errors, without TIS {:.3f} ± {:.3f} below;"
+    assert f"{said.format(with_tis, its_error, with_tis / its_error, *without)} intervals hold 0." in words
+    for pair in again["differences"]:
+        for interval in (pair["paired"]["interval"], pair["welch"]["interval"]):
+            assert interval[0] < 0 < interval[1]
+    gaps = [one - other for one, other in zip(ended["int8:none"], ended["bf16:tis"], strict=True)]
+    assert abs(statistics.mean(gaps)) < T_95 * error(gaps)
+    after_20 = {"bf16": [], "int8": []}
+    for run in again["runs"]:
+        after_20[run["arm"].partition(":")[0]].append(run["series"]["accuracy"]["value"][1])
+    bounds = [bound(after_20[of]) for of in ("bf16", "int8") for bound in (min, max)]
+    assert "After twenty steps BF16 had {:.3f} to {:.3f}, INT8 {:.3f} to {:.3f}.".format(*bounds) in words
+    first = records["32 times"]
+    lower = statistics.mean(by_seed(first, "bf16:tis", final).values()) - statistics.mean(ended["bf16:tis"])
+    assert f"BF16 itself ended {lower:.3f} lower than from the first model" in words
+    pairs = {
+        other: [
+            by_seed(record, "int8:tis", final)[seed] - by_seed(record, other, final)[seed]
+            for record in (first, again)
+            for seed in range(3)
+        ]
+        for other in ("bf16:tis", "int8:none")
+    }
+    below, above, rest = (statistics.mean(gaps) for gaps in (pairs["bf16:tis"], pairs["int8:none"], pairs["int8:none"][1:]))
+    said = "INT8 with TIS is {:.3f} below BF16 with TIS; above INT8 without it is {:.3f}, and without the pair of the run that"
+    assert f"{said.format(-below, above)} stayed behind {-rest:.3f} below." in words
+    one, other = (statistics.mean(pairs["bf16:tis"][start : start + 3]) for start in (0, 3))
+    assert f"INT8 with TIS ended {-other:.3f} below to {one:.3f} above BF16" in words
+
+
+def test_the_words_about_the_unfinished_go_say_what_the_runs_have(words):
+    record = json.loads((RESULTS / "learning" / "outliers-32-unfinished.json").read_text())
     curves, steps = {}, []
     for run in record["runs"]:
         accuracy = dict(zip(run["series"]["accuracy"]["step"], run["series"]["accuracy"]["value"], strict=True))
         curves.setdefault(run["arm"], []).append(accuracy)
         steps.append(run["step"])
-    assert (min(steps), max(steps)) == (50, 60) and "out of time with its runs at steps 50 to 60" in words
+    assert (min(steps), max(steps)) == (50, 60) and "ran out of time with its runs at steps 50 to 60" in words
     at_40 = [f"{curve[40]:.3f}" for arm in ("int8:none", "int8:tis", "bf16:tis") for curve in curves[arm]]
     said = "without correction had {}, {} and {}, INT8 with TIS {}, {} and {}, BF16 with TIS {}, {} and {}."
     assert said.format(*at_40) in words
-    without, within = (
-        [curve[20] for arm, of in curves.items() for curve in of if arm.endswith(end)] for end in (":none", ":tis")
-    )
-    said = "it was {:.3f} to {:.3f} without correction and {:.3f} to {:.3f} with TIS"
-    assert said.format(min(without), max(without), min(within), max(within)) in words
-    k3 = max(max(run["series"]["k3_kl"]["value"]) for run in record["runs"])
-    assert f"k3 KL was {k3:.1e} at most" in words and "One of six did, three of which were seen to step 40" in words
     unfinished = sum(run["status"] == "unfinished" for run in record["runs"])
-    assert unfinished == 8 and "eight of them not to their end" in words
+    assert unfinished == 8 and "Fifty-four runs of the recipe on H200s, eight of them not to their end" in words
+    assert "One of six did, and none of three more that were seen to step 40" in words
     assert all(set(curve) <= {0, 20, 40, 60} for of in curves.values() for curve in of)
 
 
@@ -167,11 +211,12 @@ def test_the_words_about_the_guard_say_what_the_runs_have(records, words):
     behind = runs.pop(("32 times", "int8:none", 0))
     assert sum(value > 1e-2 for value in behind) == 20 and in_a_row(behind, 2e-2) == 5 and max(behind) < 0.05
     assert all(in_a_row(values, 1e-2) <= 1 for values in runs.values())
-    again = json.loads((RESULTS / "learning" / "outliers-32-again.json").read_text())["runs"]
-    assert max(in_a_row(run["series"]["k3_kl"]["value"], 1e-2) for run in again) == 2
-    assert "crossed 1e-2 in one step, in the second go in two in a row, at most" in words
+    unfinished = json.loads((RESULTS / "learning" / "outliers-32-unfinished.json").read_text())["runs"]
+    assert max(in_a_row(run["series"]["k3_kl"]["value"], 1e-2) for run in unfinished) == 2
+    assert "crossed 1e-2 in one step, of the unfinished ones below in two in a row, at most" in words
     assert "twenty steps with a k3 KL above 1e-2, five in a row above 2e-2" in words and GuardConfig().k3_kl_max == 2e-2
-    watched = json.loads((RESULTS / "learning" / "outliers-guard.json").read_text())["runs"]
+    guarded = json.loads((RESULTS / "learning" / "outliers-guard.json").read_text())
+    watched = guarded["runs"]
     first = {
         (run["factor"], run["arm"], run["seed"]): next((i + 1 for i, n in enumerate(run["events"]) if n), None)
         for run in watched
@@ -180,9 +225,14 @@ def test_the_words_about_the_guard_say_what_the_runs_have(records, words):
     assert {key[:2] for key in warned} == {(32, "int8:none"), (32, "int8:tis")} and len(warned) == 6
     assert warned.pop((32, "int8:none", 0)) == 4 and (min(warned.values()), max(warned.values())) == (8, 33)
     assert "in the one in step 4, in the others between 8 and 33" in words
-    for run in watched:  # three steps in a row below 0.9, and nothing else, warned
+    later = {
+        (run["arm"], run["seed"]): next((i + 1 for i, n in enumerate(run["events"]) if n), None) for run in guarded["again"]
+    }
+    assert sorted(step for step in later.values() if step) == [29, 31] and later["int8:none", 1] and later["int8:tis", 1]
+    assert "spoke in none, `correlation_min` in two of the six, in steps 29 and 31" in words
+    for run in [*watched, *guarded["again"]]:  # three steps in a row below 0.9, and nothing else, warned
         found = [i + 1 for i in range(2, 60) if all(value < 0.9 for value in run["correlation"][i - 2 : i + 1])]
-        assert next(iter(found), None) == first[run["factor"], run["arm"], run["seed"]]
+        assert next(iter(found), None) == next((i + 1 for i, n in enumerate(run["events"]) if n), None)
 
 
 def test_the_words_about_16_times_say_what_the_runs_have(records, words):
@@ -195,12 +245,13 @@ def test_the_words_about_16_times_say_what_the_runs_have(records, words):
     assert f"{-gap:.3f} below BF16 with TIS: {errors}" in words
     pair = next(pair for pair in record["differences"] if pair["minus"] == "bf16:tis")
     assert pair["paired"]["interval"][1] < 0 < pair["welch"]["interval"][1]
-    assert len(tables("learning.md")[DIFFERENCES]) == 16 and "one of the fifteen intervals" in words
+    assert len(tables("learning.md")[DIFFERENCES]) + len(tables(ALONE)[1]) == 2 + 19 and "one of nineteen intervals" in words
     other = statistics.mean(by_seed(records["32 times"], "bf16:tis", "final, BF16").values())
     assert f"differs by {other - statistics.mean(theirs.values()):.3f} between this experiment and the one above" in words
 
 
-def test_the_mismatch_of_outliers_is_in_the_table_with_its_figures(words):
+def test_the_mismatch_of_outliers_is_in_the_table_with_its_figures():
+    words = " ".join(page("mismatch.md").split())
     raw = json.loads((RESULTS / "learning" / "outliers-cpu.json").read_text())
     shown, tokens = {}, {}
     for row in raw["mismatch"]:
@@ -209,7 +260,7 @@ def test_the_mismatch_of_outliers_is_in_the_table_with_its_figures(words):
         shown.setdefault(name, {})[row["precision"]] = f"{row['k3_kl']:.1e} ± {row['k3_kl_standard_error']:.0e}"
     arms = ("bf16", "int8", "fp8")
     expected = [[name, tokens[name], *(cells.get(arm, "not measured") for arm in arms)] for name, cells in shown.items()]
-    assert tables("learning.md")[MISMATCH][1:] == expected
+    assert tables("mismatch.md")[-1][1:] == expected
     first = {(run["factor"], run["arm"]): run for run in raw["first_steps"]}
     scores = first[64, "bf16:none"]["score"]
     assert "With 64, BF16 itself fell from {:.2f} to {:.2f} in its second step".format(*scores) in words

@@ -118,3 +118,8 @@ def test_what_is_no_result_is_named(tmp_path, text):
     (tmp_path / "rollout.jsonl").write_text(text)
     with pytest.raises(ConfigError, match=r"holds no results of flashrl bench rollout.*--output"):
         bars(tmp_path)
+
+
+def test_measurements_of_the_same_work_are_called_by_what_differs(tmp_path):
+    found = [bar for name in ("32b-first", "32b-again", "32b-fourth") for bar in bars(results(tmp_path / name))]
+    assert {row[0] for row in rows(found)} == {"qwen2.5-7b (first)", "qwen2.5-7b (again)", "qwen2.5-7b (fourth)"}
