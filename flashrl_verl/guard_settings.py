@@ -53,9 +53,9 @@ class GuardConfig:
 
     k3_kl_max: float | None = 0.02
     """Largest mismatch KL (``rollout_corr/k3_kl``), in nats a token; above 0. A judgement, by small models alone: runs that
-    learned had steps of up to 1.5e-2, and the one that fell behind five in a row above this, 4.2e-2 at most
-    (docs/results/learning.md). A report draws a line at half of it; that one is to look at, and a step may cross it without an
-    alarm."""
+    learned, or did so until time was over, had steps of up to 1.5e-2; the one that fell behind, to which the limit is fitted,
+    had five in a row above this, 4.2e-2 at most (docs/results/learning.md). A report draws a line at half of it; that one is
+    to look at, and a step may cross it without an alarm."""
 
     correlation_min: float | None = 0.9
     """Smallest correlation of the tokens' probabilities, trainer and rollout

@@ -154,11 +154,12 @@ def draw_learning(axes: Any) -> None:
         curves = [run["series"]["accuracy"] for file in LEARNING for run in raw(file)["runs"] if run["arm"] == arm]
         steps, values = curves[0]["step"], [*zip(*(curve["value"] for curve in curves), strict=True)]
         colour = OF_PRECISION[Precision(arm.partition(":")[0])]
-        axes.fill_between(steps, [*map(min, values)], [*map(max, values)], color=colour, alpha=0.12, linewidth=0)
-        axes.plot(steps, [*map(statistics.mean, values)], line, color=colour, marker="o", markersize=4, label=label)
-    axes.set_xlabel("training step; mean and range of six runs, from two models", fontsize=9)
+        for curve in curves:
+            axes.plot(steps, curve["value"], line, color=colour, linewidth=0.8, alpha=0.45)
+        axes.plot(steps, [*map(statistics.median, values)], line, color=colour, marker="o", markersize=4, label=label)
+    axes.set_xlabel("training step; thin: each run, thick: median of six", fontsize=9)
     axes.set_ylabel("held-out accuracy, run's own engine", fontsize=9)
-    axes.set_title("A small model, much mismatch (18 runs)", **TITLE)
+    axes.set_title("Two small models, much mismatch", **TITLE)
     axes.legend(fontsize=8, frameon=False, loc="lower right")
 
 

@@ -34,20 +34,28 @@ def test_the_readmes_words_about_speed_are_those_of_the_raw_data():
         [
             float(r[6])
             for r in tables("throughput.md")[0][1:]
-            if "32b" in r[0] and r[2] in memories and r[4] == "int8" and r[6] != "-" and not (r[2] == "71" and "8192" in r[3])
+            if "32b" in r[0] and r[2] in memories and r[4] == "int8" and r[6] != "-"
         ]
         for memories in (["126"], ["73", "71"])
     )
-    said = "in INT8 is {:.1f} to {:.1f} times as fast as in BF16, with little memory {:.1f} to {:.1f} times"
+    said = (
+        "in INT8 is {:.1f} to {:.1f} times as fast as in BF16, with little memory and one GPU an engine {:.1f} to {:.1f} times"
+    )
     assert said.format(min(with_all), max(with_all), min(with_little), max(with_little)) in words
     smaller = [float(r[6]) for r in tables("throughput.md")[0][1:] if "32b" not in r[0] and (r[2], r[4]) == ("126", "int8")]
+    assert f"28 prompts of 8192 tokens gain {min(with_little):.2f} x with 71 GiB" in words
     assert f"14B and 7B gain {min(smaller):.1f} to {max(smaller):.1f} times with all of the memory" in words
-    for place in (("73", "128 x (256 -> 512)"), ("73", "64 x (256 -> 1024)"), ("71", "256 x (256 -> 384)")):
+    for place in (
+        ("73", "128 x (256 -> 512)"),
+        ("73", "64 x (256 -> 1024)"),
+        ("71", "256 x (256 -> 384)"),
+        ("71", "28 x (8192 -> 192)"),
+    ):
         beside_bf16 = [
             row for row in tables("throughput.md")[0][1:] if "32b" in row[0] and (row[2], row[3]) == place and row[6] != "-"
         ]
         fit = {row[4]: int(row[8]) for row in beside_bf16}
-        assert 4.5 < fit["int8"] / fit["bf16"] < 5.7
+        assert 4.7 < fit["int8"] / fit["bf16"] < 5.7
     assert "room for about five times as many sequences" in words
     refits = {
         (row[0], row[2]): f"{float(row[3].split()[0]):.0f} ms" for row in tables("refit.md")[0][1:] if row[1] == "bfloat16"
@@ -65,12 +73,10 @@ def test_the_readmes_words_about_accuracy_and_mismatch_are_those_of_the_pages():
     said = "minus BF16 with TIS {} and, from another model, {} with outliers 32 times as large, {} with 16"
     assert said.format(*(summary[name] for name in (first, again, less))) in words
     ends = {row[0]: float(row[2][:5]) for row in tables("learning.md")[2][1:]}  # 32 times, again
-    below = sorted(ends["bf16:tis"] - ends[arm] for arm in ("int8:tis", "int8:none"))
-    assert f"INT8 ended {below[0]:.2f} to {below[1]:.2f} below BF16 with TIS and without; half as large, within 0.01" in words
-    half = {row[0]: float(row[2][:5]) for row in tables("learning.md")[3][1:]}
-    assert all(abs(half["bf16:tis"] - half[arm]) < 0.01 for arm in ("int8:tis", "int8:none"))
+    assert max(ends["int8:tis"], ends["int8:none"]) < ends["bf16:tis"]
+    assert "from one of the two models INT8 ended below BF16, TIS or not" in words
     without = {row[0]: row[4] for row in tables("learning.md")[0][1:]}
-    said = "minus INT8 without TIS {}, {} and {}: TIS made no difference that three seeds show"
+    said = "minus INT8 without TIS {}, {} and {}, no difference that three seeds show"
     assert said.format(*(without[name] for name in (first, again, less))) in words
     ends = [float(row[4].split()[-1]) for row in tables("quickstart.md")[0][1:]]
     assert f"ended at {min(ends):.2f} to {max(ends):.2f} in its four arms" in words and len(ends) == 4
@@ -83,11 +89,12 @@ def test_the_readme_says_what_the_plan_says_of_its_own_rows():
     little = [best_layouts(0.52, 256, 256, 512), best_layouts(0.52, 128, 256, 1024)]
     least = [best_layouts(0.51, 512, 256, 384), best_layouts(0.51, 56, 8192, 192)]
     ratios = [*little, *least]
-    assert f"where BF16 takes two the plan computes {min(ratios)} to {max(ratios)} x for the same" in words
+    assert f"where BF16 takes two GPUs the plan computes {min(ratios)} to {max(ratios)} x for the same works" in words
+    assert f"with two GPUs for BF16's it is {min(ratios):.1f} to {max(ratios):.1f} times, computed" in words
     throughput = " ".join(page("throughput.md").split())
     assert f"`flashrl plan` computes {min(ratios)} to {max(ratios)} times for the same work" in throughput
-    said = "{} times with 128 sequences of 512 tokens a GPU, {} with 64 of 1024, {:.2f} with 256 of 384 and {} with 28 long"
-    assert f"{said.format(*ratios)} prompts, computed" in throughput
+    assert "{} times with 128 sequences of 512 tokens a GPU, {} with 64 of 1024, computed".format(*ratios[:2]) in throughput
+    assert "with 71 GiB {:.2f} with 256 of 384 and {} with 28 long prompts (0.51;".format(*ratios[2:]) in throughput
     step = json.loads((RESULTS / "step" / "h200.json").read_text())
     assert step["advice"][0].startswith("Stay with BF16 weights: eight bits alone make the rollout 1.08x as fast")
     assert "For the step on 64 H200s `flashrl plan` advises BF16 weights" in words

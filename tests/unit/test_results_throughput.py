@@ -10,6 +10,11 @@ from result_pages import RESULTS, drawn, page, tables
 from flashrl_verl.bench import rollout as bench
 from flashrl_verl.bench import rollout_figure, rollout_report, rollout_steps_figure
 from flashrl_verl.bench.rollout_figure import Bar
+from flashrl_verl.bench.shapes import load_config
+from flashrl_verl.plan import gpus
+from flashrl_verl.plan.memory import Engine
+from flashrl_verl.plan.planner import make_plan
+from flashrl_verl.plan.shape import shape_of
 
 WORDS = " ".join(page("throughput.md").split())
 
@@ -35,6 +40,12 @@ def test_every_throughput_is_in_the_table_with_its_figures():
     (shown,) = tables("throughput.md")
     assert shown[0] == [*rollout_figure.COLUMNS]
     assert sorted(shown[1:]) == sorted(expected)
+
+
+def test_the_days_of_measuring_are_on_the_page():
+    days = {file.stem: bench.measured(file)[1].environment["date"] for file in sorted((RESULTS / "throughput").glob("*.jsonl"))}
+    assert days.pop("qwen2.5-32b-71gib-two-arms") == "2026-11-23" and set(days.values()) == {"2026-11-22"}
+    assert '2026-11-22, "two-arms" at 71 GiB 2026-11-23, one run of each measurement' in WORDS
 
 
 def test_what_8_bit_keys_and_values_bring_where_memory_is_short_is_in_words():
@@ -129,8 +140,16 @@ def test_the_page_on_precisions_quotes_these_results():
 def test_what_the_plan_makes_of_the_small_memory_is_in_words():
     config, report = bench.measured(RESULTS / "throughput" / "qwen2.5-32b-73gib.jsonl")
     rows = [row for row in rollout_report.speed_rows(config, report) if row[1] == "int8"]
-    said = "`flashrl plan` has {} and {} for the whole rollouts with 73 GiB, {} and {} for decoding."
+    said = (
+        "With the KV cache that was measured the plan has {} and {} for the whole rollouts with 73 GiB, {} and {} for decoding;"
+    )
     assert said.format(*(row[column] for column in (4, 7) for row in rows)) in WORDS
+    alone = []
+    for work in config.works:
+        engine = Engine(gpu_memory_utilization=config.gpu_memory_utilization)
+        made = make_plan("qwen2.5-32b", shape_of(load_config("qwen2.5-32b")), gpus.find("h200"), 1, engine, work)
+        alone += [re.search(r"Take int8: ([\d.]+)x of BF16's rollout", line)[1] for line in made.advice if "Take int8" in line]
+    assert "with its own, `flashrl plan` says {} and {}.".format(*alone) in WORDS
     noisy = rollout_report.speed_rows(*bench.measured(RESULTS / "throughput" / "qwen2.5-7b-71gib.jsonl"))
     worst = max(float(row[at + 1]) / float(row[at]) for row in noisy for at in (3, 6))
     assert f"where it has up to {100 * (worst - 1):.0f} % more than was measured" in WORDS
