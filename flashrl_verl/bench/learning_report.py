@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import math
 from collections.abc import Sequence
@@ -131,10 +132,11 @@ def write(report: Report) -> list[Path]:
 
 
 def to_json(report: Report) -> dict[str, Any]:
-    """Settings, environment, figures by arm, differences, and every run's series; NaN and infinities as null."""
+    """Settings, environment, today, figures by arm, differences, and every run's series; NaN and infinities as null."""
     return _plain(
         {
             **shared(report.config),
+            "date": datetime.date.today().isoformat(),
             "steps": report.config.steps,
             "arms": [
                 {**asdict(result), "arm": str(result.arm), "configuration": configuration(report.of(result.arm))}

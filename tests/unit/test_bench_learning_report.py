@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Figures of `flashrl bench learning`, by hand."""
 
+import datetime
 import json
 import math
 import re
@@ -209,6 +210,8 @@ def test_files_are_written_and_small(report):
     assert first["series"]["accuracy"] == {"step": [0, 4], "value": [0.4, 0.82]} and first["bf16"]["mean@8"]["value"] == 0.8
     assert first["series"]["k3_kl"] == {"step": [1, 2, 3, 4], "value": [0.001, 0.002, 0.003, 0.004]}
     assert read["settings"]["steps"] == STEPS and read["environment"]["torch"]
+    today = datetime.date.today()
+    assert datetime.date.fromisoformat(read["date"]) in (today, today - datetime.timedelta(days=1))  # of before midnight
     assert read["differences"][0]["paired"]["interval"] == [pytest.approx(-0.685, abs=1e-3), pytest.approx(0.585, abs=1e-3)]
 
 
