@@ -52,10 +52,11 @@ class GuardConfig:
     """Consecutive steps beyond the limit that make an event; at least 1. One batch can be odd, three in a row are a state."""
 
     k3_kl_max: float | None = 0.02
-    """Largest mismatch KL (``rollout_corr/k3_kl``), in nats a token; above 0. A judgement, by small models alone: runs that
-    learned, or did so until time was over, had steps of up to 1.5e-2; the one that fell behind, to which the limit is fitted,
-    had five in a row above this, 4.2e-2 at most (docs/results/learning.md). A report draws a line at half of it; that one is
-    to look at, and a step may cross it without an alarm."""
+    """Largest mismatch KL (``rollout_corr/k3_kl``), in nats a token; above 0. A judgement, by small models with planted outlier
+    channels alone: those that learned on H200s, or did so until time was over, had steps of up to 1.53e-2; the one that fell
+    behind, to which the limit is fitted, had five in a row above this, 4.2e-2 at most (docs/results/learning.md). One with
+    larger outliers, on a CPU, had 1.8e-2 to 1.2e-1 in all of 24 steps, fell back and rose again (docs/LOG.md). A report draws a
+    line at half of it; that one is to look at, and a step may cross it without an alarm."""
 
     correlation_min: float | None = 0.9
     """Smallest correlation of the tokens' probabilities, trainer and rollout

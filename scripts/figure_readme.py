@@ -152,14 +152,22 @@ def draw_speeds(axes: Any) -> None:
 def draw_learning(axes: Any) -> None:
     for arm, (label, line) in CURVES.items():
         curves = [run["series"]["accuracy"] for file in LEARNING for run in raw(file)["runs"] if run["arm"] == arm]
-        steps, values = curves[0]["step"], [*zip(*(curve["value"] for curve in curves), strict=True)]
         colour = OF_PRECISION[Precision(arm.partition(":")[0])]
-        for curve in curves:
-            axes.plot(steps, curve["value"], line, color=colour, linewidth=0.8, alpha=0.45)
-        axes.plot(steps, [*map(statistics.median, values)], line, color=colour, marker="o", markersize=4, label=label)
-    axes.set_xlabel("training step; thin: each run, thick: median of six", fontsize=9)
+        for number, curve in enumerate(curves):
+            axes.plot(
+                curve["step"],
+                curve["value"],
+                line,
+                color=colour,
+                linewidth=1,
+                marker="o",
+                markersize=3,
+                alpha=0.8,
+                label=label if number == 0 else None,
+            )
+    axes.set_xlabel("training step; a line is a run, six an arm", fontsize=9)
     axes.set_ylabel("held-out accuracy, run's own engine", fontsize=9)
-    axes.set_title("Two small models, much mismatch", **TITLE)
+    axes.set_title("A small model, much mismatch", **TITLE)
     axes.legend(fontsize=8, frameon=False, loc="lower right")
 
 

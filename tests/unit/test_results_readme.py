@@ -68,16 +68,20 @@ def test_the_readmes_words_about_speed_are_those_of_the_raw_data():
 def test_the_readmes_words_about_accuracy_and_mismatch_are_those_of_the_pages():
     words = " ".join(README.split())
     summary = {row[0]: row[3] for row in tables("learning.md")[0][1:]}
-    first, again, less = (f"outlier channels, {factor} times as large" for factor in ("32", "32", "16"))
-    again += ", again"
-    said = "minus BF16 with TIS {} and, from another model, {} with outliers 32 times as large, {} with 16"
-    assert said.format(*(summary[name] for name in (first, again, less))) in words
-    ends = {row[0]: float(row[2][:5]) for row in tables("learning.md")[2][1:]}  # 32 times, again
-    assert max(ends["int8:tis"], ends["int8:none"]) < ends["bf16:tis"]
-    assert "from one of the two models INT8 ended below BF16, TIS or not" in words
+    large, less = (f"outlier channels, {factor} times as large" for factor in ("32", "16"))
+    again = f"{large}, again"
+    said = "minus BF16 with TIS {} and, warmed up anew, {} with outliers 32 times as large, {} with 16"
+    assert said.format(*(summary[name] for name in (large, again, less))) in words
+    first, anew = ({row[0]: float(row[2][:5]) for row in tables("learning.md")[place][1:]} for place in (1, 2))
+    below = sorted(anew["bf16:tis"] - anew[arm] for arm in ("int8:tis", "int8:none"))
+    said = f"INT8 ended {below[0]:.2f} to {below[1]:.2f} below BF16 after one of the warm-ups, TIS or not,"
+    assert (
+        f"{said} in intervals that hold 0, and with TIS level after the other" in words
+        and abs(first["int8:tis"] - first["bf16:tis"]) < 0.002
+    )
     without = {row[0]: row[4] for row in tables("learning.md")[0][1:]}
     said = "minus INT8 without TIS {}, {} and {}, no difference that three seeds show"
-    assert said.format(*(without[name] for name in (first, again, less))) in words
+    assert said.format(*(without[name] for name in (large, again, less))) in words
     ends = [float(row[4].split()[-1]) for row in tables("quickstart.md")[0][1:]]
     assert f"ended at {min(ends):.2f} to {max(ends):.2f} in its four arms" in words and len(ends) == 4
     k3 = {row[0]: row[1].replace("e-0", "e-") for row in tables("recipe.md")[0][1:]}
@@ -90,7 +94,9 @@ def test_the_readme_says_what_the_plan_says_of_its_own_rows():
     least = [best_layouts(0.51, 512, 256, 384), best_layouts(0.51, 56, 8192, 192)]
     ratios = [*little, *least]
     assert f"where BF16 takes two GPUs the plan computes {min(ratios)} to {max(ratios)} x for the same works" in words
-    assert f"with two GPUs for BF16's it is {min(ratios):.1f} to {max(ratios):.1f} times, computed" in words
+    assert (
+        f"where BF16 takes two GPUs an engine, INT8 is {min(ratios):.1f} to {max(ratios):.1f} times as fast, computed" in words
+    )
     throughput = " ".join(page("throughput.md").split())
     assert f"`flashrl plan` computes {min(ratios)} to {max(ratios)} times for the same work" in throughput
     assert "{} times with 128 sequences of 512 tokens a GPU, {} with 64 of 1024, computed".format(*ratios[:2]) in throughput
