@@ -204,6 +204,10 @@ def test_the_mismatch_of_outliers_is_in_the_table_with_its_figures():
     first = {(run["factor"], run["arm"]): run for run in raw["first_steps"]}
     scores = first[64, "bf16:none"]["score"]
     assert "With 64, the training score of BF16 itself fell from {:.2f} to {:.2f} in its second step".format(*scores) in words
+    k3 = first[64, "int8:none"]["k3_kl"]
+    said = f"{min(k3):.1e} to {max(k3):.1e} in all of {len(k3)} steps".replace("e-0", "e-")
+    guard = (RESULTS.parents[1] / "flashrl_verl" / "guard_settings.py").read_text()
+    assert f"had {said}, fell back and rose again" in " ".join(guard.split())
     correlations = first[64, "int8:none"]["correlation"]
     log = " ".join((RESULTS.parent / "LOG.md").read_text().split())
     assert f"the correlation of probabilities {min(correlations):.2f} to {max(correlations):.2f}" in log
