@@ -3,7 +3,7 @@
 # FlashRL's learning figure: reinforcement learning on chains of sums, BF16, INT8 and FP8 rollouts with and without TIS, three
 # seeds each, and the accuracy of all last weights in one BF16 engine. A step takes 6 to 9 s with six runs on an H200: by estimate
 # forty minutes on one GPU, and fifteen on four with FIGURE_RUNS=18. The same command goes on after a stop (exit code 3: time was
-# over first).
+# over first, and it says how much is left); every start costs some three minutes, so that short pieces train little.
 #
 #   bash scripts/figure_learning.sh [words for flashrl bench learning]
 #

@@ -93,6 +93,31 @@ def summary(states: Sequence[State]) -> str:
     return ", ".join(f"{count} {status.value}" for status, count in counts.items() if count)
 
 
+def left_over(before: Sequence[State], after: Sequence[State], steps: int, minutes: float) -> str:
+    """What is left of the training, and how long it takes at the pace of this command, all that is done twice included.
+
+    Args:
+        before: the runs when it began.
+        after: when it ended.
+        steps: of each run.
+        minutes: in between.
+    """
+    done = {state.run: _done(state, steps) for state in before}
+    gained = sum(_done(state, steps) - done[state.run] for state in after)
+    left = sum(steps - _done(state, steps) for state in after if state.status is not Status.FAILED)
+    if not left:
+        return "a validation is left"  # verl saves the last step before it validates
+    words = f"{left} of {steps * len(after)} steps are left"
+    if gained <= 0:
+        return f"{words}, and none was saved this time: more --minutes, or fewer runs at a time (--parallel)"
+    return f"{words}, by estimate {max(1, round(left * minutes / gained))} minutes at the pace of these {minutes:.0f}"
+
+
+def _done(state: State, steps: int) -> int:
+    """Steps of a run that are not done again."""
+    return steps if state.status is Status.FINISHED else state.resumes_at
+
+
 def _where(news: News) -> str:
     state = news.state
     if news.event is Event.FINISHED:

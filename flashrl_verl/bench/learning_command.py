@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from flashrl_verl.bench.learning import LearningConfig, Run
+    from flashrl_verl.bench.learning_run import State
     from flashrl_verl.toy.warmup import Accuracy
 
 DEFAULT_ARMS = "bf16:none,int8:none,int8:tis,fp8:none,fp8:tis,fp8:seq_tis"
@@ -128,6 +129,7 @@ def _learn(config: LearningConfig, over: float, no_news_s: tuple[float, float], 
     from flashrl_verl.bench import learning as bench
     from flashrl_verl.bench import learning_recipe
     from flashrl_verl.bench.learning_board import Board
+    from flashrl_verl.bench.learning_run import states_of
     from flashrl_verl.bench.learning_schedule import Event, Limits, News, Schedule, stagger
     from flashrl_verl.process_tree import Stopped
 
@@ -146,6 +148,7 @@ def _learn(config: LearningConfig, over: float, no_news_s: tuple[float, float], 
         between_s=between_s,
     )
     code, evaluation = None, _Evaluation([], [])
+    before, began = states_of(config.runs(), config.steps), time.monotonic()
     try:
         with Board(console, config.steps) as board:
 
@@ -159,7 +162,7 @@ def _learn(config: LearningConfig, over: float, no_news_s: tuple[float, float], 
         evaluation = _evaluate(config, over - limits.ending_s, console)
     except Stopped as stopped:
         code = stopped.exit_code
-    found = _report(config, evaluation.left, console)
+    found = _report(config, evaluation.left, console, before, (time.monotonic() - began) / 60)
     if code is None and evaluation.errors:  # behind the report: what was trained is there all the same
         raise FlashRLError("\n".join(evaluation.errors))
     return found if code is None else code
@@ -193,9 +196,9 @@ def _evaluate(config: LearningConfig, over: float, console: Console) -> _Evaluat
     """Ask the last weights of all runs in BF16 when none is left to run."""
     from flashrl_verl.bench import learning_bf16 as bf16
     from flashrl_verl.bench.learning_recipe import compose_run
-    from flashrl_verl.bench.learning_run import Status, state_of
+    from flashrl_verl.bench.learning_run import Status, states_of
 
-    states = [state_of(run, config.steps) for run in config.runs()]
+    states = states_of(config.runs(), config.steps)
     finished = [state.run for state in states if state.status is Status.FINISHED]
     lost = _keep(config, finished) if time.monotonic() < over else {}
     there, errors = [run for run in finished if run not in lost], list(lost.values())
@@ -231,14 +234,24 @@ def _keep(config: LearningConfig, finished: list[Run]) -> dict[Run, str]:
     return lost
 
 
-def _report(config: LearningConfig, left: list[tuple[Path, Path]], console: Console) -> int:
-    """Tables and files; returns the exit code."""
-    from flashrl_verl.bench import learning_report
-    from flashrl_verl.bench.learning_board import summary
-    from flashrl_verl.bench.learning_results import collect
-    from flashrl_verl.bench.learning_run import Status, state_of
+def _report(
+    config: LearningConfig, left: list[tuple[Path, Path]], console: Console, before: list[State], minutes: float
+) -> int:
+    """Tables and files; returns the exit code.
 
-    states = [state_of(run, config.steps) for run in config.runs()]
+    Args:
+        config: what was asked for.
+        left: models that are still to be asked in BF16.
+        console: where people read.
+        before: the runs when this command began with them.
+        minutes: since then.
+    """
+    from flashrl_verl.bench import learning_report
+    from flashrl_verl.bench.learning_board import left_over, summary
+    from flashrl_verl.bench.learning_results import collect
+    from flashrl_verl.bench.learning_run import Status, states_of
+
+    states = states_of(config.runs(), config.steps)
     report = collect(config, states)
     for table in learning_report.tables(report):
         console.print(table)
@@ -248,8 +261,8 @@ def _report(config: LearningConfig, left: list[tuple[Path, Path]], console: Cons
     console.print(f"runs: {summary(states)}", highlight=False)
     there = {state.status for state in states}
     if left or there & {Status.NEW, Status.UNFINISHED}:
-        what = f": {len(left)} models are to be asked in BF16" if left else ""
-        console.print(f"Time was over first{what}; the same command goes on.", highlight=False)
+        what = f"{len(left)} models are to be asked in BF16" if left else left_over(before, states, config.steps, minutes)
+        console.print(f"Time was over first: {what}; the same command goes on.", highlight=False)
         return UNFINISHED
     if Status.FAILED in there:
         console.print("Runs that failed twice are tried again with --retry.", highlight=False)

@@ -83,6 +83,11 @@ def state_of(run: Run, steps: int) -> State:
     )
 
 
+def states_of(runs: Iterable[Run], steps: int) -> list[State]:
+    """``state_of`` each."""
+    return [state_of(run, steps) for run in runs]
+
+
 def process_of(folder: Path) -> int | None:
     """Number of the process of the run in a folder, if it is going on; None where there is none."""
     attempts = read_record(folder).get("attempts", [])

@@ -11,7 +11,17 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from flashrl_verl.bench.learning import Run
-from flashrl_verl.bench.learning_run import TRIES, Attempt, State, Status, checkpoint_of, process_of, state_of, stop_all
+from flashrl_verl.bench.learning_run import (
+    TRIES,
+    Attempt,
+    State,
+    Status,
+    checkpoint_of,
+    process_of,
+    state_of,
+    states_of,
+    stop_all,
+)
 from flashrl_verl.errors import ConfigError, FlashRLError
 from flashrl_verl.process_tree import stoppable
 from flashrl_verl.run_directory import LOG_FILE
@@ -107,7 +117,7 @@ class Schedule:
                 )
         self._runs = runs
         self._steps, self._limits, self._prepare, self._tell, self._watch = steps, limits, prepare, tell, watch
-        states = [state_of(run, steps) for run in runs]
+        states = states_of(runs, steps)
         wanted = (Status.NEW, Status.UNFINISHED, *([Status.FAILED] if retry else []))
         left = [state for state in states if state.status in wanted]
         # What is begun first: its checkpoint is worth more than another beginning.
