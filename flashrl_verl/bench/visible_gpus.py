@@ -29,11 +29,18 @@ def gpu_groups(count: int, size: int) -> tuple[str | None, ...]:
         A value of ``CUDA_VISIBLE_DEVICES`` for each; for a single one None, which is all that this process sees.
 
     Raises:
-        ConfigError: there are fewer GPUs.
+        ConfigError: there are fewer GPUs. A single program of one need not have any: it runs on the CPU.
     """
-    if count == 1:
+    if count * size == 1:
         return (None,)
     gpus = visible_gpus()
+    if len(gpus) < size:
+        raise ConfigError(
+            f"--tensor-parallel {size} needs as many GPUs, and {len(gpus)} are visible here. "
+            f"Remedy: --tensor-parallel {max(1, len(gpus))}"
+        )
+    if count == 1:
+        return (None,)
     if len(gpus) < count * size:
         raise ConfigError(
             f"--parallel {count} with {size} GPU(s) each needs {count * size}, and {len(gpus)} are visible here. "

@@ -20,7 +20,13 @@ def test_visible_gpus_are_those_that_exist(named, count, seen, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     assert visible_gpus() == seen
-    assert gpu_groups(1, 4) == (None,)
+    assert gpu_groups(1, 1) == gpu_groups(1, max(1, len(seen))) == (None,)
+    remedy = (
+        rf"--tensor-parallel 4 needs as many GPUs, and {len(seen)} are visible here.*--tensor-parallel {max(1, len(seen))}$"
+    )
+    for engines in (1, 2):
+        with pytest.raises(ConfigError, match=remedy):
+            gpu_groups(engines, 4)
 
 
 def test_engines_at_a_time_have_gpus_of_their_own_and_results_their_order(tmp_path, monkeypatch):
