@@ -93,24 +93,28 @@ def summary(states: Sequence[State]) -> str:
     return ", ".join(f"{count} {status.value}" for status, count in counts.items() if count)
 
 
-def left_over(before: Sequence[State], after: Sequence[State], steps: int, minutes: float) -> str:
-    """What is left of the training, and how long it takes at the pace of this command, all that is done twice included.
+def what_is_left(before: Sequence[State], after: Sequence[State], steps: int, minutes: float, *, stopped: bool) -> str:
+    """What is left of the training, and how long it takes at the pace of this command: all that is done twice is in it, what
+    fewer runs at a time than now would take longer is not, nor is asking the models in BF16.
 
     Args:
         before: the runs when it began.
         after: when it ended.
         steps: of each run.
         minutes: in between.
+        stopped: by the user, before time was over.
     """
     done = {state.run: _done(state, steps) for state in before}
     gained = sum(_done(state, steps) - done[state.run] for state in after)
-    left = sum(steps - _done(state, steps) for state in after if state.status is not Status.FAILED)
+    wanted = [state for state in after if state.status is not Status.FAILED]
+    left = sum(steps - _done(state, steps) for state in wanted)
     if not left:
-        return "a validation is left"  # verl saves the last step before it validates
-    words = f"{left} of {steps * len(after)} steps are left"
-    if gained <= 0:
-        return f"{words}, and none was saved this time: more --minutes, or fewer runs at a time (--parallel)"
-    return f"{words}, by estimate {max(1, round(left * minutes / gained))} minutes at the pace of these {minutes:.0f}"
+        return "validations are left"  # verl saves the last step before it validates
+    words = f"{left} of {steps * len(wanted)} steps are left"
+    if gained > 0:
+        return f"{words}, by estimate {max(1, round(left * minutes / gained))} minutes at this command's pace"
+    failed = sum(state.failures for state in after) > sum(state.failures for state in before)
+    return f"{words}, and none was saved this time" + ("" if stopped or failed else ": more --minutes")
 
 
 def _done(state: State, steps: int) -> int:

@@ -162,7 +162,7 @@ def _learn(config: LearningConfig, over: float, no_news_s: tuple[float, float], 
         evaluation = _evaluate(config, over - limits.ending_s, console)
     except Stopped as stopped:
         code = stopped.exit_code
-    found = _report(config, evaluation.left, console, before, (time.monotonic() - began) / 60)
+    found = _report(config, evaluation.left, console, _Since(before, (time.monotonic() - began) / 60, code is not None))
     if code is None and evaluation.errors:  # behind the report: what was trained is there all the same
         raise FlashRLError("\n".join(evaluation.errors))
     return found if code is None else code
@@ -234,20 +234,21 @@ def _keep(config: LearningConfig, finished: list[Run]) -> dict[Run, str]:
     return lost
 
 
-def _report(
-    config: LearningConfig, left: list[tuple[Path, Path]], console: Console, before: list[State], minutes: float
-) -> int:
-    """Tables and files; returns the exit code.
+class _Since(NamedTuple):
+    """What a command has done."""
 
-    Args:
-        config: what was asked for.
-        left: models that are still to be asked in BF16.
-        console: where people read.
-        before: the runs when this command began with them.
-        minutes: since then.
-    """
+    before: list[State]
+    """The runs when it began with them."""
+    minutes: float
+    """Since then."""
+    stopped: bool
+    """By the user, before time was over."""
+
+
+def _report(config: LearningConfig, left: list[tuple[Path, Path]], console: Console, since: _Since) -> int:
+    """Tables and files; returns the exit code."""
     from flashrl_verl.bench import learning_report
-    from flashrl_verl.bench.learning_board import left_over, summary
+    from flashrl_verl.bench.learning_board import summary, what_is_left
     from flashrl_verl.bench.learning_results import collect
     from flashrl_verl.bench.learning_run import Status, states_of
 
@@ -261,8 +262,10 @@ def _report(
     console.print(f"runs: {summary(states)}", highlight=False)
     there = {state.status for state in states}
     if left or there & {Status.NEW, Status.UNFINISHED}:
-        what = f"{len(left)} models are to be asked in BF16" if left else left_over(before, states, config.steps, minutes)
-        console.print(f"Time was over first: {what}; the same command goes on.", highlight=False)
+        steps_left = what_is_left(since.before, states, config.steps, since.minutes, stopped=since.stopped)
+        what = f"{len(left)} models are to be asked in BF16" if left else steps_left
+        why = "Stopped" if since.stopped else "Time was over first"
+        console.print(f"{why}: {what}; the same command goes on.", highlight=False, soft_wrap=True)
         return UNFINISHED
     if Status.FAILED in there:
         console.print("Runs that failed twice are tried again with --retry.", highlight=False)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from flashrl_verl import kept_config
 from flashrl_verl.bench.learning import ASSETS, CHOSEN, LearningConfig, Run, environment
-from flashrl_verl.bench.learning_run import checkpoint_of
 from flashrl_verl.bench.visible_gpus import visible_gpus
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.quickstart import compose, quoted
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 
 
 _KV_CACHE_BYTES = "actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes"
-_FIRST_VALIDATION = "trainer.val_before_train"
 
 _OF_THE_RUN = {
     **{key: CHOSEN[key] for key in ("flashrl.precision", "data.seed", "actor_rollout_ref.rollout.seed")},
@@ -134,32 +132,14 @@ def _over(count: int) -> str:
 
 def preparation(config: LearningConfig) -> Callable[[Run], tuple[list[str], dict[str, Any], DictConfig]]:
     """What a start of a run needs: the words of its command, the facts of its record, its configuration."""
-    from omegaconf import OmegaConf
 
     def prepare(run: Run) -> tuple[list[str], dict[str, Any], DictConfig]:
         composed = compose_run(config, run)
         words = training_overrides(config, run)
-        if step := checkpoint_of(run.folder):
-            due = _validation_is_due(step, config.steps, composed.trainer.test_freq)
-            words.append(f"++{_FIRST_VALIDATION}={due}")
-            OmegaConf.update(composed, _FIRST_VALIDATION, due, force_add=True)
         command = shlex.join(["python", "-m", MODULE, *words])
         return [sys.executable, "-m", MODULE, *words], {"command": command, **facts_of(config, run, composed)}, composed
 
     return prepare
-
-
-def _validation_is_due(step: int, steps: int, every: int) -> bool:
-    """Whether a run that goes on has to validate before it trains: verl saves first and validates then, so that the validation
-    of a checkpoint's step may be missing. One between those that are due is left out of the curve (``learning_results``), and
-    takes as long as two or three steps.
-
-    Args:
-        step: of the checkpoint.
-        steps: of the whole run.
-        every: steps from one validation to the next.
-    """
-    return step % every == 0 or step >= steps
 
 
 def check_arms(config: LearningConfig) -> None:

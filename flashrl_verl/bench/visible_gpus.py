@@ -37,7 +37,7 @@ def gpu_groups(count: int, size: int) -> tuple[str | None, ...]:
     if len(gpus) < size:
         raise ConfigError(
             f"--tensor-parallel {size} needs as many GPUs, and {len(gpus)} are visible here. "
-            f"Remedy: --tensor-parallel {max(1, len(gpus))}"
+            f"Remedy: --tensor-parallel {1 << max(0, len(gpus).bit_length() - 1)}"  # heads are seldom divided by three
         )
     if count == 1:
         return (None,)

@@ -242,7 +242,6 @@ def test_a_torn_last_line_is_not_a_step(run):
 @pytest.mark.parametrize("hardware", ["cuda", "cpu"])
 def test_runs_that_share_a_gpu_neither_sleep_nor_pack_their_batches(hardware):
     """vLLM's sleep asserts on the memory of the whole GPU; SDPA masks a packed row with tokens x tokens."""
-
     cfg = compose(["experiment=chain", f"hardware={hardware}"])
     rollout = cfg.actor_rollout_ref.rollout
     assert not rollout.enable_sleep_mode and not rollout.free_cache_engine

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from rich.console import Console
 
 from flashrl_verl.bench.learning import arms_of
-from flashrl_verl.bench.learning_board import Board, left_over, summary
+from flashrl_verl.bench.learning_board import Board, summary, what_is_left
 from flashrl_verl.bench.learning_run import Attempt, Status, process_of, state_of, states_of, stop_all
 from flashrl_verl.bench.learning_schedule import Event, Schedule
 from flashrl_verl.errors import ConfigError, FlashRLError
@@ -259,27 +259,29 @@ def test_plain_lines_tell_each_run_its_step_and_its_error(runs):
 
 
 def test_what_is_left_is_told_in_steps_and_in_minutes_at_this_commands_pace(runs):
-    """Of four runs of four steps one goes on from 1 to its end (3 more), one comes to 2, one fails, one is not begun."""
+    """Of four runs of four steps one goes on from 1 to its end (3 more), one comes to 2, one fails twice, one is not begun."""
 
     def saved(run, step):
         (run.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
         (run.folder / "checkpoints" / LATEST).write_text(str(step))
 
+    def told(stopped=False):
+        return what_is_left(before, states_of(runs, STEPS), STEPS, 9.6, stopped=stopped)
+
     write_record(runs[0], {})
     saved(runs[0], 1)
     before = states_of(runs, STEPS)
-    assert left_over(before, before, STEPS, 9.6) == (
-        "15 of 16 steps are left, and none was saved this time: more --minutes, or fewer runs at a time (--parallel)"
-    )
+    assert told() == "15 of 16 steps are left, and none was saved this time: more --minutes"
+    assert told(stopped=True) == "15 of 16 steps are left, and none was saved this time"
+    write_record(runs[2], {"error": ["no"]})
+    assert told() == "15 of 16 steps are left, and none was saved this time"  # what went wrong is in the report
+    write_record(runs[2], *[{"error": ["no"]}] * 2)
     write_metrics(runs[0], {STEPS: {KEY: 0.5}})
     saved(runs[0], STEPS)
     write_record(runs[1], {})
     saved(runs[1], 2)
-    write_record(runs[2], *[{"error": ["no"]}] * 2)
-    after = states_of(runs, STEPS)
-    expected = "6 of 16 steps are left, by estimate 12 minutes at the pace of these 10"  # 5 steps in 9.6 minutes
-    assert left_over(before, after, STEPS, 9.6) == expected
+    assert told() == "6 of 12 steps are left, by estimate 12 minutes at this command's pace"  # 5 steps in 9.6 minutes
     for run in runs:
         write_record(run, {})
         saved(run, STEPS)
-    assert left_over(before, states_of(runs, STEPS), STEPS, 9.6) == "a validation is left"
+    assert told() == "validations are left"

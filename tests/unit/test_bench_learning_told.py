@@ -7,8 +7,6 @@ from learning_runs import config
 from flashrl_verl.bench import learning_recipe
 from flashrl_verl.bench.learning import arms_of
 from flashrl_verl.bench.learning_command import DEFAULT_ARMS
-from flashrl_verl.quickstart import compose
-from flashrl_verl.run_directory import LATEST
 from flashrl_verl.toy.chain import ChainConfig
 from flashrl_verl.validation import validate_config
 
@@ -53,26 +51,3 @@ def test_the_longest_chain_that_is_accepted_fits_into_the_response(tmp_path):
     chains = cfg.chain.split(0).train
     assert max(len(chain.answer) for chain in chains) + 1 <= composed.data.max_response_length
     assert max(len(chain.prompt) for chain in chains) + 8 <= composed.data.max_prompt_length
-
-
-@pytest.mark.parametrize(
-    ("overrides", "validates"),
-    [
-        (("trainer.test_freq=3",), {0: True, 2: False, 3: True, 4: True}),
-        (("trainer.test_freq=3", "trainer.val_before_train=False"), {0: False, 2: False, 3: True, 4: True}),
-        (("trainer.test_freq=3", "~trainer.val_before_train"), {0: None, 2: False, 3: True, 4: True}),
-        ((), {0: True, 2: False, 4: True}),
-    ],
-)
-def test_a_run_that_goes_on_validates_first_only_where_a_point_of_its_curve_may_be_missing(tmp_path, overrides, validates):
-    """Whatever the run is told at its beginning: four steps, a checkpoint at each of them."""
-    for step, expected in validates.items():
-        cfg = config(tmp_path / str(step), overrides=overrides)
-        run = cfg.runs()[0]
-        if step:
-            (run.folder / "checkpoints").mkdir(parents=True)
-            (run.folder / "checkpoints" / LATEST).write_text(str(step))
-        words, facts, composed = learning_recipe.preparation(cfg)(run)
-        told = compose(words[words.index("recipe.flashrl.main_flashrl") + 1 :])
-        assert told.trainer.get("val_before_train") is composed.trainer.get("val_before_train") is expected
-        assert ("val_before_train" in facts["command"].split("test_freq=3")[-1]) == (step > 0 or len(overrides) > 1)

@@ -20,12 +20,15 @@ def test_visible_gpus_are_those_that_exist(named, count, seen, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     assert visible_gpus() == seen
-    assert gpu_groups(1, 1) == gpu_groups(1, max(1, len(seen))) == (None,)
-    remedy = (
-        rf"--tensor-parallel 4 needs as many GPUs, and {len(seen)} are visible here.*--tensor-parallel {max(1, len(seen))}$"
-    )
+
+
+@pytest.mark.parametrize(("count", "fits"), [(0, 1), (1, 1), (2, 2), (3, 2)])
+def test_an_engine_of_more_gpus_than_are_visible_is_refused(count, fits, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    assert gpu_groups(1, fits) == (None,)
     for engines in (1, 2):
-        with pytest.raises(ConfigError, match=remedy):
+        with pytest.raises(ConfigError, match=f"4 needs as many GPUs, and {count} are visible.*--tensor-parallel {fits}$"):
             gpu_groups(engines, 4)
 
 
