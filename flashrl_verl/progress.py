@@ -119,7 +119,7 @@ def _progress_words(metrics: report.Metrics) -> str:
     for key in metrics.keys(report.HELD_OUT)[:1]:
         at = metrics.series(key)[0][-1]
         parts.append(f"held-out {report.show(metrics.last(key))}" + (f" (step {at})" if at != metrics.last_step else ""))
-    for name, key, form in (("score", report.SCORE, ".2f"), ("mismatch KL", report.MISMATCH_KL, ".1e")):
+    for name, key, form in (("score (kept groups)", report.SCORE, ".2f"), ("mismatch KL", report.MISMATCH_KL, ".1e")):
         if metrics.series(key)[0]:
             parts.append(f"{name} {report.show(metrics.last(key), form)}")
     return ", ".join(parts) or "training"

@@ -260,7 +260,7 @@ def test_without_a_terminal_each_step_is_one_line(tmp_path):
     assert out.getvalue().splitlines() == [
         "start-up: starting Ray",
         "step 0/2: held-out 0.450",
-        "step 1/2: held-out 0.450 (step 0), score 0.50, mismatch KL 1.0e-04, about 4 min left",
+        "step 1/2: held-out 0.450 (step 0), score (kept groups) 0.50, mismatch KL 1.0e-04, about 4 min left",
         "step 1/2: step 2 is running, about 3 min left",
     ]
     assert display.first_line is not None
