@@ -20,9 +20,9 @@ EXPERIMENTS = {
 }
 """In the order of the pages, with their names in the tables of differences; the last has a page of its own."""
 LOGGED = {"k3_kl": ".1e", "effective_sample_size": ".4f", "truncated_share": ".1e", "step_seconds": ".1f"}
-SUMMARY, ARMS, DIFFERENCES = 0, slice(1, 4), 4
+SUMMARY, ARMS = 0, slice(1, 4)
 """Tables of the page."""
-ALONE = "learning_no_outliers.md"
+ALONE, DIFFERENCES = "learning_no_outliers.md", "learning_differences.md"
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,9 @@ def test_every_difference_is_in_the_table_with_its_figures(records):
             for low, high in ([mean - reach, mean + reach], pair["welch"]["interval"]):
                 cells.append(f"[{low:+.3f}, {high:+.3f}]")
             expected.append([*cells, f"{pair['paired']['detectable']:.3f}"])
-    assert [*tables("learning.md")[DIFFERENCES][1:], *tables(ALONE)[1][1:]] == expected
+    (table,) = tables(DIFFERENCES)
+    assert table[1:] == expected and len(expected) == 19
+    assert "nineteen differences between arms" in page(DIFFERENCES) and "[All nineteen differences]" in page("learning.md")
 
 
 def test_the_summary_is_that_of_the_experiments(records):
@@ -181,7 +183,7 @@ def test_the_words_about_16_times_say_what_the_runs_have(records, words):
     assert f"{-gap:.3f} below BF16 with TIS: {errors}" in words
     pair = next(pair for pair in record["differences"] if pair["minus"] == "bf16:tis")
     assert pair["paired"]["interval"][1] < 0 < pair["welch"]["interval"][1]
-    assert len(tables("learning.md")[DIFFERENCES]) + len(tables(ALONE)[1]) == 2 + 19 and "one of nineteen differences" in words
+    assert "one of nineteen differences" in words
     first, again = (
         statistics.mean(by_seed(records[place], "bf16:tis", "final, BF16").values())
         for place in ("32 times", "32 times, again")
