@@ -11,6 +11,7 @@ are updated from one checkpoint to the next.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -34,8 +35,10 @@ MODEL = "model"
 """A finished run's last weights in its folder: BF16, Hugging Face's layout."""
 
 SAMPLES = 8
+START_S, MODEL_S = 60.0, 12.0
+"""The engine's start, and asking one model: on an H200 8 to 13 s each."""
 LEAST_S = 120.0
-"""With less time left no engine is started: a minute to start, and some ten seconds a model."""
+"""With less time left no engine is started."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +71,12 @@ def left_over(config: LearningConfig, finished: Sequence[Run]) -> list[tuple[Pat
     start = (config.output / ASSETS / "model", config.output / FILE)
     runs = [(run.folder / MODEL, run.folder / FILE) for run in finished]
     return [pair for pair in (start, *runs) if not pair[1].is_file()]
+
+
+def what_is_left(models: int) -> str:
+    """Of a command that did not ask them all, in words."""
+    needed = math.ceil((START_S + models * MODEL_S) / 60)
+    return f"{models} models are to be asked in BF16, by estimate {needed} minutes"
 
 
 def keep_weights(run: Run, steps: int) -> None:

@@ -147,7 +147,7 @@ def _learn(config: LearningConfig, over: float, no_news_s: tuple[float, float], 
         first_s=first_s,
         between_s=between_s,
     )
-    code, evaluation = None, _Evaluation([], [])
+    code, errors = None, []
     before, began = states_of(config.runs(), config.steps), time.monotonic()
     try:
         with Board(console, config.steps) as board:
@@ -159,12 +159,13 @@ def _learn(config: LearningConfig, over: float, no_news_s: tuple[float, float], 
 
             prepare = learning_recipe.preparation(config)
             Schedule(config.runs(), config.steps, limits, prepare, tell, board.watch, retry=retry).carry_out()
-        evaluation = _evaluate(config, over - limits.ending_s, console)
+        errors = _evaluate(config, over - limits.ending_s, console)
     except Stopped as stopped:
         code = stopped.exit_code
-    found = _report(config, evaluation.left, console, _Since(before, (time.monotonic() - began) / 60, code is not None))
-    if code is None and evaluation.errors:  # behind the report: what was trained is there all the same
-        raise FlashRLError("\n".join(evaluation.errors))
+    minutes = (time.monotonic() - began) / 60
+    found = _report(config, console, _Since(before, minutes, stopped=code is not None, failed=bool(errors)))
+    if code is None and errors:  # behind the report: what was trained is there all the same
+        raise FlashRLError("\n".join(errors))
     return found if code is None else code
 
 
@@ -185,15 +186,8 @@ def _require_memory(config: LearningConfig) -> None:
         )
 
 
-class _Evaluation(NamedTuple):
-    left: list[tuple[Path, Path]]
-    """Models to be asked by the next command, because time was over: their folders, and the files that get the figures."""
-    errors: list[str]
-    """Why others are not asked."""
-
-
-def _evaluate(config: LearningConfig, over: float, console: Console) -> _Evaluation:
-    """Ask the last weights of all runs in BF16 when none is left to run."""
+def _evaluate(config: LearningConfig, over: float, console: Console) -> list[str]:
+    """Ask the last weights of all runs in BF16 when none is left to run; returns why some are not asked, but for time."""
     from flashrl_verl.bench import learning_bf16 as bf16
     from flashrl_verl.bench.learning_recipe import compose_run
     from flashrl_verl.bench.learning_run import Status, states_of
@@ -204,7 +198,7 @@ def _evaluate(config: LearningConfig, over: float, console: Console) -> _Evaluat
     there, errors = [run for run in finished if run not in lost], list(lost.values())
     pairs = bf16.left_over(config, there)
     if not finished or not pairs or len(finished) + sum(s.status is Status.FAILED for s in states) < len(states):
-        return _Evaluation([], errors)
+        return errors
     left = over - time.monotonic()
     if left >= bf16.LEAST_S:
         console.print(
@@ -215,8 +209,8 @@ def _evaluate(config: LearningConfig, over: float, console: Console) -> _Evaluat
         except bf16.TimeOver:
             pass
         except FlashRLError as error:
-            return _Evaluation([], [*errors, str(error)])
-    return _Evaluation(bf16.left_over(config, there), errors)
+            errors.append(str(error))
+    return errors
 
 
 def _keep(config: LearningConfig, finished: list[Run]) -> dict[Run, str]:
@@ -243,11 +237,13 @@ class _Since(NamedTuple):
     """Since then."""
     stopped: bool
     """By the user, before time was over."""
+    failed: bool
+    """Models could not be asked in BF16."""
 
 
-def _report(config: LearningConfig, left: list[tuple[Path, Path]], console: Console, since: _Since) -> int:
+def _report(config: LearningConfig, console: Console, since: _Since) -> int:
     """Tables and files; returns the exit code."""
-    from flashrl_verl.bench import learning_report
+    from flashrl_verl.bench import learning_bf16, learning_report
     from flashrl_verl.bench.learning_board import summary, what_is_left
     from flashrl_verl.bench.learning_results import collect
     from flashrl_verl.bench.learning_run import Status, states_of
@@ -261,9 +257,12 @@ def _report(config: LearningConfig, left: list[tuple[Path, Path]], console: Cons
     console.print("written: " + ", ".join(map(str, learning_report.write(report))), highlight=False, soft_wrap=True)
     console.print(f"runs: {summary(states)}", highlight=False)
     there = {state.status for state in states}
-    if left or there & {Status.NEW, Status.UNFINISHED}:
+    unfinished = bool(there & {Status.NEW, Status.UNFINISHED})
+    finished = [] if since.failed else [state.run for state in states if state.status is Status.FINISHED]
+    models = len(learning_bf16.left_over(config, finished)) if finished else 0
+    if unfinished or models:
         steps_left = what_is_left(since.before, states, config.steps, since.minutes, stopped=since.stopped)
-        what = f"{len(left)} models are to be asked in BF16" if left else steps_left
+        what = steps_left if unfinished else learning_bf16.what_is_left(models)
         why = "Stopped" if since.stopped else "Time was over first"
         console.print(f"{why}: {what}; the same command goes on.", highlight=False, soft_wrap=True)
         return UNFINISHED

@@ -29,13 +29,14 @@ def main() -> None:
     with metrics.open("a", buffering=1) as log:
         log.write(json.dumps({"step": start, "data": {KEY: 0.25}}) + "\n")
         for step in range(start + 1, steps + 1):
-            time.sleep(seconds)
+            time.sleep(seconds / 2)
             failed = folder / "failed"
             if step == fails_at and not (once and failed.is_file()):
                 failed.touch()
                 raise ValueError(f"step {step} is not to be")
             if step % 2 == 0:
                 latest.write_text(str(step))
+            time.sleep(seconds / 2)  # verl logs a step after it has saved, with a validation in between
             data = {"rollout_corr/k3_kl": 1e-4 * step, "timing_s/step": 2.0}
             log.write(json.dumps({"step": step, "data": data | ({KEY: 0.5} if step == steps else {})}) + "\n")
 

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The last part of `flashrl bench learning`: weights that are kept, models that are asked, and a report whatever happens."""
 
+import json
 import shutil
+import signal
 
 import pytest
 from learning_runs import KEY, config, write_metrics
@@ -13,6 +15,7 @@ from flashrl_verl.bench.learning_run import state_of
 from flashrl_verl.bench.learning_schedule import Event, News, Schedule
 from flashrl_verl.cli import app
 from flashrl_verl.errors import FlashRLError
+from flashrl_verl.process_tree import Stopped
 from flashrl_verl.run_directory import LATEST
 
 
@@ -72,6 +75,20 @@ def test_an_engine_that_fails_costs_no_report(two_runs, monkeypatch):
     result = CliRunner().invoke(app, words)
     assert "written: " in result.output and "Time was over" not in result.output
     assert isinstance(result.exception, FlashRLError) and "the BF16 engine failed" in str(result.exception)
+
+
+def test_ctrl_c_while_models_are_asked_says_that_the_same_command_goes_on(two_runs, monkeypatch):
+    (one, other), words = two_runs
+    (other.folder / "model").mkdir()
+
+    def ask(config, composed, pairs, seconds):
+        pairs[0][1].write_text(json.dumps({"samples": 8, "metrics": {"mean@8": {"value": 0.5, "low": 0.4, "high": 0.6}}}))
+        raise Stopped(signal.SIGINT)
+
+    monkeypatch.setattr("flashrl_verl.bench.learning_bf16.ask", ask)
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 130 and "written: " in result.output
+    assert "Stopped: 2 models are to be asked in BF16, by estimate 2 minutes; the same command goes on." in result.output
 
 
 def test_weights_are_kept_as_soon_as_a_run_is_finished(two_runs, monkeypatch):
