@@ -19,6 +19,9 @@ from flashrl_verl.process_tree import ProcessTree, stoppable
 
 ROOT = Path(__file__).resolve().parents[2]
 """Where this package lies: a process started there with ``python -m`` imports the same one."""
+PATIENCE = ((signal.SIGTERM, 15.0), (signal.SIGKILL, 5.0))
+"""How an engine is ended: signals, and seconds to wait after each. No SIGINT first: vLLM's client (0.27.1) goes on waiting for
+its engine's start when it gets one, and what there is of answers is in files by then."""
 
 
 Key = TypeVar("Key")
@@ -64,7 +67,7 @@ class _Asked:
 
     def end(self) -> None:
         """End what is left of it, and wait."""
-        self._tree.end()
+        self._tree.end(PATIENCE)
 
     def answer(self) -> dict[str, Any]:
         """Of one that is over.

@@ -4,6 +4,7 @@
 python -m answering JOB.json ANSWER.json
 """
 
+import signal
 import subprocess
 import sys
 import time
@@ -27,7 +28,9 @@ class Answer:
 
 
 def work(job: Job, folder: Path) -> Answer:
-    """The sum, after a while, in which a child sleeps that outlives this process."""
+    """The sum, after a while, in which a child sleeps that outlives this process. Deaf to SIGINT, as vLLM's client is while it
+    waits for its engine's start."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     if not job.numbers:
         raise FlashRLError("--numbers is empty")
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
