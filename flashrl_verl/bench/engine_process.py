@@ -138,7 +138,7 @@ def answers(
 
 
 def _end_all(going: Sequence[_Asked]) -> None:
-    """At once: one after another would take as many times half a minute. Ctrl-C is ignored meanwhile, so that none is left."""
+    """At once: one after another would take as many times 20 s. Ctrl-C is ignored meanwhile, so that none is left."""
     before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         enders = [threading.Thread(target=asked.end, name=f"ending {asked.question.name}") for asked in going]

@@ -35,8 +35,10 @@ MODEL = "model"
 """A finished run's last weights in its folder: BF16, Hugging Face's layout."""
 
 SAMPLES = 8
-START_S, MODEL_S = 60.0, 12.0
-"""The engine's start, and asking one model: on an H200 8 to 13 s each."""
+START_S = 60.0
+"""Seconds until the engine is there, on an H200."""
+MODEL_S = 12.0
+"""Seconds to ask one model, on an H200: 8 to 13."""
 LEAST_S = 120.0
 """With less time left no engine is started."""
 
@@ -73,10 +75,11 @@ def left_over(config: LearningConfig, finished: Sequence[Run]) -> list[tuple[Pat
     return [pair for pair in (start, *runs) if not pair[1].is_file()]
 
 
-def what_is_left(models: int) -> str:
-    """Of a command that did not ask them all, in words."""
-    needed = math.ceil((START_S + models * MODEL_S) / 60)
-    return f"{models} models are to be asked in BF16, by estimate {needed} minutes"
+def models_left(models: int, hardware: str) -> str:
+    """Of a command that did not ask them all, in words; how long it takes, where that has been measured."""
+    minutes = math.ceil((START_S + models * MODEL_S) / 60)
+    estimate = f", by estimate {minutes} minutes" if hardware == "cuda" else ""
+    return f"{models} model{'s are' if models > 1 else ' is'} to be asked in BF16{estimate}"
 
 
 def keep_weights(run: Run, steps: int) -> None:

@@ -262,7 +262,7 @@ def _report(config: LearningConfig, console: Console, since: _Since) -> int:
     models = len(learning_bf16.left_over(config, finished)) if finished else 0
     if unfinished or models:
         steps_left = what_is_left(since.before, states, config.steps, since.minutes, stopped=since.stopped)
-        what = steps_left if unfinished else learning_bf16.what_is_left(models)
+        what = steps_left if unfinished else learning_bf16.models_left(models, config.hardware)
         why = "Stopped" if since.stopped else "Time was over first"
         console.print(f"{why}: {what}; the same command goes on.", highlight=False, soft_wrap=True)
         return UNFINISHED

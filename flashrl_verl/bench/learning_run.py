@@ -153,7 +153,7 @@ class Attempt:
         self._size, self._heard = _size(metrics), self._started
         self._lines = False
         self.checkpoint: int | None = None
-        """Its last one when time was nearly over."""
+        """The last step that it had saved and logged when time was nearly over, or one before what it had saved."""
         with suppress(psutil.NoSuchProcess):
             self._record["attempts"][-1]["process"] = self._tree.identity()
             run_directory.write_record(run.folder, self._record)

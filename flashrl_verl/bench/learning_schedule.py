@@ -48,7 +48,8 @@ class Limits:
     ending_s: float = 45.0
     """Kept for ending what runs: ``process_tree.PATIENCE`` comes to 35 s, and the report is still to be written."""
     closing_s: float = 40.0
-    """Before time is over: from then on a run is ended as soon as it has saved and logged, so that less is done twice."""
+    """Before time is over: from then on a run is ended as soon as it has saved a step and logged it, so that less is done
+    twice."""
     first_s: float
     """To a run's first line of metrics, its start-up and its first validation included."""
     between_s: float
@@ -197,11 +198,12 @@ class Schedule:
     def _close(self) -> None:
         for attempt in self._going:
             there = checkpoint_of(attempt.run.folder)
-            if attempt.checkpoint is None:
-                attempt.checkpoint = there
             # verl saves a step, validates if that is due, and then logs it: ended in between, its figures would be lost, for it
             # is not trained again.
-            elif attempt.checkpoint != there < self._steps and metrics_of(attempt.run).last_step >= there:
+            logged = metrics_of(attempt.run).last_step >= there
+            if attempt.checkpoint is None:
+                attempt.checkpoint = there if logged else there - 1
+            elif attempt.checkpoint != there < self._steps and logged:  # the last one is followed by a validation
                 attempt.stop()
 
     def _settle(self, attempt: Attempt) -> Event:

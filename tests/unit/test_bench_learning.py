@@ -97,7 +97,7 @@ def test_the_exit_code_says_whether_all_is_done(tmp_path, monkeypatch):
     assert call()[0] == UNFINISHED
     write_record(other, *[{"error": ["ValueError: no"]}] * 2)
     code, said = call()
-    assert code == UNFINISHED and "Time was over first: 2 models are to be asked in BF16, by estimate 2 minutes; the" in said
+    assert code == UNFINISHED and "Time was over first: 2 models are to be asked in BF16; the same" in said
     for file in (tmp_path / "bf16.json", one.folder / "bf16.json"):
         file.write_text(json.dumps({"samples": 8, "metrics": {"mean@8": {"value": 0.5, "low": 0.4, "high": 0.6}}}))
     code, said = call()

@@ -10,6 +10,7 @@ from learning_runs import KEY, config, write_metrics
 from typer.testing import CliRunner
 
 from flashrl_verl.bench.learning import ASSETS, arms_of
+from flashrl_verl.bench.learning_bf16 import models_left
 from flashrl_verl.bench.learning_command import UNFINISHED
 from flashrl_verl.bench.learning_run import state_of
 from flashrl_verl.bench.learning_schedule import Event, News, Schedule
@@ -88,7 +89,12 @@ def test_ctrl_c_while_models_are_asked_says_that_the_same_command_goes_on(two_ru
     monkeypatch.setattr("flashrl_verl.bench.learning_bf16.ask", ask)
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 130 and "written: " in result.output
-    assert "Stopped: 2 models are to be asked in BF16, by estimate 2 minutes; the same command goes on." in result.output
+    assert "Stopped: 2 models are to be asked in BF16; the same command goes on." in result.output
+
+
+def test_how_many_models_are_left_is_in_words():
+    assert models_left(1, "cpu") == "1 model is to be asked in BF16"
+    assert models_left(10, "cuda") == "10 models are to be asked in BF16, by estimate 3 minutes"  # 1 + 10 x 12 s
 
 
 def test_weights_are_kept_as_soon_as_a_run_is_finished(two_runs, monkeypatch):

@@ -55,23 +55,6 @@ def test_starts_are_staggered(runs):
     assert len(gaps) == 2 and min(gaps) >= 0.25  # seen a little later than they are made
 
 
-def test_what_runs_when_time_is_over_is_ended_and_goes_on_from_its_checkpoint(runs):
-    (run,) = runs[:1]
-    started = time.monotonic()
-    # Long enough for a Python to start and two steps, on a busy machine too; never for four.
-    seen = carry_out([run], limits(seconds=4.5), seconds="1.2")
-    assert time.monotonic() - started < 30 and seen.of(Event.STOPPED) == [run.name]
-    state = state_of(run, STEPS)
-    assert state.status is Status.UNFINISHED and state.failures == 0
-    assert not [p for p in psutil.process_iter(["cmdline"]) if str(run.folder) in (p.info["cmdline"] or [])]
-    at = state.resumes_at
-    carry_out([run], limits())
-    assert state_of(run, STEPS).status is Status.FINISHED
-    log = (run.folder / "train.log").read_text()
-    assert log.count("---- attempt") == 2 and log.endswith(f"starts at {at}\n")
-    assert len(json.loads((run.folder / "run.json").read_text())["attempts"]) == 2
-
-
 def test_nothing_is_started_when_too_little_time_is_left(runs):
     seen = carry_out(runs, limits(seconds=10, start_s=5, ending_s=6))
     assert not seen.news and states(runs) == [Status.NEW] * 4
@@ -176,21 +159,6 @@ def test_a_run_that_stops_logging_is_ended_and_goes_on_from_its_checkpoint(runs)
     state = state_of(runs[0], STEPS)
     assert state.error == ("ended: it had not logged another step for 1 s (--step-limit)", "starts at 2")
     assert state.resumes_at == 2
-
-
-def test_a_run_ends_at_its_next_checkpoint_when_time_is_nearly_over(runs):
-    """Two steps a checkpoint: it is stopped right behind the second one, long before the time is over, but not before the
-    figures of that step are there: it would go on behind it, without them."""
-    program = [sys.executable, str(PROGRAM), str(runs[0].folder), "100", "0.4", "0"]
-    seen = Seen()
-    schedule = Schedule(
-        runs[:1], 100, limits(seconds=60, closing_s=60), lambda run: (program, {}, OmegaConf.create({})), seen.tell, seen.watch
-    )
-    started = time.monotonic()
-    schedule.carry_out()
-    state = state_of(runs[0], 100)
-    assert seen.of(Event.STOPPED) == [runs[0].name] and time.monotonic() - started < 30
-    assert state.failures == 0 and state.resumes_at >= 2 and 0 <= state.step - state.resumes_at <= 1
 
 
 def test_a_run_that_a_killed_command_left_behind_is_not_started_beside_it(runs):
