@@ -39,8 +39,8 @@ START_S = 60.0
 """Seconds until the engine is there, on an H200."""
 MODEL_S = 12.0
 """Seconds to ask one model, on an H200: 8 to 13."""
-LEAST_S = 120.0
-"""With less time left no engine is started."""
+LEAST_S = START_S + 5 * MODEL_S
+"""With less time left no engine is started: its start would be paid for a few models."""
 
 
 @dataclass(frozen=True, kw_only=True)

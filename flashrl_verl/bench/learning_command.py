@@ -238,7 +238,7 @@ class _Since(NamedTuple):
     stopped: bool
     """By the user, before time was over."""
     failed: bool
-    """Models could not be asked in BF16."""
+    """Models could not be asked in BF16: an error says why, and how many are left is not said as if time had been over."""
 
 
 def _report(config: LearningConfig, console: Console, since: _Since) -> int:
@@ -261,8 +261,9 @@ def _report(config: LearningConfig, console: Console, since: _Since) -> int:
     finished = [] if since.failed else [state.run for state in states if state.status is Status.FINISHED]
     models = len(learning_bf16.left_over(config, finished)) if finished else 0
     if unfinished or models:
-        steps_left = what_is_left(since.before, states, config.steps, since.minutes, stopped=since.stopped)
-        what = steps_left if unfinished else learning_bf16.models_left(models, config.hardware)
+        what = learning_bf16.models_left(models, config.hardware)
+        if unfinished:
+            what = what_is_left(since.before, states, config.steps, since.minutes, stopped=since.stopped)
         why = "Stopped" if since.stopped else "Time was over first"
         console.print(f"{why}: {what}; the same command goes on.", highlight=False, soft_wrap=True)
         return UNFINISHED
