@@ -24,7 +24,7 @@ with environment_needed():
     from flashrl_verl.bench.rollout_report import words
     from flashrl_verl.config import KVCache, Precision
     from flashrl_verl.report.figure import new_figure, save
-    from flashrl_verl.report.palette import LINES, OF_PRECISION, TITLE
+    from flashrl_verl.report.palette import OF_PRECISION, TITLE
 
 RESULTS = ROOT / "docs" / "results"
 ROLLOUTS = (
@@ -36,14 +36,15 @@ ROLLOUTS = (
 LONG = 8192
 """Tokens of the prompts of the work of which only decoding is shown: whole rollouts of it are prompts above all."""
 STEP = "step/h200.json"
-LEARNING = ("learning/outliers-32.json", "learning/outliers-32-again.json")
-"""Each from a warmed-up model of its own."""
-CURVES = {
-    "bf16:tis": ("BF16, TIS", LINES[1]),
-    "int8:tis": ("INT8, TIS", LINES[1]),
-    "int8:none": ("INT8, no correction", LINES[0]),
+LEARNING = tuple(f"learning/outliers-32{which}.json" for which in ("", "-again", "-third"))
+MODELS = ("first", "second", "third")
+"""Each experiment is from a warmed-up model of its own."""
+ENDS = {
+    "bf16:tis": ("BF16, TIS", "X", "full"),
+    "int8:tis": ("INT8, TIS", "D", "full"),
+    "int8:none": ("INT8, no correction", "o", "none"),
 }
-"""Names and lines as the pictures of docs/results/learning.md have them."""
+"""Names and markers as the pictures of docs/results/learning.md have them; hollow where nothing is corrected."""
 A100_GIB, NEAR_GIB = 71, 2
 """What an A100-80GB gives vLLM, 0.9 of it: said where an H200's share is so near."""
 
@@ -122,7 +123,7 @@ def step() -> tuple[str, ...]:
 
 
 def draw(path: Path) -> None:
-    """Speed over BF16 on the left, learning on the right."""
+    """Speed over BF16 on the left, what was learned on the right."""
     figure = new_figure(11, 3.6)
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
     draw_speeds(left)
@@ -150,24 +151,30 @@ def draw_speeds(axes: Any) -> None:
 
 
 def draw_learning(axes: Any) -> None:
-    for arm, (label, line) in CURVES.items():
-        curves = [run["series"]["accuracy"] for file in LEARNING for run in raw(file)["runs"] if run["arm"] == arm]
+    """A point a run, models beside each other: what the last weights are right about, asked in BF16."""
+    for place, (arm, (label, marker, fill)) in enumerate(ENDS.items()):
         colour = OF_PRECISION[Precision(arm.partition(":")[0])]
-        for number, curve in enumerate(curves):
+        for model, file in enumerate(LEARNING):
+            ends = [run["bf16"]["mean@8"]["value"] for run in raw(file)["runs"] if run["arm"] == arm]
+            at = model + (place - 1) * 0.25
             axes.plot(
-                curve["step"],
-                curve["value"],
-                line,
+                [at + (seed - 1) * 0.05 for seed in range(len(ends))],
+                ends,
+                marker,
                 color=colour,
-                linewidth=1,
-                marker="o",
-                markersize=3,
-                alpha=0.8,
-                label=label if number == 0 else None,
+                fillstyle=fill,
+                markersize=5,
+                label=label if model == 0 else None,
             )
-    axes.set_xlabel("training step; a line is a run, six an arm", fontsize=9)
-    axes.set_ylabel("held-out accuracy, run's own engine", fontsize=9)
+            axes.hlines(statistics.mean(ends), at - 0.1, at + 0.1, color=colour, linewidth=1)
+    starts = [raw(file)["start"]["mean@8"]["value"] for file in LEARNING]
+    axes.set_xticks(
+        range(len(LEARNING)), [f"{name} model\n({start:.2f} before)" for name, start in zip(MODELS, starts, strict=True)]
+    )
+    axes.set_ylabel("accuracy after training, in BF16; bars: means", fontsize=9)
     axes.set_title("A small model, much mismatch", **TITLE)
+    axes.grid(axis="y", color="0.9")
+    axes.set_axisbelow(True)
     axes.legend(fontsize=8, frameon=False, loc="lower right")
 
 

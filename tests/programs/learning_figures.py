@@ -43,3 +43,23 @@ def welch(one: Iterable[float], other: Iterable[float]) -> tuple[float, float, f
     spread = math.hypot(error(one), error(other))
     reach = t_quantile(freedom) * spread
     return gap, spread, gap - reach, gap + reach
+
+
+MODELS = ("outliers-32", "outliers-32-again", "outliers-32-third")
+"""Experiments with outlier channels 32 times as large, each from a warmed-up model of its own."""
+
+
+def pairs(other: str) -> list[list[float]]:
+    """INT8 with TIS minus another arm at the end, asked in BF16, of each of ``MODELS``, by seed."""
+    found = []
+    for record in map(record_of, MODELS):
+        mine, theirs = (by_seed(record, arm, "final, BF16") for arm in ("int8:tis", other))
+        found.append([mine[seed] - theirs[seed] for seed in sorted(mine)])
+    return found
+
+
+def over_models(gaps: Iterable[Iterable[float]]) -> tuple[float, float, float, float]:
+    """Mean of three models' means, its standard error, and the ends of its 95 % interval (Student's t)."""
+    means = [statistics.mean(of) for of in gaps]
+    mean, spread = statistics.mean(means), error(means)
+    return mean, spread, mean - T_95 * spread, mean + T_95 * spread

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 
+from learning_figures import over_models, pairs
 from result_pages import RESULTS, drawn, page, tables
 
 from flashrl_verl.bench.shapes import load_config
@@ -67,21 +68,16 @@ def test_the_readmes_words_about_speed_are_those_of_the_raw_data():
 
 def test_the_readmes_words_about_accuracy_and_mismatch_are_those_of_the_pages():
     words = " ".join(README.split())
-    summary = {row[0]: row[3] for row in tables("learning.md")[0][1:]}
+    rows = {row[0]: row[3:5] for row in tables("learning.md")[0][1:]}
     large, less = (f"outlier channels, {factor} times as large" for factor in ("32", "16"))
-    again = f"{large}, again"
-    said = "minus BF16 with TIS {} and, warmed up anew, {} with outliers 32 times as large, {} with 16"
-    assert said.format(*(summary[name] for name in (large, again, less))) in words
-    first, anew = ({row[0]: float(row[2][:5]) for row in tables("learning.md")[place][1:]} for place in (1, 2))
-    below = sorted(anew["bf16:tis"] - anew[arm] for arm in ("int8:tis", "int8:none"))
-    said = f"INT8 ended {below[0]:.2f} to {below[1]:.2f} below BF16 after one of the warm-ups, TIS or not,"
-    assert (
-        f"{said} in intervals that hold 0, and with TIS level after the other" in words
-        and abs(first["int8:tis"] - first["bf16:tis"]) < 0.002
-    )
-    without = {row[0]: row[4] for row in tables("learning.md")[0][1:]}
-    said = "minus INT8 without TIS {}, {} and {}, no difference that three seeds show"
-    assert said.format(*(without[name] for name in (large, again, less))) in words
+    gaps = zip(*(rows[name] for name in (large, f"{large}, again", f"{large}, third")), strict=True)
+    of_bf16, without = ("{}, {} and {}".format(*(cell.split()[0] for cell in cells)) for cells in gaps)
+    (mean, spread, low, high), (more, behind, *_) = (over_models(pairs(other)) for other in ("bf16:tis", "int8:none"))
+    said = f"minus BF16 with TIS {of_bf16} in three models with outliers 32 times as large, so {mean:+.3f} ± {spread:.3f}"
+    assert f"{said} (standard error over models; 95 % interval [{low:+.3f}, {high:+.3f}])" in words
+    assert f", {rows[less][0]} (over seeds) with 16; minus INT8 without" in words
+    said = f"minus INT8 without TIS {without}, so {more:+.3f} ± {behind:.3f} (the run that stayed behind),"
+    assert f"{said} and {rows[less][1]}: no difference shown." in words
     ends = [float(row[4].split()[-1]) for row in tables("quickstart.md")[0][1:]]
     assert f"ended at {min(ends):.2f} to {max(ends):.2f} in its four arms" in words and len(ends) == 4
     k3 = {row[0]: row[1].replace("e-0", "e-") for row in tables("recipe.md")[0][1:]}
