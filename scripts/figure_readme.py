@@ -33,6 +33,8 @@ ROLLOUTS = (
     "throughput/qwen2.5-32b-73gib.jsonl",
     "throughput/qwen2.5-32b-71gib-two-arms.jsonl",
 )
+AGAIN = "throughput/one-gpu/qwen2.5-32b.jsonl"
+"""The second of them once more, one engine after another on one GPU."""
 LONG = 8192
 """Tokens of the prompts of the work of which only decoding is shown: whole rollouts of it are prompts above all."""
 STEP = "step/h200.json"
@@ -87,10 +89,17 @@ def speeds() -> list[tuple[str, ...]]:
             f"rollout, {place}, tokens/s",
             f"{speed(base):.0f}",
             f"{speed(bar):.0f}",
-            f"[{rollout_figure.speed_up(bar, [base]):.2f} x](docs/results/throughput.md)",
+            f"[{rollout_figure.speed_up(bar, [base]):.2f} x](docs/results/throughput.md){again(bar)}",
         )
         for place, base, bar in pairs()
     ]
+
+
+def again(bar: Bar) -> str:
+    """The same measured anew; nothing where it was not."""
+    found = rollout_figure.bars(RESULTS / AGAIN)
+    same = [other for other in found if (other.place[1:], other.arm) == (bar.place[1:], bar.arm)]
+    return "".join(f", [{rollout_figure.speed_up(one, found):.2f}](docs/results/throughput_again.md) again" for one in same)
 
 
 def decoding() -> tuple[str, ...]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import statistics
+import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from flashrl_verl.plan.schedule import Work
 
 COLUMNS = ("model", "GPU", "memory GiB", "work", "arm", "tokens/s", "x BF16", "decode x BF16", "sequences fit", "n")
+LABEL_WIDTH = 24
+"""Characters below a group of bars; three bars are as wide."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,7 +291,8 @@ def _draw(axes: Axes, here: list[Bar], unit: Arm | None, width: float, widest: i
             above = {"xytext": (0, 2), "textcoords": "offset points", "rotation": turn}
             axes.annotate(said, (at, high), ha="center", va="bottom", fontsize=7, **above)
     called = [model_name(group[0], here).replace(" (", "\n(") + f"\n{words(group[0].work)}" for group in groups]
-    axes.set_xticks(range(len(groups)), called, fontsize=8)
+    labels = ["\n".join(textwrap.fill(line, LABEL_WIDTH) for line in lines.splitlines()) for lines in called]
+    axes.set_xticks(range(len(groups)), labels, fontsize=8)
     axes.set_xlim(-0.6, max(len(groups), widest / 2) - 0.4)  # few groups are not drawn much wider than many
     axes.tick_params(axis="y", labelsize=8)
     axes.margins(y=0.15 if unit is not None else 0.3)

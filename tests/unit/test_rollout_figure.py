@@ -123,3 +123,14 @@ def test_what_is_no_result_is_named(tmp_path, text):
 def test_measurements_of_the_same_work_are_called_by_what_differs(tmp_path):
     found = [bar for name in ("32b-first", "32b-again", "32b-fourth") for bar in bars(results(tmp_path / name))]
     assert {row[0] for row in rows(found)} == {"qwen2.5-7b (first)", "qwen2.5-7b (again)", "qwen2.5-7b (fourth)"}
+
+
+def test_long_names_below_the_bars_stay_apart(tmp_path):
+    near, far = tmp_path / "near", tmp_path / "of" / "another" / "folder"
+    near.mkdir(), far.mkdir(parents=True)
+    found = [*bars(results(near / "a-long-name-of-one")), *bars(results(far / "another-long-name"))]
+    axes = new_figure(8, 3).subplots()
+    _draw(axes, found, unit_of(found), 0.3, 4)
+    labels = [label.get_text().splitlines() for label in axes.get_xticklabels()]
+    assert max(map(len, sum(labels, []))) <= 24 and labels[0][0] == "qwen2.5-7b" and labels[0][-1] == "10 x (100 -> 51)"
+    assert "".join(labels[0][1:-1]) == "(near/a-long-name-of-one)" and "".join(labels[-1][1:-1]).startswith("(of/another/")

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Figures and words of docs/results/throughput_again.md, and where else they are quoted, are those of the raw data."""
+
+import statistics
+
+import pytest
+from result_pages import RESULTS, drawn, page, tables
+
+from flashrl_verl.bench import rollout as bench
+from flashrl_verl.bench import rollout_figure
+
+PAIRS = {
+    "qwen2.5-32b": ("rollout/qwen2.5-32b-four-arms.jsonl", "throughput/one-gpu/qwen2.5-32b.jsonl"),
+    "qwen2.5-14b": ("throughput/qwen2.5-14b.jsonl", "throughput/one-gpu/qwen2.5-14b.jsonl"),
+}
+"""The first measurement and the second one, by model."""
+WORDS = " ".join(page("throughput_again.md").split())
+ROWS = tables("throughput_again.md")[0][1:]
+
+
+@pytest.fixture(scope="module")
+def both():
+    """Timings of the first measurement and the second, by model, arm and work."""
+    found = {}
+    for model, files in PAIRS.items():
+        (_, first), (config, again) = (bench.measured(RESULTS / file) for file in files)
+        for arm in config.arms:
+            for work in config.works:
+                found[model, str(arm), work] = first.timing(arm, work), again.timing(arm, work)
+    return found
+
+
+def test_the_table_has_both_measurements():
+    expected = []
+    for files in PAIRS.values():
+        first, again = (rollout_figure.rows(rollout_figure.bars(RESULTS / file)) for file in files)
+        before = {(row[3], row[4]): row for row in first}
+        for row in again:
+            speed, whole, decoding = zip(before[row[3], row[4]][5:8], row[5:8], strict=True)
+            expected.append([row[0], row[3], row[4], *speed, *whole, *decoding])
+    assert expected == ROWS and len(ROWS) == 12
+
+
+def test_how_far_they_are_apart_is_in_words(both):
+    def seconds(timing, part):
+        whole, prompts = statistics.median(timing.seconds), statistics.median(timing.prefill_seconds)
+        return {"whole": whole, "prompts": prompts, "decoding": whole - prompts}[part]
+
+    apart = {
+        part: max(abs(seconds(first, part) / seconds(again, part) - 1) for first, again in both.values())
+        for part in ("whole", "prompts", "decoding")
+    }
+    parts = max(apart["prompts"], apart["decoding"])
+    assert f"every rollout within {apart['whole']:.1%} of the first".replace("%", " %") in WORDS
+    assert f"Speeds are within {apart['whole']:.1%}, prompts and decoding within {parts:.1%}".replace("%", " %") in WORDS
+    assert apart["decoding"] < 0.036 and apart["prompts"] < 0.052, "less than two machines differ by"
+    moved = [[float(row[at + 1]) - float(row[at]) for row in ROWS] for at in (5, 7)]
+    bounds = [f"{-min(of):.2f} lower to {max(of):.2f} higher" for of in moved]
+    assert f"ratios to BF16 are {bounds[0]}, those of decoding {bounds[1]}." in WORDS
+    short = {row[2]: row for row in ROWS if row[:2] == ["qwen2.5-32b", "256 x (256 -> 384)"]}
+    assert "INT8 is {6} times as fast as BF16 with 32B's short sequences, for {5} times".format(*short["int8"]) in WORDS
+    faster = {}
+    for (model, arm, work), (first, again) in both.items():
+        if (model, work.sequences) == ("qwen2.5-32b", 256):
+            faster[arm] = seconds(first, "whole") / seconds(again, "whole") - 1
+    said = f"BF16 was {faster['bf16']:.1%} faster, INT8 {-faster['int8']:.1%} slower.".replace("%", " %")
+    assert said in WORDS
+
+
+def test_one_engine_had_the_gpu_at_a_time_and_as_many_tokens_as_before():
+    for files in PAIRS.values():
+        first, again = (bench.measured(RESULTS / file)[1] for file in files)
+        before = {result.arm: result for result in first.results}
+        assert {result.parallel for result in again.results} == {1}
+        assert {result.parallel for result in first.results} == {2}
+        for result in again.results:
+            assert result.answer.memory["kv_tokens"] == before[result.arm].answer.memory["kv_tokens"]
+    assert again.environment["date"] == "2026-11-23" and "2026-11-23, one run in three pieces" in WORDS
+
+
+def test_what_is_quoted_elsewhere_is_that_of_the_runs():
+    ahead = [
+        float(int8[6]) / float(fp8[6]) - 1
+        for int8, fp8 in zip(ROWS, ROWS[1:], strict=False)
+        if (int8[2], fp8[2]) == ("int8", "fp8")
+    ]
+    assert [f"{100 * ratio:.0f}" for ratio in ahead] == ["6", "6"]
+    assert "(32B [again](throughput_again.md), where it is 6 %)" in " ".join(page("throughput.md").split())
+
+
+def test_the_picture_is_of_these_measurements(tmp_path):
+    bars = [bar for files in PAIRS.values() for file in files for bar in rollout_figure.bars(RESULTS / file)]
+    rollout_figure.write(bars, tmp_path / "again.png")
+    assert drawn(RESULTS / "throughput" / "one-gpu" / "again.png") == drawn(tmp_path / "again.png")
