@@ -39,7 +39,7 @@ LONG = 8192
 """Tokens of the prompts of the work of which only decoding is shown: whole rollouts of it are prompts above all."""
 STEP = "step/h200.json"
 LEARNING = tuple(f"learning/outliers-32{which}.json" for which in ("", "-again", "-third"))
-MODELS = ("first", "second", "third")
+ORDINALS = ("first", "second", "third")
 """Each experiment is from a warmed-up model of its own."""
 ENDS = {
     "bf16:tis": ("BF16, TIS", "X", "full"),
@@ -167,7 +167,7 @@ def draw_learning(axes: Any) -> None:
             ends = [run["bf16"]["mean@8"]["value"] for run in raw(file)["runs"] if run["arm"] == arm]
             at = model + (place - 1) * 0.25
             axes.plot(
-                [at + (seed - 1) * 0.05 for seed in range(len(ends))],
+                [at + (run - 1) * 0.05 for run in range(len(ends))],
                 ends,
                 marker,
                 color=colour,
@@ -178,7 +178,7 @@ def draw_learning(axes: Any) -> None:
             axes.hlines(statistics.mean(ends), at - 0.1, at + 0.1, color=colour, linewidth=1)
     starts = [raw(file)["start"]["mean@8"]["value"] for file in LEARNING]
     axes.set_xticks(
-        range(len(LEARNING)), [f"{name} model\n({start:.2f} before)" for name, start in zip(MODELS, starts, strict=True)]
+        range(len(LEARNING)), [f"{name} model\n({start:.2f} before)" for name, start in zip(ORDINALS, starts, strict=True)]
     )
     axes.set_ylabel("accuracy after training, in BF16; bars: means", fontsize=9)
     axes.set_title("A small model, much mismatch", **TITLE)

@@ -16,6 +16,8 @@ FIGURES = {
     "own": lambda run: run["series"]["accuracy"]["value"][-1],
     "mean of curve": lambda run: statistics.mean(run["series"]["accuracy"]["value"]),
 }
+MODELS = ("outliers-32", "outliers-32-again", "outliers-32-third")
+"""Experiments with outlier channels 32 times as large, each from a warmed-up model of its own."""
 T_95 = 4.30265
 """Student's t, 2 degrees of freedom."""
 
@@ -43,10 +45,6 @@ def welch(one: Iterable[float], other: Iterable[float]) -> tuple[float, float, f
     spread = math.hypot(error(one), error(other))
     reach = t_quantile(freedom) * spread
     return gap, spread, gap - reach, gap + reach
-
-
-MODELS = ("outliers-32", "outliers-32-again", "outliers-32-third")
-"""Experiments with outlier channels 32 times as large, each from a warmed-up model of its own."""
 
 
 def pairs(other: str) -> list[list[float]]:

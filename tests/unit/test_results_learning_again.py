@@ -73,7 +73,10 @@ def test_how_far_int8_ended_from_bf16_the_third_time_is_in_words(words):
         assert min(one, two) < three < max(one, two)
     said = f"INT8 with TIS is {gap('int8:tis', 'bf16:tis', 'own')} from BF16 with TIS, INT8 without"
     assert f"In their own engines {said} {gap('int8:none', 'bf16:tis', 'own')}. {less_in_its_own_engine(third)} ([" in words
-    assert f"below that of INT8 without TIS, {gap('int8:tis', 'int8:none', 'mean of curve')}: the only Welch" in words
+    assert (
+        f"below that of INT8 without TIS, {gap('int8:tis', 'int8:none', 'mean of curve')}: the only one of the [twenty-three]"
+        in words
+    )
     apart = [
         (name, pair["figure"], pair["minus"])
         for name in (*OUTLIERS, "constant-rate")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from flashrl_verl.bench.rollout_figure import COLUMNS, _draw, bars, rows, unit_of
+from flashrl_verl.bench.rollout_figure import COLUMNS, LABEL_WIDTH, _draw, bars, rows, unit_of
 from flashrl_verl.cli import app
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.report.figure import new_figure
@@ -127,10 +127,13 @@ def test_measurements_of_the_same_work_are_called_by_what_differs(tmp_path):
 
 def test_long_names_below_the_bars_stay_apart(tmp_path):
     near, far = tmp_path / "near", tmp_path / "of" / "another" / "folder"
-    near.mkdir(), far.mkdir(parents=True)
+    near.mkdir()
+    far.mkdir(parents=True)
     found = [*bars(results(near / "a-long-name-of-one")), *bars(results(far / "another-long-name"))]
     axes = new_figure(8, 3).subplots()
     _draw(axes, found, unit_of(found), 0.3, 4)
     labels = [label.get_text().splitlines() for label in axes.get_xticklabels()]
-    assert max(map(len, sum(labels, []))) <= 24 and labels[0][0] == "qwen2.5-7b" and labels[0][-1] == "10 x (100 -> 51)"
+    assert (
+        max(map(len, sum(labels, []))) <= LABEL_WIDTH and labels[0][0] == "qwen2.5-7b" and labels[0][-1] == "10 x (100 -> 51)"
+    )
     assert "".join(labels[0][1:-1]) == "(near/a-long-name-of-one)" and "".join(labels[-1][1:-1]).startswith("(of/another/")
