@@ -14,6 +14,7 @@ import typer
 
 from flashrl_verl.bench.learning_archive import learning_pack, learning_unpack
 from flashrl_verl.bench.learning_command import learning
+from flashrl_verl.bench.learning_figure import learning_figure
 from flashrl_verl.bench.mismatch_command import mismatch
 from flashrl_verl.bench.rollout_command import rollout
 from flashrl_verl.bench.rollout_figure import rollout_figure
@@ -119,6 +120,7 @@ bench.command(context_settings={"allow_extra_args": True, "ignore_unknown_option
 bench.command()(training)
 bench.command()(learning_pack)
 bench.command()(learning_unpack)
+bench.command()(learning_figure)
 
 
 @bench.command("refit")

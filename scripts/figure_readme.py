@@ -33,7 +33,7 @@ ROLLOUTS = (
     "throughput/qwen2.5-32b-73gib.jsonl",
     "throughput/qwen2.5-32b-71gib-two-arms.jsonl",
 )
-AGAIN = "throughput/one-gpu/qwen2.5-32b.jsonl"
+AGAIN = "throughput/again/qwen2.5-32b.jsonl"
 """The second of them once more, one engine after another on one GPU."""
 LONG = 8192
 """Tokens of the prompts of the work of which only decoding is shown: whole rollouts of it are prompts above all."""
@@ -64,7 +64,8 @@ def pairs() -> list[tuple[str, Bar, Bar]]:
             base = rollout_figure.base_of(bar, of)
             if base is not None and bar.arm == Arm(precision=Precision.INT8) and bar.work.prompt != LONG:
                 gib = round(bar.memory_gib)
-                about = f" (an A100-80GB gives {A100_GIB})" if abs(gib - A100_GIB) <= NEAR_GIB else ""
+                near = "as an A100-80GB" if gib == A100_GIB else f"an A100-80GB gives {A100_GIB}"
+                about = f" ({near})" if abs(gib - A100_GIB) <= NEAR_GIB else ""
                 found.append((f"{words(bar.work)}, {gib} GiB{about}", base, bar))
     return found
 
@@ -151,7 +152,7 @@ def draw_speeds(axes: Any) -> None:
             axes.barh(place, ratio, 0.38, color=OF_PRECISION[precision], label=precision.value.upper() if row == 0 else None)
             said = f" {ratio:.2f} x" if one is bar else f" {speed(one):.0f} tokens/s"
             axes.annotate(said, (ratio, place), va="center", fontsize=8)
-    axes.set_yticks(range(len(found)), [place.replace(", ", "\n").replace(" (an", "\n(an") for place, *_ in found], fontsize=8)
+    axes.set_yticks(range(len(found)), [place.replace(", ", "\n").replace(" (a", "\n(a") for place, *_ in found], fontsize=8)
     axes.invert_yaxis()
     axes.margins(x=0.2)
     axes.set_xlabel("generated tokens a second, BF16 = 1", fontsize=9)

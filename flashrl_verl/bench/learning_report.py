@@ -16,6 +16,7 @@ from rich.table import Table
 from flashrl_verl.bench.learning import environment, shared
 from flashrl_verl.bench.learning_bf16 import SAMPLES
 from flashrl_verl.bench.learning_results import SERIES, Estimate, Report, RunResult, accuracy_of
+from flashrl_verl.report.metrics import HELD_OUT
 from flashrl_verl.whole_file import write_whole
 
 DATA_FILE, PICTURE_FILE = "learning.json", "learning.png"
@@ -127,8 +128,9 @@ def write(report: Report) -> list[Path]:
     from flashrl_verl.bench.learning_plot import plot
 
     data, picture = report.config.output / DATA_FILE, report.config.output / PICTURE_FILE
-    write_whole(data, (json.dumps(to_json(report)) + "\n").encode())
-    return [data, picture] if plot(report, picture) else [data]
+    record = to_json(report)
+    write_whole(data, (json.dumps(record) + "\n").encode())
+    return [data, picture] if plot(record, picture) else [data]
 
 
 def to_json(report: Report) -> dict[str, Any]:
@@ -167,6 +169,7 @@ def configuration(runs: Sequence[RunResult]) -> dict[str, Any]:
 
 
 def _run_json(run: RunResult) -> dict[str, Any]:
+    held_out = run.metrics.keys(HELD_OUT)
     series = {"accuracy": run.accuracy()} | {name: thin(*run.metrics.series(key)) for name, key in SERIES.items()}
     return {
         "arm": str(run.arm),
@@ -175,6 +178,7 @@ def _run_json(run: RunResult) -> dict[str, Any]:
         "step": run.state.step,
         "error": list(run.state.error),
         "bf16": run.bf16 and run.bf16["metrics"],
+        "held_out": held_out[0] if held_out else None,
         "series": {name: {"step": steps, "value": values} for name, (steps, values) in series.items()},
     }
 

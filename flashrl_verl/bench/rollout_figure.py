@@ -256,8 +256,9 @@ def _plot(found: list[Bar], path: Path) -> None:
 
 
 def _groups(panel: list[Bar]) -> list[list[Bar]]:
-    """Bars of one place each."""
-    places = dict.fromkeys(bar.place for bar in panel)
+    """Bars of one place each; measurements of the same model and work beside each other."""
+    same = list(dict.fromkeys(bar.place[1:] for bar in panel))
+    places = sorted(dict.fromkeys(bar.place for bar in panel), key=lambda place: same.index(place[1:]))
     return [[bar for bar in panel if bar.place == place] for place in places]
 
 

@@ -210,6 +210,7 @@ def test_files_are_written_and_small(report):
     assert first["series"]["accuracy"] == {"step": [0, 4], "value": [0.4, 0.82]} and first["bf16"]["mean@8"]["value"] == 0.8
     assert first["series"]["k3_kl"] == {"step": [1, 2, 3, 4], "value": [0.001, 0.002, 0.003, 0.004]}
     assert read["settings"]["steps"] == STEPS and read["environment"]["torch"]
+    assert first["held_out"] == KEY
     today = datetime.date.today()
     assert datetime.date.fromisoformat(read["date"]) in (today, today - datetime.timedelta(days=1))  # of before midnight
     assert read["differences"][0]["paired"]["interval"] == [pytest.approx(-0.685, abs=1e-3), pytest.approx(0.585, abs=1e-3)]
@@ -228,5 +229,5 @@ def test_a_long_series_is_thinned_to_means():
 def test_arms_differ_in_line_or_marker_without_colours(report):
     from flashrl_verl.bench.learning_plot import _arms
 
-    styles = [arm.style for arm in _arms(report)]
+    styles = [arm.style for arm in _arms(to_json(report))]
     assert len({(style.line, style.marker) for style in styles}) == len(styles) == 4

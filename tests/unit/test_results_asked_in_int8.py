@@ -69,5 +69,5 @@ def test_the_words_are_those_of_the_runs(rows):
             ours = {row["seed"]: row["bf16"] for row in rows if (row["experiment"], row["arm"]) == (model, arm)}
             moved += [ours[seed] - on_gpu[seed] for seed in on_gpu]
     assert f"BF16 itself is {statistics.mean(moved):+.3f} ± {error(moved):.3f} from what an H200" in words and len(moved) == 27
-    assert f"with vLLM {record_of('asked-in-int8')['environment']['vllm'].removesuffix('+cpu')}: BF16 itself" in words
+    assert f"With vLLM {record_of('asked-in-int8')['environment']['vllm'].removesuffix('+cpu')} there BF16 itself" in words
     assert f"gave for the same runs, {min(moved):+.3f} to {max(moved):+.3f} by run." in words

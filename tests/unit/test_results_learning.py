@@ -69,9 +69,7 @@ def test_every_difference_is_in_the_table_with_its_figures(records):
             expected.append([*cells, f"{pair['paired']['detectable']:.3f}"])
     table = tables(DIFFERENCES)[0]
     assert table[1:] == expected and len(expected) == 23
-    assert "twenty-three differences between arms" in page(DIFFERENCES) and "[All twenty-three differences]" in page(
-        "learning.md"
-    )
+    assert "twenty-three differences between arms" in page(DIFFERENCES) and "[Twenty-three differences]" in page("learning.md")
 
 
 def test_the_summary_is_that_of_the_experiments(records):

@@ -2,6 +2,7 @@
 """What the README says of results is what the raw data and their pages have."""
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -71,15 +72,19 @@ def test_the_readmes_words_about_accuracy_and_mismatch_are_those_of_the_pages():
     rows = {row[0]: row[3:5] for row in tables("learning.md")[0][1:]}
     large, less = (f"outlier channels, {factor} times as large" for factor in ("32", "16"))
     gaps = zip(*(rows[name] for name in (large, f"{large}, again", f"{large}, third")), strict=True)
-    of_bf16, without = ("{}, {} and {}".format(*(cell.split()[0] for cell in cells)) for cells in gaps)
-    (mean, spread, low, high), (more, behind, *_) = (over_models(pairs(other)) for other in ("bf16:tis", "int8:none"))
-    said = f"minus BF16 with TIS {of_bf16} in three models with outliers 32 times as large, so {mean:+.3f} ± {spread:.3f}"
-    assert f"{said} (standard error over models; 95 % interval [{low:+.3f}, {high:+.3f}])" in words
-    assert f", {rows[less][0]} (over seeds) with 16; minus INT8 without" in words
-    said = f"minus INT8 without TIS {without}, so {more:+.3f} ± {behind:.3f} (the run that stayed behind),"
-    assert f"{said} and {rows[less][1]}: none that an unpaired interval shows." in words
+    of_bf16, without = ([cell.split()[0] for cell in cells] for cells in gaps)
+    mean, spread, low, high = over_models(pairs("bf16:tis"))
+    said = "minus BF16 with TIS {}, {} and {} in three models with outliers 32 times as large".format(*of_bf16)
+    over = f"({mean:+.3f} ± {spread:.3f} over models, 95 % interval [{low:+.3f}, {high:+.3f}]), {rows[less][0]} with 16;"
+    assert f"{said} {over}" in words
+    said = "minus INT8 without TIS {} (one of three stayed behind), {}, {}".format(*without)
+    assert f"{said}, and {rows[less][1].split()[0]} with 16." in words
+    lost = [float(row[4].split()[0]) for row in tables("learning_differences.md")[1][1:]]
+    assert f"In INT8 the same weights lose [up to {-min(lost):.2f}](" in words
     ends = [float(row[4].split()[-1]) for row in tables("quickstart.md")[0][1:]]
-    assert f"ended at {min(ends):.2f} to {max(ends):.2f} in its four arms" in words and len(ends) == 4
+    one_run = math.sqrt(0.9 * 0.1 / 128)  # held-out prompts
+    said = f"[Quickstart](docs/results/quickstart.md): {min(ends):.2f} to {max(ends):.2f}, ± {one_run:.2f}."
+    assert said in words and len(ends) == 4
     k3 = {row[0]: row[1].replace("e-0", "e-") for row in tables("recipe.md")[0][1:]}
     assert f"{k3['int8']} with INT8 and {k3['fp8']} with FP8 in the first four" in words
 

@@ -149,7 +149,7 @@ def test_what_the_plan_makes_of_the_small_memory_is_in_words():
         engine = Engine(gpu_memory_utilization=config.gpu_memory_utilization)
         made = make_plan("qwen2.5-32b", shape_of(load_config("qwen2.5-32b")), gpus.find("h200"), 1, engine, work)
         alone += [re.search(r"Take int8: ([\d.]+)x of BF16's rollout", line)[1] for line in made.advice if "Take int8" in line]
-    assert "with its own, `flashrl plan` says {} and {}.".format(*alone) in WORDS
+    assert "with a KV cache of its own planning, `flashrl plan` says {} and {}.".format(*alone) in WORDS
     noisy = rollout_report.speed_rows(*bench.measured(RESULTS / "throughput" / "qwen2.5-7b-71gib.jsonl"))
     worst = max(float(row[at + 1]) / float(row[at]) for row in noisy for at in (3, 6))
     assert f"where it has up to {100 * (worst - 1):.0f} % more than was measured" in WORDS

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``flashrl bench learning-figure``: the curves of `flashrl bench learning` drawn anew from its ``learning.json``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flashrl_verl.console import new_console
+from flashrl_verl.errors import ConfigError
+
+
+def learning_figure(
+    results: Annotated[
+        Path, typer.Argument(metavar="FOLDER_OR_JSON", help="Output of flashrl bench learning, or its learning.json.")
+    ],
+    output: Annotated[Path, typer.Option(help="The picture, .png or .svg.")] = Path("outputs/learning.png"),
+) -> None:
+    """Draw the curves of `flashrl bench learning` from its learning.json alone, without its runs.
+
+    A series of more than a hundred steps is drawn of the means that are kept.
+    """
+    from flashrl_verl.bench.learning_plot import plot
+    from flashrl_verl.bench.learning_report import DATA_FILE
+
+    if output.suffix not in (".png", ".svg"):
+        raise ConfigError(f"--output {output} is neither a .png nor a .svg")
+    file = results / DATA_FILE if results.is_dir() else results
+    output.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        there = plot(json.loads(file.read_text()), output)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{file} is no learning.json of flashrl bench learning ({type(error).__name__}: {error}). Name its --output"
+        ) from error
+    if not there:
+        raise ConfigError(f"{file} has no run that has validated: there is nothing to draw. The same bench command goes on")
+    new_console().print(f"written: {output}", highlight=False, soft_wrap=True)
