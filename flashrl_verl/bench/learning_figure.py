@@ -21,15 +21,15 @@ def learning_figure(
 ) -> None:
     """Draw the curves of `flashrl bench learning` from its learning.json alone, without its runs.
 
-    A series of more than a hundred steps is drawn of the means that are kept.
+    Of runs of more than a hundred steps it has means over a few steps each, and so has the picture.
     """
     from flashrl_verl.bench.learning_plot import plot
     from flashrl_verl.bench.learning_report import DATA_FILE
+    from flashrl_verl.report.figure import require_picture
 
-    if output.suffix not in (".png", ".svg"):
-        raise ConfigError(f"--output {output} is neither a .png nor a .svg")
+    output = output.expanduser()
     file = results / DATA_FILE if results.is_dir() else results
-    output.parent.mkdir(parents=True, exist_ok=True)
+    require_picture("--output", output)
     try:
         there = plot(json.loads(file.read_text()), output)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The learning curves: mean of the seeds, and their range; and what the runs came to, asked in BF16.
 
-Drawn from ``learning.json`` alone, so that a picture can be made anew from what is kept of its runs.
+Drawn from what ``learning.json`` has, so that a picture can be made anew from what is kept of its runs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flashrl_verl.bench.learning import Arm
+from flashrl_verl.bench.learning_bf16 import SAMPLES
 from flashrl_verl.bench.learning_results import SERIES, Estimate
+from flashrl_verl.bench.learning_run import Status
 from flashrl_verl.config import Precision
 from flashrl_verl.report import arms as drawn
 from flashrl_verl.report.figure import new_figure, save
@@ -49,7 +51,8 @@ def plot(record: dict[str, Any], path: Path) -> bool:
         return False
     asked = any(run["bf16"] for run in record["runs"])
     columns = len(wanted) + asked
-    figure, drawing = new_figure(4.9 * columns, 4.4), Drawing(arms=arms, smooth=SMOOTH)
+    drawing = Drawing(arms=arms, smooth=max(1, round(SMOOTH / _steps_a_point(record))))
+    figure = new_figure(4.9 * columns, 4.4)
     every = figure.subplots(1, columns, squeeze=False)[0]
     for axes, panel in zip(every, wanted, strict=False):
         drawing.draw(axes, panel)
@@ -65,40 +68,52 @@ def _label(arm: Arm) -> str:
 
 
 def _draw_final(axes: Axes, record: dict[str, Any], styles: dict[str, Style]) -> None:
-    """A point a seed; mean and interval beside them, which may reach out of the picture: the runs choose its scale."""
+    """A point a seed; mean and interval beside them. No axis begins at 0 or at the start, from which all are far away."""
     axes.set_title("Last weights, asked in BF16", **TITLE)
     there = [result for result in record["arms"] if result["accuracy"] is not None]
-    ends = []
+    drawn_at = []
     for place, result in enumerate(there):
         look, found = styles[_label(_arm(result["arm"]))], Estimate(**result["accuracy"])
         values = [
             _accuracy(run["bf16"])
             for run in record["runs"]
-            if run["arm"] == result["arm"] and run["status"] == "finished" and run["bf16"]
+            if run["arm"] == result["arm"] and run["status"] == Status.FINISHED.value and run["bf16"]
         ]
-        ends += values
         axes.plot([place] * len(values), values, look.marker, color=look.colour, alpha=0.5, markersize=5)
-        reach = [[abs(found.mean - end)] for end in found.interval or (found.mean, found.mean)]
-        axes.errorbar([place + 0.2], [found.mean], reach, fmt=look.marker, color=look.colour, capsize=3)
+        # Student's interval of a few seeds knows no bounds, an accuracy does.
+        low, high = (min(max(end, 0.0), 1.0) for end in found.interval or (found.mean, found.mean))
+        axes.errorbar(
+            [place + 0.2],
+            [found.mean],
+            [[found.mean - low], [high - found.mean]],
+            fmt=look.marker,
+            color=look.colour,
+            capsize=3,
+        )
+        drawn_at += [*values, low, high]
     if record["start"]:
         axes.set_title(f"start: {_accuracy(record['start']):.3f}", loc="right", fontsize=8, color="0.4")
     axes.set_xticks(range(len(there)), [result["arm"] for result in there], rotation=30, ha="right", fontsize=8)
     axes.set_ylabel("accuracy: runs (pale), mean and 95 % interval", fontsize=8)
-    if ends:
-        room = max(0.01, 0.4 * (max(ends) - min(ends)))
-        axes.set_ylim(min(ends) - room, min(max(ends) + room, 1.02))
+    if drawn_at:
+        room = max(0.005, 0.05 * (max(drawn_at) - min(drawn_at)))
+        axes.set_ylim(min(drawn_at) - room, max(drawn_at) + room)
     axes.margins(x=0.15)
     axes.spines[["top", "right"]].set_visible(False)
 
 
 def _accuracy(metrics: dict[str, Any]) -> float:
-    """Share of right answers; pass@k is beside it."""
-    return next(found["value"] for name, found in metrics.items() if name.startswith("mean@"))
+    return metrics[f"mean@{SAMPLES}"]["value"]
 
 
 def _arm(name: str) -> Arm:
+    """As ``str`` of it; not ``arms_of``, for which its correction has to be there still."""
     precision, _, correction = name.partition(":")
     return Arm(precision=Precision(precision), correction=correction)
+
+
+def _steps_a_point(record: dict[str, Any]) -> int:
+    return record.get("steps_a_point", 1)  # files of before have up to 100 steps
 
 
 def _arms(record: dict[str, Any]) -> list[drawn.Arm]:
@@ -111,7 +126,7 @@ def _arms(record: dict[str, Any]) -> list[drawn.Arm]:
         runs = tuple(
             drawn.NamedRun(label=f"{arm} {run['seed']}", report=RunReport(metrics=metrics, run={}, metrics_path=Path(str(arm))))
             for run in record["runs"]
-            if run["arm"] == str(arm) and (metrics := _metrics(run)).rows
+            if run["arm"] == str(arm) and (metrics := _metrics(run, _steps_a_point(record))).rows
         )
         place = corrections.index(arm.correction)
         style = Style(
@@ -125,16 +140,15 @@ def _arms(record: dict[str, Any]) -> list[drawn.Arm]:
     return found
 
 
-def _metrics(run: dict[str, Any]) -> Metrics:
-    """A run's series as its metrics file had them; a long one has means of neighbours, each at the last of its steps."""
+def _metrics(run: dict[str, Any], width: int) -> Metrics:
+    """A run's series as its metrics file had them, or means over ``width`` steps."""
     rows: dict[int, dict[str, float]] = {}
     for name, key in {"accuracy": run.get("held_out") or _HELD_OUT, **SERIES}.items():
-        before = 0
         for step, value in zip(run["series"][name]["step"], run["series"][name]["value"], strict=True):
-            # Every step takes time, so that the sum of a thinned series is that of the whole.
-            for at in range(before + 1, step + 1) if key == STEP_TIME else (step,):
+            # Each of the steps took that long, so that the clock of a thinned series is that of the whole.
+            before = width * ((step - 1) // width) if key == STEP_TIME else step - 1
+            for at in range(before + 1, step + 1):
                 rows.setdefault(at, {})[key] = math.nan if value is None else value
-            before = step
     return Metrics(rows=dict(sorted(rows.items())))
 
 

@@ -128,18 +128,24 @@ def write(report: Report) -> list[Path]:
     from flashrl_verl.bench.learning_plot import plot
 
     data, picture = report.config.output / DATA_FILE, report.config.output / PICTURE_FILE
-    record = to_json(report)
-    write_whole(data, (json.dumps(record) + "\n").encode())
-    return [data, picture] if plot(record, picture) else [data]
+    write_whole(data, (json.dumps(to_json(report)) + "\n").encode())
+    return [data, picture] if plot(to_json(report, steps_a_point=1), picture) else [data]
 
 
-def to_json(report: Report) -> dict[str, Any]:
-    """Settings, environment, today, figures by arm, differences, and every run's series; NaN and infinities as null."""
+def to_json(report: Report, steps_a_point: int | None = None) -> dict[str, Any]:
+    """Settings, environment, today, figures by arm, differences, and every run's series; NaN and infinities as null.
+
+    Args:
+        report: of the runs.
+        steps_a_point: steps whose mean a point of the series is; None for so many that at most ``_POINTS`` are left.
+    """
+    width = steps_a_point or math.ceil(report.config.steps / _POINTS)
     return _plain(
         {
             **shared(report.config),
             "date": datetime.date.today().isoformat(),
             "steps": report.config.steps,
+            "steps_a_point": width,
             "arms": [
                 {**asdict(result), "arm": str(result.arm), "configuration": configuration(report.of(result.arm))}
                 for result in report.arms()
@@ -157,7 +163,7 @@ def to_json(report: Report) -> dict[str, Any]:
                 for pair in report.differences()
             ],
             "start": report.start and report.start["metrics"],
-            "runs": [_run_json(run) for run in report.runs],
+            "runs": [_run_json(run, width, report.config.steps) for run in report.runs],
         }
     )
 
@@ -168,9 +174,9 @@ def configuration(runs: Sequence[RunResult]) -> dict[str, Any]:
     return {key: value for key, value in kept.items() if key.startswith(_KEPT)}
 
 
-def _run_json(run: RunResult) -> dict[str, Any]:
+def _run_json(run: RunResult, width: int, last: int) -> dict[str, Any]:
     held_out = run.metrics.keys(HELD_OUT)
-    series = {"accuracy": run.accuracy()} | {name: thin(*run.metrics.series(key)) for name, key in SERIES.items()}
+    series = {"accuracy": run.accuracy()} | {name: thin(*run.metrics.series(key), width, last) for name, key in SERIES.items()}
     return {
         "arm": str(run.arm),
         "seed": run.seed,
@@ -183,11 +189,19 @@ def _run_json(run: RunResult) -> dict[str, Any]:
     }
 
 
-def thin(steps: Sequence[int], values: Sequence[float], points: int = _POINTS) -> tuple[list[int], list[float]]:
-    """Means of so many neighbours that at most ``points`` are left, each at the last of its steps."""
-    width = max(1, math.ceil(len(steps) / points))
-    stretches = [slice(start, start + width) for start in range(0, len(steps), width)]
-    return [steps[s][-1] for s in stretches], [sum(values[s]) / len(values[s]) for s in stretches]
+def thin(steps: Sequence[int], values: Sequence[float], width: int, last: int) -> tuple[list[int], list[float]]:
+    """Means over stretches of ``width`` steps, each at the last of its steps: the same in every run, whichever step one lacks.
+
+    Args:
+        steps: ascending, from 1 on.
+        values: theirs.
+        width: steps of a stretch.
+        last: step of a run, with which the last stretch ends.
+    """
+    stretches: dict[int, list[float]] = {}
+    for step, value in zip(steps, values, strict=True):
+        stretches.setdefault(min(width * math.ceil(step / width), last), []).append(value)
+    return [*stretches], [sum(found) / len(found) for found in stretches.values()]
 
 
 def _plain(value: Any) -> Any:

@@ -59,8 +59,10 @@ def plan(
 
     from flashrl_verl.plan.request import DEFAULTS, of_run, plan_of
     from flashrl_verl.plan.table import render
+    from flashrl_verl.report.figure import require_picture
 
-    _require_picture(figure)
+    if figure is not None:
+        require_picture("--figure", figure)
     options = {
         "model": model,
         "gpus": gpus,
@@ -78,11 +80,6 @@ def plan(
     # Where the output goes to a file rich assumes 80 columns; the table and its sentences keep to them.
     Console(highlight=False).print(render(made))
     _keep(made, as_json, figure)
-
-
-def _require_picture(path: Path | None) -> None:
-    if path is not None and path.suffix not in (".png", ".svg"):
-        raise ConfigError(f"--figure {path}: it ends in neither .png nor .svg")
 
 
 def _keep(made: Plan, as_json: Path | None, figure: Path | None) -> None:

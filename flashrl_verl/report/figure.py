@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flashrl_verl.errors import FlashRLError
+from flashrl_verl.errors import ConfigError, FlashRLError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,6 +31,22 @@ def new_figure(width: float, height: float) -> Figure:
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
+
+
+def require_picture(option: str, path: Path) -> None:
+    """Refuse a picture that could not be written, before anything is drawn; its folder is made.
+
+    Raises:
+        ConfigError: the name ends in neither .png nor .svg, it is a folder's, or its folder cannot be made.
+    """
+    if path.suffix not in (".png", ".svg"):
+        raise ConfigError(f"{option} {path}: it ends in neither .png nor .svg")
+    if path.expanduser().is_dir():
+        raise ConfigError(f"{option} {path} is a folder: name a file in it")
+    try:
+        path.expanduser().parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{option} {path} cannot be written: {error.strerror or error}") from error
 
 
 def save(figure: Figure, path: Path, dpi: int = 150) -> None:

@@ -221,9 +221,16 @@ def test_without_any_run_there_is_no_picture(tmp_path):
 
 
 def test_a_long_series_is_thinned_to_means():
-    steps, values = thin(list(range(1, 251)), [float(i) for i in range(1, 251)], points=100)
+    steps, values = thin(list(range(1, 251)), [float(i) for i in range(1, 251)], width=3, last=250)
     assert len(steps) == 84 and (steps[0], values[0]) == (3, 2.0) and (steps[-1], values[-1]) == (250, 250.0)
-    assert thin([], []) == ([], [])
+    assert thin([], [], width=3, last=250) == ([], [])
+
+
+def test_a_lost_step_moves_no_other_of_a_thinned_series():
+    kept = [step for step in range(1, 201) if step != 20]
+    steps, values = thin(kept, [float(step) for step in kept], width=2, last=200)
+    assert steps == [*range(2, 201, 2)] and values[8:11] == [17.5, 19.0, 21.5]
+    assert thin([1, 2], [1.0, 2.0], width=1, last=4) == ([1, 2], [1.0, 2.0])
 
 
 def test_arms_differ_in_line_or_marker_without_colours(report):

@@ -3,18 +3,20 @@
 
 import json
 import math
-import random
 import re
 
+import numpy
 import pytest
 from result_pages import RESULTS, drawn
 from typer.testing import CliRunner
 
-from flashrl_verl.bench.learning_plot import _metrics, plot
+from flashrl_verl.bench.learning_plot import _draw_final, _metrics, plot
 from flashrl_verl.bench.learning_report import thin
 from flashrl_verl.cli import app
 from flashrl_verl.errors import ConfigError
+from flashrl_verl.report.figure import new_figure
 from flashrl_verl.report.metrics import MISMATCH_KL, STEP_TIME
+from flashrl_verl.report.palette import style
 
 PICTURES = ("outliers-32", "outliers-32-again", "outliers-32-third", "outliers-16", "constant-rate")
 
@@ -40,15 +42,34 @@ def test_another_accuracy_is_another_picture(tmp_path):
 
 
 def test_a_long_run_took_as_long_as_all_of_its_steps():
-    steps, seconds = [*range(1, 251)], [random.uniform(1, 9) for _ in range(250)]
-    found = _metrics({"series": series(step_seconds=thin(steps, seconds, points=100), k3_kl=thin(steps, seconds, points=100))})
+    steps, seconds = [*range(1, 251)], [*numpy.random.default_rng(7).uniform(1, 9, 250)]
+    means = thin(steps, seconds, width=3, last=250)
+    found = _metrics({"series": series(step_seconds=means, k3_kl=means)}, 3)
     assert found.clock()[249] == pytest.approx(sum(seconds[:249]) / 3600)  # by threes; the last one is alone
     assert found.clock()[250] == pytest.approx(sum(seconds) / 3600)
     assert len(found.series(STEP_TIME)[0]) == 250 and found.series(MISMATCH_KL)[0][:2] == [3, 6]
 
 
+def test_a_step_that_was_not_logged_adds_nothing_to_the_clock_of_a_short_run():
+    found = _metrics({"series": series(step_seconds=([1, 2, 4], [1.0, 1.0, 8.0]))}, 1)
+    assert found.clock()[4] == pytest.approx(10 / 3600) and found.series(STEP_TIME)[0] == [1, 2, 4]
+
+
+def test_last_weights_are_drawn_whole_and_within_what_an_accuracy_can_be():
+    axes = new_figure(4, 3).subplots()
+    ends, estimate = [0.2, 0.9, 0.95], {"mean": 0.683, "standard_error": 0.242, "seeds": 3, "freedom": 2}
+    runs = [
+        {"arm": "int8:none", "status": "finished", "bf16": {"mean@8": {"value": end}, "pass@8": {"value": 1.0}}} for end in ends
+    ]
+    record = {"arms": [{"arm": "int8:none", "accuracy": estimate}], "runs": runs, "start": {"mean@8": {"value": 0.1}}}
+    _draw_final(axes, record, {"INT8, no correction": style(0)})
+    low, high = axes.get_ylim()
+    assert -0.06 < low < 0.0 and 1.0 < high < 1.06, "the interval reaches from below 0 to above 1"
+    assert [*axes.lines[0].get_ydata()] == ends and axes.get_title("right") == "start: 0.100"
+
+
 def test_what_was_not_finite_stays_so():
-    found = _metrics({"series": series(k3_kl=([1, 2], [0.5, None]))})
+    found = _metrics({"series": series(k3_kl=([1, 2], [0.5, None]))}, 1)
     assert found.series(MISMATCH_KL)[1][0] == 0.5 and math.isnan(found.series(MISMATCH_KL)[1][1])
 
 
@@ -76,6 +97,12 @@ def test_what_is_no_result_is_named(text, tmp_path):
 
 def test_what_has_nothing_to_draw_and_no_format_are_refused(tmp_path):
     (tmp_path / "learning.json").write_text('{"runs": [], "arms": [], "start": null}')
-    for output, words in (("x.png", "no run that has validated"), ("x.pdf", "neither a .png nor a .svg")):
+    (tmp_path / "a.png").mkdir()
+    for output, words in (
+        ("x.png", "no run that has validated"),
+        ("x.pdf", "neither .png nor .svg"),
+        ("learning.json/x.png", "cannot be written"),
+        ("a.png", "is a folder"),
+    ):
         done = CliRunner().invoke(app, ["bench", "learning-figure", str(tmp_path), "--output", str(tmp_path / output)])
         assert isinstance(done.exception, ConfigError) and words in str(done.exception)

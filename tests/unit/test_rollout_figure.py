@@ -137,3 +137,12 @@ def test_long_names_below_the_bars_stay_apart(tmp_path):
         max(map(len, sum(labels, []))) <= LABEL_WIDTH and labels[0][0] == "qwen2.5-7b" and labels[0][-1] == "10 x (100 -> 51)"
     )
     assert "".join(labels[0][1:-1]) == "(near/a-long-name-of-one)" and "".join(labels[-1][1:-1]).startswith("(of/another/")
+
+
+def test_measurements_of_the_same_work_stand_beside_each_other(tmp_path):
+    found = [*bars(results(tmp_path / "one")), *bars(results(tmp_path / "two"))]
+    axes = new_figure(8, 3).subplots()
+    _draw(axes, found, unit_of(found), 0.3, 4)
+    labels = [label.get_text().split("\n")[1:] for label in axes.get_xticklabels()]
+    works = ["10 x (100 -> 51)"] * 2 + ["2 x (8 -> 3)"] * 2
+    assert labels == [[f"({name})", work] for name, work in zip(("one", "two") * 2, works, strict=True)]
