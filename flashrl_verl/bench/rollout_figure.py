@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from flashrl_verl.plan.schedule import Work
 
 COLUMNS = ("model", "GPU", "memory GiB", "work", "arm", "tokens/s", "x BF16", "decode x BF16", "sequences fit", "n")
-LABEL_WIDTH = 24
-"""Characters below a group of bars; three bars are as wide."""
+LABEL_WIDTH = 24  # characters below a group of bars; three bars are as wide
 
 
 @dataclass(frozen=True, kw_only=True)
