@@ -33,8 +33,8 @@ ROLLOUTS = (
     "throughput/qwen2.5-32b-73gib.jsonl",
     "throughput/qwen2.5-32b-71gib-two-arms.jsonl",
 )
-AGAIN = "throughput/again/qwen2.5-32b.jsonl"
-"""The second of them once more, one engine after another on one GPU."""
+AGAIN = ("throughput/again/qwen2.5-32b.jsonl", "throughput/again/qwen2.5-32b-71gib.jsonl")
+"""The second and the last of them once more, one engine after another on one GPU."""
 LONG = 8192
 """Tokens of the prompts of the work of which only decoding is shown: whole rollouts of it are prompts above all."""
 STEP = "step/h200.json"
@@ -98,9 +98,9 @@ def speeds() -> list[tuple[str, ...]]:
 
 def again(bar: Bar) -> str:
     """The same measured anew; nothing where it was not."""
-    found = rollout_figure.bars(RESULTS / AGAIN)
-    same = [other for other in found if (other.place[1:], other.arm) == (bar.place[1:], bar.arm)]
-    return "".join(f", [{rollout_figure.speed_up(one, found):.2f}](docs/results/throughput_again.md) again" for one in same)
+    measurements = [rollout_figure.bars(RESULTS / file) for file in AGAIN]
+    same = [(one, of) for of in measurements for one in of if (one.place[1:], one.arm) == (bar.place[1:], bar.arm)]
+    return "".join(f", [{rollout_figure.speed_up(one, of):.2f}](docs/results/throughput_again.md) again" for one, of in same)
 
 
 def decoding() -> tuple[str, ...]:

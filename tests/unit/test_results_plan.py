@@ -19,8 +19,9 @@ from flashrl_verl.plan.memory import Choice
 from flashrl_verl.plan.shape import shape_of
 from flashrl_verl.plan.step import HOST_S, Clock, StepTime
 
-FILES = [*sorted(RESULTS.glob("[rt]*/*.jsonl")), RESULTS / "rollout" / "inductor" / "custom-op.jsonl"]
-WITH_PROFILE = [file for file in FILES if file.parent.name != "throughput" and "two-arms" not in file.stem]
+AGAIN = sorted(RESULTS.glob("throughput/again/*.jsonl"))
+FILES = [*sorted(RESULTS.glob("[rt]*/*.jsonl")), RESULTS / "rollout" / "inductor" / "custom-op.jsonl", *AGAIN]
+WITH_PROFILE = [file for file in FILES if "throughput" not in file.parts and "two-arms" not in file.stem]
 PAGE = " ".join(page("../precision_and_cap.md").split())
 
 
@@ -36,16 +37,20 @@ def with_room(file: Path) -> Iterator[tuple[Timing, Clock, StepTime]]:
                 yield report.timing(arm, work), clock, clock.decode(work.sequences, work.prompt + work.response / 2)
 
 
-NOISY = RESULTS / "throughput" / "qwen2.5-7b-71gib.jsonl"
-"""Two repeats of one of its engines differ by 12 %."""
-LITTLE = RESULTS / "throughput" / "qwen2.5-32b-71gib-two-arms.jsonl"
+NOISY = [RESULTS / "throughput" / name for name in ("qwen2.5-7b-71gib.jsonl", "again/qwen2.5-7b.jsonl")]
+"""Two repeats of one of the engines differ by 12 and 17 %."""
+LITTLE = [RESULTS / "throughput" / name for name in ("qwen2.5-32b-71gib-two-arms.jsonl", "again/qwen2.5-32b-71gib.jsonl")]
 """BF16's KV cache is the smallest here, 6.3 GiB: three sequences of 8192 tokens at a time."""
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def named(file: Path) -> str:
+    return str(file.relative_to(RESULTS).with_suffix(""))
+
+
+@pytest.mark.parametrize("file", FILES, ids=named)
 def test_the_plan_is_within_1_percent_of_every_measured_kv_cache(file):
     for row in rollout_report.memory_rows(*bench.measured(file)):
-        if (file, row[0]) == (LITTLE, "bf16"):
+        if file in LITTLE and row[0] == "bf16":
             assert row[-1] == "1.011" and "KV caches are within 1 %, BF16's of 6.3 GiB 1.1 % larger than planned" in PAGE
             continue
         assert float(row[-1]) == pytest.approx(1, abs=0.01), row
@@ -69,21 +74,26 @@ def percent(low: float, high: float) -> tuple[int, int]:
 
 
 def test_ratios_are_planned_within_8_percent_but_where_repeats_differ():
-    noisy = sum(ratios(NOISY), [])
-    rest = [ratio for file in FILES if file not in (NOISY, LITTLE) for ratio in sum(ratios(file), [])]
-    wholes, decodes = ratios(LITTLE)  # of each: itself and INT8, with short prompts, then with long
-    rest += [*wholes, *decodes[:3]]
-    assert 1.08 < decodes[3] < 1.12
-    assert f"but {100 * (decodes[3] - 1):.0f} % high for decoding alone where BF16 holds three of 28 long prompts" in PAGE
-    assert len(noisy) == 16 and len(rest) > 80
+    noisy = [ratio for file in NOISY for ratio in sum(ratios(file), [])]
+    rest = [ratio for file in FILES if file not in (*NOISY, *LITTLE) for ratio in sum(ratios(file), [])]
+    of_int8 = []
+    for file in LITTLE:  # of each arm, BF16 first and INT8 second: with short prompts, then with long
+        wholes, decodes = ratios(file)
+        of_int8.append(decodes.pop(len(decodes) // 2 + 1))
+        rest += [*wholes, *decodes]
+    assert 1.08 < min(of_int8) and max(of_int8) < 1.12
+    low, high = (f"{100 * (ratio - 1):.0f}" for ratio in sorted(of_int8))
+    assert f"but {low} and {high} % high for decoding alone of INT8 where BF16 holds three of 28 long prompts" in PAGE
+    assert len(noisy) == 32 and len(rest) > 100
     assert all(ratio == pytest.approx(1, abs=0.08) for ratio in rest) and max(noisy) < 1.15 and min(noisy) > 0.92
     assert (
-        f"ratios {100 * (max(noisy) - 1):.0f} % high at worst" in PAGE
+        f"ratios up to {100 * (max(noisy) - 1):.0f} % high" in PAGE
         and "ratios to BF16 (with the KV cache that was measured) within 8 %, with little memory too" in PAGE
     )
-    config, report = bench.measured(NOISY)
-    repeats = [report.timing(arm, config.works[0]).seconds for arm in config.arms]
-    assert f"repeats of one engine differ by {100 * max(max(s) / min(s) - 1 for s in repeats):.0f} %" in PAGE
+    repeats = []
+    for config, report in map(bench.measured, NOISY):
+        repeats += [report.timing(arm, config.works[0]).seconds for arm in config.arms]
+    assert f"repeats of one engine differ by up to {100 * max(max(s) / min(s) - 1 for s in repeats):.0f} %" in PAGE
 
 
 def test_steps_are_planned_within_7_percent_but_where_repeats_differ_and_prompts_within_8():
@@ -92,16 +102,17 @@ def test_steps_are_planned_within_7_percent_but_where_repeats_differ_and_prompts
         for timing, clock, step in with_room(file):
             sequences, prompt, response = timing.work
             measured = statistics.median(bench.decode_seconds(timing)) / (response - 1)
-            (noisy if file == NOISY and sequences == 256 else errors).append(step.total / measured - 1)
+            (noisy if file in NOISY and sequences == 256 else errors).append(step.total / measured - 1)
             planned = clock.prefill(sequences * prompt, prompt, sequences)
             prompts.append(planned / statistics.median(timing.prefill_seconds) - 1)
     assert len(errors) > 45 and max(map(abs, errors)) < 0.07 and max(map(abs, prompts)) < 0.08
     assert "decode steps are within 7 % ({} % low to {} % high)".format(*percent(min(errors), max(errors))) in PAGE
     assert "prompts within 8 % ({} % low to {} % high)".format(*percent(min(prompts), max(prompts))) in PAGE
-    assert len(noisy) == 4 and f"steps are {-100 * min(noisy):.0f} % low" in PAGE and min(noisy) > -0.145 and max(noisy) < 0.07
+    assert f"steps are up to {-100 * min(noisy):.0f} % low" in PAGE
+    assert len(noisy) == 8 and min(noisy) > -0.145 and max(noisy) < 0.07
 
 
-@pytest.mark.parametrize("file", WITH_PROFILE, ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", WITH_PROFILE, ids=named)
 def test_the_parts_of_profiled_steps_are_planned(file):
     """Products and attention within 6 %, quantization and the rest, of a tenth of a step or less, within 17 and 15 %."""
     found = list(with_room(file))
