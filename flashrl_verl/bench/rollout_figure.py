@@ -4,7 +4,6 @@ memory, work and arm, beside BF16 of the same measurement: machines of one type 
 
 from __future__ import annotations
 
-import os
 import statistics
 import textwrap
 from dataclasses import dataclass
@@ -70,8 +69,10 @@ def rollout_figure(
 ) -> None:
     """Put several results of `flashrl bench rollout` (models, GPU memories) in one picture and one table. An arm is compared
     with BF16 of the same folder."""
+    from flashrl_verl.report.figure import require_picture
+
+    require_picture("--output", output)
     found = [bar for path in results for bar in bars(path)]
-    output.parent.mkdir(parents=True, exist_ok=True)
     written = write(found, output)
     console = new_console()
     console.print(_table(found))
@@ -151,15 +152,10 @@ def _at(bar: Bar, arm: Arm, among: list[Bar]) -> Bar | None:
 
 def model_name(bar: Bar, among: list[Bar]) -> str:
     """What to call a bar's model: by the measurement too where another was of the same work and memory."""
-    from flashrl_verl.bench.rollout import RESULTS
+    from flashrl_verl.bench.rollout_names import names
 
     runs = {other.run for other in among if other.place[1:] == bar.place[1:]}
-    if len(runs) == 1:
-        return bar.model
-    called = {run: str(run.parent if run.name == RESULTS else run.with_suffix("")) for run in runs}
-    shared = os.path.commonprefix([*called.values()])
-    start = max(shared.rfind(mark) for mark in "/-_") + 1  # words that all begin with tell nothing apart
-    return f"{bar.model} ({called[bar.run][start:]})"
+    return bar.model if len(runs) == 1 else f"{bar.model} ({names(runs)[bar.run]})"
 
 
 def unit_of(panel: list[Bar]) -> Arm | None:

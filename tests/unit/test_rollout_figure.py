@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from flashrl_verl.bench.rollout_figure import COLUMNS, LABEL_WIDTH, _draw, bars, rows, unit_of
+from flashrl_verl.bench.rollout_names import names
 from flashrl_verl.cli import app
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.report.figure import new_figure
@@ -95,7 +96,21 @@ def test_two_folders_of_one_name_are_told_apart(tmp_path):
     for place in ("a", "b"):
         (tmp_path / place).mkdir()
     found = [bar for place in ("a", "b") for bar in bars(results(tmp_path / place / "run"))]
-    assert {row[0] for row in rows(found)} == {"qwen2.5-7b (a/run)", "qwen2.5-7b (b/run)"}
+    assert {row[0] for row in rows(found)} == {"qwen2.5-7b (a)", "qwen2.5-7b (b)"}
+
+
+@pytest.mark.parametrize(
+    ("runs", "called"),
+    [
+        (["/r/throughput/7b.jsonl", "/r/throughput/again/7b.jsonl"], ["throughput", "throughput/again"]),
+        (["/r/a/run/rollout.jsonl", "/r/b/run/rollout.jsonl"], ["a", "b"]),
+        (["/r/7b-a/run.jsonl", "/r/7b-b/run.jsonl"], ["a", "b"]),
+        (["/r/a/run.jsonl", "/r/a/run/rollout.jsonl"], ["run.jsonl", "run/rollout.jsonl"]),  # a copy beside the folder
+        (["/r/32b-four.jsonl", "/r/again/32b.jsonl"], ["32b-four", "again/32b"]),
+    ],
+)
+def test_files_are_called_by_what_differs(runs, called):
+    assert names([*map(Path, runs)]) == dict(zip(map(Path, runs), called, strict=True))
 
 
 def test_one_folder_may_be_named_from_here_and_the_other_from_the_root(tmp_path, monkeypatch):
@@ -111,6 +126,14 @@ def test_the_command_writes_picture_and_table(tmp_path):
     assert done.exit_code == 0, done.output
     assert (tmp_path / "out" / "r.png").stat().st_size > 10_000
     assert (tmp_path / "out" / "r.md").read_text().count("qwen2.5-14b") == 4
+
+
+def test_a_picture_that_cannot_be_drawn_is_refused(tmp_path):
+    done = CliRunner().invoke(
+        app, ["bench", "rollout-figure", str(results(tmp_path / "run")), "--output", str(tmp_path / "r.pic")]
+    )
+    assert done.exit_code != 0 and "it ends in neither .png nor .svg" in f"{done.output}{done.exception}"
+    assert not (tmp_path / "r.md").exists()
 
 
 @pytest.mark.parametrize("text", ["", "{}\n", "no json\n"])
