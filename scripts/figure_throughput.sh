@@ -3,7 +3,7 @@
 # FlashRL's throughput figures: rollout speed of 7B, 14B and 32B shapes by precision, short and long contexts, with the whole
 # memory and with as much as an A100-80GB gives. Two H200s took 20 minutes for the whole memory; by estimate everything on one is
 # an hour and a quarter, without profiles. The same command goes on after a stop, behind the engines that are measured (4 to 8
-# minutes each at 32B), so that `timeout -s INT 560 bash scripts/figure_throughput.sh` does it in pieces.
+# minutes each at 32B), so that `timeout -s INT 560 bash scripts/figure_throughput.sh --no-profile` does it in pieces.
 #
 #   bash scripts/figure_throughput.sh [words for flashrl bench rollout]
 #

@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import statistics
 import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flashrl_verl.bench import rollout_files
 from flashrl_verl.console import new_console
 
 if TYPE_CHECKING:
@@ -19,7 +21,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from flashrl_verl.bench.arms import Arm
-    from flashrl_verl.bench.rollout import Report, RolloutConfig
     from flashrl_verl.plan.schedule import Work
 
 COLUMNS = ("model", "GPU", "memory GiB", "work", "arm", "tokens/s", "x BF16", "decode x BF16", "sequences fit", "n")
@@ -69,11 +70,18 @@ def rollout_figure(
 ) -> None:
     """Put several results of `flashrl bench rollout` (models, GPU memories) in one picture and one table. An arm is compared
     with BF16 of the same folder."""
+    from flashrl_verl.errors import ConfigError
     from flashrl_verl.report.figure import require_picture
 
+    output = output.expanduser()
     require_picture("--output", output)
+    rollout_files.require_table(output.with_suffix(".md"), _line(COLUMNS))
+    rollout_files.require_once(results, [rollout_files.read(path)[0] for path in results])
     found = [bar for path in results for bar in bars(path)]
-    written = write(found, output)
+    try:
+        written = write(found, output)
+    except OSError as error:
+        raise ConfigError(f"--output {output} cannot be written: {error.strerror or error}") from error
     console = new_console()
     console.print(_table(found))
     for path in results:
@@ -90,7 +98,7 @@ def bars(path: Path) -> list[Bar]:
     """
     from flashrl_verl.bench import rollout
 
-    file, config, report = _measured(path)
+    file, config, report = rollout_files.read(path)
     memory = report.environment["memory_bytes"]
     found = []
     for work in config.works:
@@ -122,20 +130,9 @@ def notes(path: Path) -> list[str]:
     """
     from flashrl_verl.bench.rollout_report import comparability
 
-    return comparability(_measured(path)[2])
-
-
-def _measured(path: Path) -> tuple[Path, RolloutConfig, Report]:
-    from flashrl_verl.bench import rollout
-    from flashrl_verl.errors import ConfigError
-
-    file = path / rollout.RESULTS if path.is_dir() else path
-    try:
-        return file, *rollout.measured(file)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"{path} holds no results of flashrl bench rollout ({type(error).__name__}: {error}). Name its --output"
-        ) from error
+    file, _, report = rollout_files.read(path)
+    cut = ["its last line is cut off and left out: the same bench command measures that arm again"]
+    return [*(cut if rollout_files.cut_off(file) else []), *comparability(report)]
 
 
 def base_of(bar: Bar, among: list[Bar]) -> Bar | None:
@@ -152,10 +149,8 @@ def _at(bar: Bar, arm: Arm, among: list[Bar]) -> Bar | None:
 
 def model_name(bar: Bar, among: list[Bar]) -> str:
     """What to call a bar's model: by the measurement too where another was of the same work and memory."""
-    from flashrl_verl.bench.rollout_names import names
-
     runs = {other.run for other in among if other.place[1:] == bar.place[1:]}
-    return bar.model if len(runs) == 1 else f"{bar.model} ({names(runs)[bar.run]})"
+    return bar.model if len(runs) == 1 else f"{bar.model} ({rollout_files.names(runs)[bar.run]})"
 
 
 def unit_of(panel: list[Bar]) -> Arm | None:
@@ -209,11 +204,15 @@ def write(found: list[Bar], picture: Path) -> list[Path]:
     """
     from flashrl_verl.whole_file import write_whole
 
-    lines = ["| " + " | ".join(row) + " |" for row in (list(COLUMNS), ["---"] * len(COLUMNS), *rows(found))]
+    lines = [_line(row) for row in (COLUMNS, ["---"] * len(COLUMNS), *rows(found))]
     table = picture.with_suffix(".md")
     write_whole(table, ("\n".join(lines) + "\n").encode())
     _plot(found, picture)
     return [picture, table]
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
 
 
 def _table(found: list[Bar]) -> Table:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from flashrl_verl.bench.rollout_figure import COLUMNS, LABEL_WIDTH, _draw, bars, rows, unit_of
-from flashrl_verl.bench.rollout_names import names
+from flashrl_verl.bench.rollout_figure import COLUMNS, LABEL_WIDTH, _draw, bars, notes, rows, unit_of
+from flashrl_verl.bench.rollout_files import names
 from flashrl_verl.cli import app
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.report.figure import new_figure
@@ -134,6 +134,49 @@ def test_a_picture_that_cannot_be_drawn_is_refused(tmp_path):
     )
     assert done.exit_code != 0 and "it ends in neither .png nor .svg" in f"{done.output}{done.exception}"
     assert not (tmp_path / "r.md").exists()
+
+
+def figure(*words: object) -> str:
+    """What the command refuses."""
+    done = CliRunner().invoke(app, ["bench", "rollout-figure", *map(str, words)])
+    assert done.exit_code != 0
+    return f"{done.output}{done.exception}"
+
+
+def test_a_page_beside_the_picture_is_not_replaced_by_the_table(tmp_path):
+    run, page = results(tmp_path / "run"), tmp_path / "r.md"
+    page.write_text("# A page\n")
+    assert "is something else" in figure(run, "--output", tmp_path / "r.png")
+    assert page.read_text() == "# A page\n" and not (tmp_path / "r.png").exists()
+    page.unlink()
+    for _ in range(2):  # the table itself is made anew
+        assert (
+            CliRunner().invoke(app, ["bench", "rollout-figure", str(run), "--output", str(tmp_path / "r.png")]).exit_code == 0
+        )
+    page.unlink()
+    page.mkdir()
+    assert "is something else" in figure(run, "--output", tmp_path / "r.png")
+    assert "cannot be written" in figure(run, "--output", "/proc/r.png")  # a folder in which nothing can be made
+
+
+def test_what_cannot_be_compared_is_refused_with_its_reason(tmp_path):
+    run, picture = results(tmp_path / "run"), tmp_path / "r.png"
+    assert "give each once" in figure(run, run / "rollout.jsonl", "--output", picture)
+    assert "is not there" in figure(tmp_path / "nothing", "--output", picture)
+    (tmp_path / "copies").mkdir()
+    (tmp_path / "copies" / "7b.jsonl").write_bytes((run / "rollout.jsonl").read_bytes())
+    assert "has no rollout.jsonl, but 7b.jsonl: name what is meant" in figure(tmp_path / "copies", "--output", picture)
+    head = (run / "rollout.jsonl").read_text().splitlines()[0]
+    (run / "rollout.jsonl").write_text(head + "\n")
+    assert "no engine that was measured to its end yet" in figure(run, "--output", picture)
+    assert not picture.exists()
+
+
+def test_an_arm_whose_line_is_cut_off_is_named_as_left_out(tmp_path):
+    file = results(tmp_path / "run") / "rollout.jsonl"
+    assert notes(file) == []
+    file.write_text(file.read_text()[:-9])
+    assert "its last line is cut off" in notes(file)[0] and {str(bar.arm) for bar in bars(file)} == {"bf16"}
 
 
 @pytest.mark.parametrize("text", ["", "{}\n", "no json\n"])
