@@ -4,6 +4,7 @@ memory, work and arm, beside BF16 of the same measurement: machines of one type 
 
 from __future__ import annotations
 
+import os
 import statistics
 import textwrap
 from collections.abc import Sequence
@@ -108,7 +109,7 @@ def bars(path: Path) -> list[Bar]:
             decode = statistics.median(rollout.decode_seconds(timing))
             found.append(
                 Bar(
-                    run=file.absolute(),
+                    run=Path(os.path.abspath(file)),
                     model=Path(config.model).name,
                     device=report.environment["device"],
                     memory_gib=None if memory is None else memory * config.gpu_memory_utilization / 2**30,

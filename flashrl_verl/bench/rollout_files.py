@@ -24,20 +24,27 @@ def read(path: Path) -> tuple[Path, RolloutConfig, Report]:
     """
     from flashrl_verl.bench import rollout
 
-    file = path / rollout.RESULTS if path.is_dir() else path
-    if not file.exists():
-        others = ", ".join(sorted(file.name for file in path.glob("*.jsonl"))) if path.is_dir() else ""
-        there = f"{path} has no {rollout.RESULTS}" if path.is_dir() else f"{path} is not there"
-        raise ConfigError(f"{there}{f', but {others}: name what is meant' if others else ''}. {REMEDY}")
     try:
+        file = path / rollout.RESULTS if path.is_dir() else path
+        if not file.exists():
+            raise ConfigError(f"{_missing(path)}. {REMEDY}")
         report = rollout.load(file)
         if report is not None and not report.results:
             raise ConfigError(f"{file} has no engine that was measured to its end yet. The same bench command goes on")
         return file, *rollout.measured(file)
+    except ConfigError:  # a ValueError too
+        raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{path} holds no results of flashrl bench rollout ({type(error).__name__}: {error}). {REMEDY}"
         ) from error
+
+
+def _missing(path: Path) -> str:
+    if not path.is_dir():
+        return f"{path} is not there"
+    others = ", ".join(sorted(file.name for file in path.glob("*.jsonl")))
+    return f"{path} has no rollout.jsonl" + (f", but {others}: name what is meant" if others else "")
 
 
 def cut_off(file: Path) -> bool:
@@ -53,25 +60,32 @@ def require_once(paths: Sequence[Path], files: Sequence[Path]) -> None:
     """
     seen: dict[Path, Path] = {}
     for path, file in zip(paths, files, strict=True):
-        if (other := seen.setdefault(file.resolve(), path)) is not path:
-            raise ConfigError(f"{path} is the measurement of {other}: give each once")
+        if (known := file.resolve()) in seen:
+            raise ConfigError(f"{path} is the measurement of {seen[known]}: give each once")
+        seen[known] = path
 
 
 def require_table(path: Path, header: str) -> None:
     """Refuse to put a table in the place of what is none: a picture beside a page may have the page's name.
 
     Raises:
-        ConfigError: the path is a folder, or a file that begins with anything but the table's header.
+        ConfigError: the path is a folder, or a file that begins with anything but the table's header, or cannot be read.
     """
-    if path.is_dir() or (path.exists() and path.read_text(errors="replace").partition("\n")[0] != header):
+    try:
+        there = path.read_text(errors="replace") if path.exists() else ""
+    except OSError as error:
+        raise ConfigError(f"--output: {path}, where its table would be written: {error.strerror or error}") from error
+    if there and there.partition("\n")[0] != header:
         raise ConfigError(
-            f"--output: {path}, where its table would be written, is something else. Move it, or name another picture"
+            f"--output: {path}, where its table would be written, is something else, or another release's. Move it, or name "
+            "another picture"
         )
 
 
 def names(runs: Collection[Path]) -> dict[Path, str]:
     """A name for each of several result files: their paths without what they share, whole folders at the end, whole words at
-    the start. ``throughput/7b.jsonl`` and ``throughput/again/7b.jsonl`` are called throughput and throughput/again.
+    the start. ``throughput/7b.jsonl`` and ``throughput/again/7b.jsonl`` are called throughput and throughput/again. Whole paths
+    where nothing is left of one.
 
     Args:
         runs: Absolute paths, all different.
@@ -85,4 +99,5 @@ def names(runs: Collection[Path]) -> dict[Path, str]:
         called = {run: path.parent for run, path in called.items()}
     shared = os.path.commonprefix([*map(str, called.values())])
     start = max(shared.rfind(mark) for mark in "/-_") + 1  # words that all begin with tell nothing apart
-    return {run: str(path)[start:] for run, path in called.items()}
+    found = {run: str(path)[start:] for run, path in called.items()}
+    return found if all(found.values()) else {run: str(run) for run in runs}

@@ -41,9 +41,9 @@ def require_picture(option: str, path: Path) -> None:
     """
     if path.suffix not in (".png", ".svg"):
         raise ConfigError(f"{option} {path}: it ends in neither .png nor .svg")
-    if path.expanduser().is_dir():
-        raise ConfigError(f"{option} {path} is a folder: name a file in it")
     try:
+        if path.expanduser().is_dir():
+            raise ConfigError(f"{option} {path} is a folder: name a file in it")
         path.expanduser().parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"{option} {path} cannot be written: {error.strerror or error}") from error
