@@ -169,10 +169,7 @@ def test_what_the_plan_says_of_gpus_that_were_not_measured_is_in_words():
         made = make_plan("qwen2.5-32b", shape, gpus.find(name), 1, Engine(), Work(sequences=256, prompt=256, response=384))
         gains += [match[1] for line in made.advice if (match := re.search(r"Take int8: ([\d.]+)x of BF16's rollout", line))]
     said = "--gpu a100-80gb --gpus 1 --sequences 256 --prompt-length 256 --response-length 384` computes INT8 at {} times BF16"
-    assert (
-        f"{said.format(gains[0])} on an A100-80GB and {gains[1]} times on an H100 (`--gpu h100`), where 3.00 and 2.97 were measured"
-        in WORDS
-    )
+    assert f"{said.format(gains[0])} on an A100-80GB and {gains[1]} times on an H100 (`--gpu h100`)," in WORDS
 
 
 def test_what_14b_and_7b_gain_with_little_memory_is_in_words():
