@@ -220,11 +220,11 @@ def measured(file: Path) -> tuple[RolloutConfig, Report]:
 
     Raises:
         OSError: the file cannot be read.
-        KeyError, TypeError, ValueError, AttributeError: it holds no results, or those of another release.
+        KeyError, TypeError, ValueError, AttributeError: it holds no results yet, or those of another release.
     """
     report = load(file)
-    if report is None:
-        raise ValueError("no results")
+    if report is None or not report.results:
+        raise ValueError("no engine has been measured to its end")
     settings = {key: value for key, value in report.settings.items() if key != "config.json"}
     works = tuple(Work(**work) for work in settings.pop("works"))
     named = {str(arm): arm for arm in (Arm(precision=p, kv_cache=k) for p in Precision for k in KVCache)}

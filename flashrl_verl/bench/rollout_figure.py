@@ -72,12 +72,13 @@ def rollout_figure(
     """Put several results of `flashrl bench rollout` (models, GPU memories) in one picture and one table. An arm is compared
     with BF16 of the same folder."""
     from flashrl_verl.errors import ConfigError
+    from flashrl_verl.report.arms import require_once
     from flashrl_verl.report.figure import require_picture
 
     output = output.expanduser()
     require_picture("--output", output)
     rollout_files.require_table(output.with_suffix(".md"), _line(COLUMNS))
-    rollout_files.require_once(results, [rollout_files.read(path)[0] for path in results])
+    require_once(results, [rollout_files.read(path)[0] for path in results])
     found = [bar for path in results for bar in bars(path)]
     try:
         written = write(found, output)

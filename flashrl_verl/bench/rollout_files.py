@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,14 +26,9 @@ def read(path: Path) -> tuple[Path, RolloutConfig, Report]:
 
     try:
         file = path / rollout.RESULTS if path.is_dir() else path
-        if not file.exists():
-            raise ConfigError(f"{_missing(path)}. {REMEDY}")
-        report = rollout.load(file)
-        if report is not None and not report.results:
-            raise ConfigError(f"{file} has no engine that was measured to its end yet. The same bench command goes on")
         return file, *rollout.measured(file)
-    except ConfigError:  # a ValueError too
-        raise
+    except FileNotFoundError as error:
+        raise ConfigError(f"{_missing(path)}. {REMEDY}") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{path} holds no results of flashrl bench rollout ({type(error).__name__}: {error}). {REMEDY}"
@@ -50,19 +45,6 @@ def _missing(path: Path) -> str:
 def cut_off(file: Path) -> bool:
     """Whether the last line, which is an arm's, is not whole and so left out."""
     return not file.read_text().endswith("\n")
-
-
-def require_once(paths: Sequence[Path], files: Sequence[Path]) -> None:
-    """Refuse to compare a measurement with itself.
-
-    Raises:
-        ConfigError: two of the paths are of one file.
-    """
-    seen: dict[Path, Path] = {}
-    for path, file in zip(paths, files, strict=True):
-        if (known := file.resolve()) in seen:
-            raise ConfigError(f"{path} is the measurement of {seen[known]}: give each once")
-        seen[known] = path
 
 
 def require_table(path: Path, header: str) -> None:

@@ -54,6 +54,23 @@ Values = Callable[[Metrics], tuple[list[int], list[float]]]
 """Steps and values of a run."""
 
 
+def require_once(paths: Sequence[Path], files: Sequence[Path]) -> None:
+    """Refuse to compare a run with itself.
+
+    Args:
+        paths: as they were given.
+        files: what is read of each.
+
+    Raises:
+        FlashRLError: two paths lead to one file.
+    """
+    seen: dict[Path, Path] = {}
+    for path, file in zip(paths, map(Path.resolve, files), strict=True):
+        if file in seen:
+            raise FlashRLError(f"{path} is the same file as {seen[file]}: {file}. Give each run once.")
+        seen[file] = path
+
+
 def load_arms(paths: Sequence[Path], names: Sequence[str] = (), group: bool = False) -> list[Arm]:
     """Read the runs and name them.
 
@@ -70,12 +87,7 @@ def load_arms(paths: Sequence[Path], names: Sequence[str] = (), group: bool = Fa
     if any(not name.strip() for name in names):
         raise FlashRLError("--name '' is empty: the run could not be told from the others.")
     reports = [load(path) for path in paths]
-    seen: dict[Path, Path] = {}
-    for path, report in zip(paths, reports, strict=True):
-        file = report.metrics_path.resolve()
-        if file in seen:
-            raise FlashRLError(f"{path} is the same file as {seen[file]}: {file}. Give each run once.")
-        seen[file] = path
+    require_once(paths, [report.metrics_path for report in reports])
     arms = list(names) or [derived_name(report) for report in reports]
     if names and not group:
         twice = sorted(name for name, times in Counter(names).items() if times > 1)
