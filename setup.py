@@ -26,7 +26,7 @@ INSTALL_REQUIRES = [
     "psutil>=6",
 ]
 
-TEST = ["pytest>=8", "pytest-timeout>=2.3"]
+TEST = ["pytest>=8", "pytest-timeout>=2.3", "import-linter>=2"]
 
 EXTRAS_REQUIRE = {
     # Only when asked for by name, on a GPU node without a fork of verl. Same pins as requirements/cuda.txt.
@@ -62,8 +62,8 @@ setup(
     entry_points={
         "console_scripts": ["flashrl = flashrl_verl.cli:main"],
         # verl imports the module in each of its processes; vLLM calls the function in each of its own.
-        "verl.plugins": ["flashrl = flashrl_verl.plugin_verl"],
-        "vllm.general_plugins": ["flashrl = flashrl_verl.plugin_vllm:register"],
+        "verl.plugins": ["flashrl = flashrl_verl.plugins.verl"],
+        "vllm.general_plugins": ["flashrl = flashrl_verl.plugins.vllm:register"],
     },
     classifiers=[
         "Operating System :: POSIX :: Linux",

@@ -1,5 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The errors a user can meet. Each message gives the value, the reason and the Hydra key (or the step) to change."""
+"""The errors a user can meet: each gives the value, the reason and the Hydra key (or the step) to change.
+
+Standard library only: this is imported where the environment may be missing (``environment_needed``).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
 
 
 class FlashRLError(RuntimeError):
@@ -23,8 +34,60 @@ class DynamicSamplingError(FlashRLError):
 
 
 class GuardError(FlashRLError):
-    """The mismatch of rollout and trainer was beyond a limit for longer than ``flashrl.guard`` allows, or is not known."""
+    """The mismatch of rollout and trainer was beyond a limit for longer than ``flashrl.guard`` allows, or is not
+    known."""
 
 
 class NodeLostError(FlashRLError):
     """A node that the run needs left the Ray cluster."""
+
+
+def refuse(key: str, value: Any, reason: str, remedy: str) -> NoReturn:
+    """Raise the one error for a wrong setting, in one line.
+
+    Args:
+        key: Hydra's, dotted.
+        value: as it was set.
+        reason: the end of a sentence that starts with key and value.
+        remedy: what to write instead, as Hydra overrides.
+
+    Raises:
+        ConfigError: always.
+    """
+    raise ConfigError(f"{key}={words(value)} is refused: {reason}. Remedy: {remedy}.")
+
+
+def words(value: Any) -> str:
+    """Write a value the way a user writes it on Hydra's command line."""
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+MODULES = frozenset(
+    {
+        # requirements in setup.py
+        *("hydra", "omegaconf", "numpy", "pyarrow", "rich", "typer", "packaging", "zmq", "orjson", "psutil"),
+        # what verl and vLLM bring
+        *("torch", "transformers", "tensordict", "ray", "huggingface_hub"),
+    }
+)
+"""Modules of the environment that start-up may find missing. Not verl and vLLM (``plugins/versions.py`` speaks of them)
+and not matplotlib, which only `flashrl report` draws with and asks for itself."""
+
+
+@contextmanager
+def environment_needed() -> Iterator[None]:
+    """Where the block lacks a module of the environment, end with one line on stderr and exit status 1.
+
+    A module of this package that is missing, or one below a package that is there, is an error of the code: it is
+    raised.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name not in MODULES:
+            raise
+        sys.exit(
+            f"error: {sys.executable} has no module {error.name!r}. Remedy: `source .venv/bin/activate` "
+            "(`bash scripts/setup_env.sh` makes it); or, in an environment of your own with verl and vLLM, "
+            "`pip install --no-deps -e .`"
+        )

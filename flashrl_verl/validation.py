@@ -1,28 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
 """The composed configuration, checked before anything is loaded: value, reason and the Hydra key to change.
 
-verl 0.9.1 tests the rollout's name for these; one called flashrl slips past, so they are tested again here:
+``RULES`` is the table: a key, what it has to be, why, and what to write instead. The functions below it are for what
+needs two values at once. Neither torch nor vLLM nor verl is imported.
+
+verl 0.9.1 tests the rollout's name for some of these; one called flashrl slips past, so they are tested again here:
     workers/config/rollout.py       pipeline_model_parallel_size > 1 is refused for vllm
     workers/config/rollout.py, workers/rollout/replica.py       disaggregation is for sglang and vllm
     workers/rollout/llm_server.py   request priorities go to vllm only; any other name loses them silently
     checkpoint_engine/base.py       delta_sharded is for sglang and vllm (here: naive only)
     utils/config.py                 the LoRA rank is checked for vllm only
-Another engine's name is tested in experimental/reward_loop (the reward model's) and in
-workers/config/distillation.py (the teacher's); tests for sglang and trtllm do not concern us.
 """
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 
-from flashrl_verl.config import FlashRLConfig, KVCache
-from flashrl_verl.errors import ConfigError
-from flashrl_verl.rules import ACTOR, CORRECTION, ROLLOUT, Rule, apply, get, one_of, positive_integer, refuse, words
-from flashrl_verl.unknown_keys import check_groups
-from flashrl_verl.validation_head import check_head
-from flashrl_verl.validation_model import check_model
-from flashrl_verl.validation_sampling import check_correction, check_engine_arguments
-from flashrl_verl.validation_servers import check_servers
+from flashrl_verl.attention.limits import REMEDY, why_not_model
+from flashrl_verl.correction.settings import CorrectionSettings
+from flashrl_verl.errors import ConfigError, refuse, words
+from flashrl_verl.rollout.replicas import bf16_replicas
+from flashrl_verl.settings import ACTOR, CORRECTION, DATA, MODEL, ROLLOUT, FlashRLConfig, KVCache, get, positive_integer
 
 PLATFORM = "ray_kwargs.ray_init.runtime_env.env_vars.VERL_PLATFORM"
+ENGINE = f"{ROLLOUT}.engine_kwargs.vllm"
+GROUPS = ("precision", "correction", "hardware", "experiment")
+"""Folders of ``flashrl_verl/configs``."""
 
 
 def validate_config(cfg: DictConfig) -> FlashRLConfig:
@@ -43,23 +51,99 @@ def validate_config(cfg: DictConfig) -> FlashRLConfig:
             "flashrl is missing: the configuration has no FlashRL settings. Remedy: choose an experiment, "
             "such as +experiment=base with hydra.searchpath=[pkg://flashrl_verl.configs]."
         )
-    check_groups(cfg)
+    _check_groups(cfg)
     settings = FlashRLConfig.from_mapping(node)
-    apply(cfg, _BACKEND)
+    CorrectionSettings.from_config(get(cfg, CORRECTION, {}))
+    for rule in RULES:
+        value = get(cfg, rule.key, rule.default)
+        if rule.when(cfg) and not rule.test(value):
+            refuse(rule.key, value, rule.reason, rule.remedy)
     _check_copies(cfg)
-    _check_lora(cfg)
-    check_correction(cfg)
-    check_engine_arguments(cfg)
-    if settings.fp32_lm_head:
-        check_head(cfg)
-    _check_hardware(cfg, settings)
-    check_servers(cfg, settings)
-    check_model(cfg, settings)
-    _check_micro_batches(cfg)
+    _check_engine_arguments(cfg)
+    _check_batches(cfg)
+    _check_head(cfg, settings)
+    _check_replicas(cfg, settings)
+    _check_attention(cfg, settings)
     return settings
 
 
-_BACKEND = (
+# ---- the table ----
+
+
+class Rule(NamedTuple):
+    """One key that has to pass one test."""
+
+    key: str
+    test: Callable[[Any], bool]
+    reason: str
+    """Why a value that fails is refused; the end of a sentence that starts with the key and the value."""
+    remedy: str
+    """What to write instead, as Hydra overrides."""
+    default: Any = None
+    """What verl takes when the key is absent or null."""
+    when: Callable[[DictConfig], bool] = lambda cfg: True
+    """Of the configuration: whether the rule holds there."""
+
+
+def one_of(*accepted: Any) -> Callable[[Any], bool]:
+    """Test for equality with one of the values; True is not 1 here, although Python says so."""
+    return lambda value: any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in accepted)
+
+
+def none_of(*refused: Any) -> Callable[[Any], bool]:
+    """The opposite of ``one_of``."""
+    return lambda value: value not in refused
+
+
+def _on_cpu(cfg: DictConfig) -> bool:
+    return get(cfg, "trainer.device") == "cpu"
+
+
+def _on_gpu(cfg: DictConfig) -> bool:
+    return not _on_cpu(cfg)
+
+
+def _weights(cfg: DictConfig) -> bool:
+    return get(cfg, f"{CORRECTION}.rollout_is") is not None
+
+
+def _rejects(cfg: DictConfig) -> bool:
+    return get(cfg, f"{CORRECTION}.rollout_rs") is not None
+
+
+def _bypass(cfg: DictConfig) -> bool:
+    return bool(get(cfg, f"{CORRECTION}.bypass_mode"))
+
+
+def _decoupled(cfg: DictConfig) -> bool:
+    return not _bypass(cfg)
+
+
+def _reinforce(cfg: DictConfig) -> bool:
+    return _bypass(cfg) and get(cfg, f"{CORRECTION}.loss_type") == "reinforce"
+
+
+def _measures(cfg: DictConfig) -> bool:
+    """correction=metrics_only is the one that keeps a threshold without weights (correction=none has neither): its KL
+    is a statement about quantization only when the sampler's policy is otherwise the trainer's."""
+    return _weights(cfg) or _rejects(cfg) or _bypass(cfg) or get(cfg, f"{CORRECTION}.rollout_is_threshold") is not None
+
+
+def _positive_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
+
+
+WEIGHTED_ESTIMATORS = ("optimal_token_baseline", "tir_optimal_token_baseline")
+ROW_ESTIMATORS = ("grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized")
+"""verl's estimators that use the mask for nothing but where a response's advantage stands."""
+
+_LOSS_MODE = f"{ACTOR}.policy_loss.loss_mode"
+_MERGE = "actor_rollout_ref.model.lora.merge"
+_RATIO = "correction and mismatch metrics divide the trainer's probability by the sampler's"
+_SCRAPES = "it reads /metrics of the rollout's servers, which ask for a key that verl does not give it"
+
+RULES = (
+    # Another trainer or backend than ours.
     Rule(
         "trainer.use_v1",
         one_of(True),
@@ -83,21 +167,80 @@ _BACKEND = (
         one_of(True),
         "the synchronous trainer samples on the training GPUs",
         "actor_rollout_ref.hybrid_engine=true",
-        True,
+        default=True,
     ),
+    # Hardware.
+    Rule(
+        "trainer.device",
+        one_of("cuda", "cpu"),
+        "FlashRL's kernels exist for these two only",
+        "hardware=cuda or hardware=cpu",
+    ),
+    Rule(
+        PLATFORM,
+        one_of("cpu"),
+        "trainer.device=cpu is half of hardware=cpu: verl's workers would look for a GPU",
+        "hardware=cpu",
+        when=_on_cpu,
+    ),
+    Rule(
+        PLATFORM,
+        none_of("cpu"),
+        "the workers would run on the CPU, but trainer.device is another. verl writes the driver's platform there, and "
+        "python -m verl.trainer.main_ppo picks it before it has read hardware=cpu",
+        "VERL_PLATFORM=cpu in the environment of the command, with hardware=cpu; for GPUs, hardware=cuda without "
+        f"{PLATFORM}",
+        when=_on_gpu,
+    ),
+    Rule(
+        "trainer.nnodes",
+        positive_integer,
+        "it is the number of nodes that train and sample",
+        "trainer.nnodes=1 or more",
+    ),
+    Rule(
+        "trainer.n_gpus_per_node",
+        positive_integer,
+        "it is the number of worker processes on each node, on the CPU too",
+        "trainer.n_gpus_per_node=1 or more",
+    ),
+    Rule(
+        f"{ACTOR}.strategy",
+        one_of("fsdp2"),
+        "on the CPU the actor has to be FSDP2: FSDP1 refuses CPU parameters",
+        f"{ACTOR}.strategy=fsdp2",
+        when=_on_cpu,
+    ),
+    Rule(
+        f"{ROLLOUT}.enable_sleep_mode",
+        one_of(False),
+        "vLLM's sleep mode needs CUDA's allocator",
+        f"{ROLLOUT}.enable_sleep_mode=false (hardware=cpu sets it)",
+        default=True,
+        when=_on_cpu,
+    ),
+    Rule(
+        "flashrl.kv_cache",
+        one_of("auto"),
+        "its attention is for GPUs",
+        "flashrl.kv_cache=auto",
+        default="auto",
+        when=_on_cpu,
+    ),
+    # Number formats that contradict ours.
     Rule(
         f"{ROLLOUT}.dtype",
         one_of("bfloat16", "float16"),
         "weights are sent in this type and quantized from it, and vLLM's INT8 kernels write no other",
         f"{ROLLOUT}.dtype=bfloat16 or float16",
-        "bfloat16",
+        default="bfloat16",
     ),
     Rule(
         f"{ROLLOUT}.load_format",
         one_of("dummy", "auto", "safetensors"),
         "codes are made by vLLM's ordinary weight loaders, which this format goes round",
         f"{ROLLOUT}.load_format=dummy (weights arrive with the first update), auto or safetensors",
-        "dummy",
+        default="dummy",
     ),
     Rule(
         f"{ROLLOUT}.quantization",
@@ -112,24 +255,40 @@ _BACKEND = (
         f"{ROLLOUT}.quantization_config_file=null",
     ),
     Rule(
-        "reward.reward_model",
-        lambda node: not (node or {}).get("enable") or bool(node.get("enable_resource_pool")),
-        "a reward model on the training GPUs makes verl send weights in the middle of validation, which nobody verifies",
-        "reward.reward_model.enable_resource_pool=true (GPUs of its own), or reward.reward_model.enable=false",
-        {},
-    ),
-    Rule(
         f"{ROLLOUT}.qat.enable",
         one_of(False, None),
         "quantization-aware training brings its own quantization of the rollout",
         f"{ACTOR}.fsdp_config.qat.enable=false and {ROLLOUT}.qat.enable=false",
     ),
     Rule(
-        f"{ROLLOUT}.pipeline_model_parallel_size",
-        one_of(1),
-        "verl's vLLM rollout has no pipeline parallelism",
-        f"{ROLLOUT}.pipeline_model_parallel_size=1 and a larger {ROLLOUT}.tensor_model_parallel_size",
-        1,
+        "actor_rollout_ref.model.use_fused_kernels",
+        one_of(False),
+        "they multiply by lm_head's weight themselves and round the logits to BF16, although "
+        "flashrl.fp32_lm_head=true, "
+        "and the rollout alone in FP32 would be further from the trainer than both in BF16",
+        "actor_rollout_ref.model.use_fused_kernels=false, or flashrl.fp32_lm_head=false",
+        default=False,
+        when=lambda cfg: bool(get(cfg, "flashrl.fp32_lm_head")),
+    ),
+    # Weights that would not arrive whole, or not be checked.
+    Rule(
+        "reward.reward_model",
+        lambda node: not node.get("enable") or bool(node.get("enable_resource_pool")),
+        "a reward model on the training GPUs makes verl send weights in the middle of validation, which nobody "
+        "verifies",
+        "reward.reward_model.enable_resource_pool=true (GPUs of its own), or reward.reward_model.enable=false",
+        default={},
+    ),
+    *(
+        Rule(
+            key,
+            lambda rank: rank <= 0,
+            "the adapter would be sent beside the base weights, and only whole weights are quantized",
+            f"{_MERGE}=True (merged before each update), or {key}=0",
+            default=0,
+            when=lambda cfg: not get(cfg, _MERGE),
+        )
+        for key in ("actor_rollout_ref.model.lora.rank", "actor_rollout_ref.model.lora_rank")
     ),
     Rule(
         f"{ACTOR}.strategy",
@@ -138,160 +297,469 @@ _BACKEND = (
         f"{ACTOR}.strategy=fsdp2",
     ),
     Rule(
+        f"{ROLLOUT}.pipeline_model_parallel_size",
+        one_of(1),
+        "verl's vLLM rollout has no pipeline parallelism",
+        f"{ROLLOUT}.pipeline_model_parallel_size=1 and a larger {ROLLOUT}.tensor_model_parallel_size",
+        default=1,
+    ),
+    Rule(
         f"{ROLLOUT}.data_parallel_size",
         one_of(1),
-        "vLLM's collective calls reach one data-parallel shard of an engine, so the receipts of the others could not be read",
+        "vLLM's collective calls reach one data-parallel shard of an engine, so the receipts of the others could not "
+        "be read",
         f"{ROLLOUT}.data_parallel_size=1; more replicas come by themselves from more GPUs",
-        1,
+        default=1,
     ),
     Rule(
         f"{ROLLOUT}.expert_parallel_size",
         one_of(1),
         "a rank would hold some experts only, and neither the loader nor the receipts of FlashRL know which",
         f"{ROLLOUT}.expert_parallel_size=1 and {ROLLOUT}.tensor_model_parallel_size, which cuts every expert",
-        1,
+        default=1,
     ),
     Rule(
         f"{ROLLOUT}.disaggregation.enabled",
         one_of(False),
         "separate prefill and decode replicas are built from verl's own server class, without FlashRL",
         f"{ROLLOUT}.disaggregation.enabled=false",
-        False,
+        default=False,
     ),
     Rule(
         f"{ROLLOUT}.scheduling_policy",
-        one_of("fcfs", None),
+        one_of("fcfs"),
         "verl hands request priorities only to a rollout named vllm, so they would be dropped",
         f"{ROLLOUT}.scheduling_policy=fcfs",
-        "fcfs",
+        default="fcfs",
     ),
     Rule(
         f"{ROLLOUT}.mtp.enable_rollout",
-        one_of(False, None),
+        one_of(False),
         "the drafter's weights are not part of the checked weight update",
         "actor_rollout_ref.model.mtp.enable_rollout=false",
+        default=False,
     ),
     Rule(
         f"{ROLLOUT}.checkpoint_engine.backend",
-        one_of("naive", None),
+        one_of("naive"),
         "other engines send weights past FlashRL's sender, which casts, times out and asks for a receipt",
         f"{ROLLOUT}.checkpoint_engine.backend=naive",
-        "naive",
+        default="naive",
+    ),
+    # Monitors that would ask the servers without their key.
+    Rule(
+        f"{ROLLOUT}.prometheus.enable",
+        one_of(False),
+        _SCRAPES,
+        f"{ROLLOUT}.prometheus.enable=false, and a scrape job of your own with the key (docs/security.md)",
+        default=False,
+    ),
+    Rule(
+        "trainer.logger",
+        lambda loggers: "rl_insight" not in ([loggers] if isinstance(loggers, str) else loggers),
+        _SCRAPES,
+        "trainer.logger without rl_insight",
+        default=[],
+    ),
+    # A correction of which something would be ignored: whoever sets it expects something of it.
+    Rule(
+        f"{CORRECTION}.loss_type",
+        one_of("ppo_clip"),
+        f"without {CORRECTION}.bypass_mode it has no effect",
+        f"{CORRECTION}.loss_type=ppo_clip, or correction=bypass with it",
+        default="ppo_clip",
+        when=_decoupled,
+    ),
+    Rule(
+        f"{CORRECTION}.rollout_rs_threshold",
+        one_of(None),
+        f"without {CORRECTION}.rollout_rs it has no effect",
+        f"{CORRECTION}.rollout_rs_threshold=null, or correction=geo_rs with it",
+        when=lambda cfg: not _rejects(cfg),
+    ),
+    Rule(
+        f"{CORRECTION}.rollout_is_batch_normalize",
+        one_of(False),
+        f"without {CORRECTION}.rollout_is it has no effect",
+        f"{CORRECTION}.rollout_is_batch_normalize=false, or correction=tis with it",
+        default=False,
+        when=lambda cfg: not _weights(cfg),
+    ),
+    # Bypass mode: V1 takes the rollout's log-probs for the old ones, but leaves the loss that knows of it to the user.
+    Rule(
+        _LOSS_MODE,
+        one_of("bypass_mode"),
+        f"with {CORRECTION}.bypass_mode=true this loss takes old log-probs for the trainer's, and neither weights nor "
+        "rejects",
+        f"correction=bypass, which sets {_LOSS_MODE}=bypass_mode and takes the weights away",
+        default="vanilla",
+        when=_bypass,
+    ),
+    Rule(
+        _LOSS_MODE,
+        none_of("bypass_mode"),
+        f"this loss takes old log-probs for the rollout's, which they are only with {CORRECTION}.bypass_mode=true",
+        f"{_LOSS_MODE}=vanilla, or correction=bypass",
+        when=_decoupled,
+    ),
+    Rule(
+        f"{CORRECTION}.rollout_is",
+        one_of(None),
+        "in bypass mode PPO's clipped ratio corrects, and verl computes these weights for its metrics only",
+        f"correction=bypass, {CORRECTION}.rollout_is=null, or {CORRECTION}.loss_type=reinforce",
+        when=lambda cfg: _bypass(cfg) and not _reinforce(cfg),
+    ),
+    Rule(
+        f"{CORRECTION}.loss_type",
+        none_of("reinforce"),
+        f"this loss has neither ratio nor clip: without {CORRECTION}.rollout_is nothing corrects",
+        f"{CORRECTION}.rollout_is=token with {CORRECTION}.rollout_is_threshold=2.0, or {CORRECTION}.loss_type=ppo_clip",
+        when=lambda cfg: _reinforce(cfg) and not _weights(cfg),
+    ),
+    Rule(
+        f"{CORRECTION}.rollout_is_batch_normalize",
+        one_of(False),
+        "in bypass mode verl divides by the mean of a micro-batch, so that the gradient would depend on its size",
+        f"{CORRECTION}.rollout_is_batch_normalize=false, or a preset without bypass (correction=tis)",
+        default=False,
+        when=_bypass,
+    ),
+    Rule(
+        f"{CORRECTION}.rollout_is_threshold",
+        lambda threshold: "_" not in str(threshold),
+        "in bypass mode verl divides by zero when every weight of a micro-batch falls outside these bounds",
+        f"{CORRECTION}.rollout_is_threshold=2.0, or a preset without bypass (correction=icepop)",
+        when=_reinforce,
+    ),
+    # The driver computes advantages before the actors know weights and rejections; verl's driver knows them.
+    Rule(
+        "algorithm.adv_estimator",
+        none_of(*WEIGHTED_ESTIMATORS),
+        "its baseline is made of the importance weights, which only the actors compute",
+        "algorithm.adv_estimator=grpo",
+        when=lambda cfg: _decoupled(cfg) and _weights(cfg),
+    ),
+    Rule(
+        "algorithm.adv_estimator",
+        one_of(*ROW_ESTIMATORS),
+        f"its advantages depend on which tokens {CORRECTION}.rollout_rs rejects, which only the actors know",
+        f"algorithm.adv_estimator=grpo (or {', '.join(ROW_ESTIMATORS[1:])}), or {CORRECTION}.rollout_rs=null",
+        default="gae",
+        when=lambda cfg: _decoupled(cfg) and _rejects(cfg),
+    ),
+    # What is sampled: the correction holds only for the policy whose log-probs the engine records.
+    Rule(
+        f"{ROLLOUT}.temperature",
+        _positive_number,
+        "greedy samples of a prompt are all the same, so every group is constant and has no advantage, and the trainer "
+        "divides "
+        "its logits by the temperature",
+        f"{ROLLOUT}.temperature=1.0; validation has its own, {ROLLOUT}.val_kwargs.temperature",
+        default=1.0,
+    ),
+    Rule(
+        f"{ROLLOUT}.calculate_log_probs",
+        one_of(True),
+        f"{_RATIO}, and without the sampler's log-probs there is nothing to divide by",
+        f"{ROLLOUT}.calculate_log_probs=true, or correction=none",
+        default=False,
+        when=_measures,
+    ),
+    Rule(
+        f"{ROLLOUT}.logprobs_mode",
+        one_of("processed_logprobs"),
+        f"{_RATIO}; raw log-probs leave out the temperature and are not those of the policy that sampled",
+        f"{ROLLOUT}.logprobs_mode=processed_logprobs",
+        default="processed_logprobs",
+        when=_measures,
+    ),
+    Rule(
+        f"{ROLLOUT}.top_p",
+        one_of(1, 1.0),
+        f"{_RATIO}, and a nucleus renormalizes only the sampler's",
+        f"{ROLLOUT}.top_p=1.0, or correction=none",
+        default=1.0,
+        when=_measures,
+    ),
+    Rule(
+        f"{ROLLOUT}.top_k",
+        one_of(-1, 0),
+        f"{_RATIO}, and top-k renormalizes only the sampler's",
+        f"{ROLLOUT}.top_k=-1 (off), or correction=none",
+        default=-1,
+        when=_measures,
+    ),
+    Rule(
+        # Not a field of verl's RolloutConfig; a user who adds it means it.
+        f"{ROLLOUT}.min_p",
+        one_of(0, 0.0),
+        f"{_RATIO}, and min-p renormalizes only the sampler's",
+        f"remove {ROLLOUT}.min_p, or correction=none",
+        default=0,
+        when=_measures,
+    ),
+    Rule(
+        # V1's agent loop sends 1.0 whatever this key says: a user who sets it gets no penalty and no warning.
+        f"{ROLLOUT}.repetition_penalty",
+        one_of(1, 1.0),
+        f"{_RATIO}, and a repetition penalty changes only the sampler's",
+        f"{ROLLOUT}.repetition_penalty=1.0",
+        default=1.0,
+        when=_measures,
     ),
 )
 
 
+# ---- vLLM's own arguments ----
+
+# verl's server builds {its own arguments, **engine_kwargs}: what stands in engine_kwargs wins without a word.
+_TWINS = {
+    "dtype": "dtype",
+    "load_format": "load_format",
+    "logprobs_mode": "logprobs_mode",
+    "scheduling_policy": "scheduling_policy",
+    "enable_sleep_mode": "enable_sleep_mode",
+    "tensor_parallel_size": "tensor_model_parallel_size",
+    "pipeline_parallel_size": "pipeline_model_parallel_size",
+    "data_parallel_size": "data_parallel_size",
+}
+"""Arguments that have a key of their own in the rollout's configuration: they may be repeated, not contradicted."""
+
+_PRECISION = "flashrl.precision=int8, fp8 or bf16"
+_KV_CACHE = "flashrl.kv_cache=auto or int8_per_token_head"
+_OWNED = {
+    "quantization": ("it replaces FlashRL's quantization", _PRECISION),
+    "q": ("it is vLLM's short name for quantization and replaces FlashRL's", _PRECISION),
+    "quantization_config": ("it replaces FlashRL's quantization", _PRECISION),
+    "hf_overrides": (
+        "FlashRL's settings travel in hf_overrides.quantization_config, and vLLM takes only one hf_overrides",
+        "flashrl.precision for the precision, config.json of the model for anything else",
+    ),
+    "kv_cache_dtype": ("nothing would make its scales follow the policy", _KV_CACHE),
+    "calculate_kv_scales": ("its scales are those of the first batch, whatever the policy becomes", _KV_CACHE),
+    "kv_cache_dtype_skip_layers": ("flashrl.kv_cache would be half true", "flashrl.kv_cache for all layers"),
+    "enable_expert_parallel": (
+        "neither the loader nor the receipts of FlashRL know which experts a rank would hold",
+        None,
+    ),
+    "worker_extension_cls": ("FlashRL's own extension receives and checks the weights", None),
+    "override_generation_config": (
+        "verl fills it from the rollout's own keys",
+        f"{ROLLOUT}.temperature, top_p and top_k",
+    ),
+    "logits_processors": ("they change the policy that samples, not the trainer's, and the ratio is wrong", None),
+    "speculative_config": ("the drafter's weights are not part of the checked weight update", None),
+    "enable_lora": ("adapters are not quantized", f"{_MERGE}=True"),
+    "api_key": ("verl prints it into the run's log, and a server of FlashRL's has a random key of its own", None),
+    "config": ("the arguments in a further file cannot be checked", f"{ENGINE}.<argument>"),
+}
+"""Arguments that FlashRL sets, or that change which policy samples, to the reason and what to use instead. max_logprobs
+is not
+one: only the sampled token's log-prob is asked for, and every value allows that."""
+
+
+def _check_engine_arguments(cfg: DictConfig) -> None:
+    for name, value in get(cfg, ENGINE, {}).items():
+        if value is None:  # verl drops these before it builds the command line
+            continue
+        key = f"{ENGINE}.{name}"
+        argument = str(name).replace("-", "_").split(".")[0]  # vLLM takes both spellings, and dots into a dict
+        if argument in _OWNED:
+            reason, instead = _OWNED[argument]
+            use = f", and use {instead}" if instead else ""
+            refuse(key, value, f"verl puts engine_kwargs last, so this wins; {reason}", f"remove {key}{use}")
+        if "ssl" in argument.split("_"):  # all of vLLM's arguments about certificates
+            use = f"remove {key}; flashrl.server_address=loopback keeps HTTP on its machine (docs/security.md)"
+            refuse(key, value, "verl starts vLLM's server without it, so that its HTTP would not be encrypted", use)
+        twin = f"{ROLLOUT}.{_TWINS[argument]}" if argument in _TWINS else None
+        if twin and value != (meant := get(cfg, twin, value)):
+            reason = f"verl puts engine_kwargs last, so {twin}={words(meant)} would be ignored"
+            refuse(key, value, reason, f"remove {key} and set {twin}")
+
+
+# ---- two keys at once ----
+
+
+def _check_groups(cfg: DictConfig) -> None:
+    """What a ``+`` makes of a misspelt group (``+corection=icepop``): a key that nothing reads, and a run with the
+    default."""
+    for key in map(str, cfg):
+        if found := get_close_matches(key, GROUPS, n=1, cutoff=0.83):  # one wrong letter in six
+            value = words(get(cfg, key))
+            refuse(
+                key, get(cfg, key), "nothing reads it", f"{found[0]}={value} without a +, or another name for the key"
+            )
+
+
 def _check_copies(cfg: DictConfig) -> None:
     """Workers see only actor_rollout_ref: what they read there has to be what the user wrote elsewhere."""
-    copies = (
-        (f"{ROLLOUT}.custom.flashrl", "flashrl"),
-        (f"{ACTOR}.policy_loss.rollout_correction", CORRECTION),
-    )
-    for copy, source in copies:
+    copies = {f"{ROLLOUT}.custom.flashrl": "flashrl", f"{ACTOR}.policy_loss.rollout_correction": CORRECTION}
+    for copy, source in copies.items():
         if get(cfg, copy) != get(cfg, source):
-            refuse(
-                copy,
-                get(cfg, copy),
-                f"workers read this copy, and it differs from {source}={words(get(cfg, source))}",
-                f"set {source}.* only, and leave {copy}='${{{source}}}'",
-            )
+            reason = f"workers read this copy, and it differs from {source}={words(get(cfg, source))}"
+            refuse(copy, get(cfg, copy), reason, f"set {source}.* only, and leave {copy}='${{{source}}}'")
 
 
-def _check_lora(cfg: DictConfig) -> None:
-    model = "actor_rollout_ref.model"
-    for key in (f"{model}.lora.rank", f"{model}.lora_rank"):
-        rank = get(cfg, key, 0)
-        if rank > 0 and not get(cfg, f"{model}.lora.merge", False):
-            refuse(
-                key,
-                rank,
-                "the adapter would be sent beside the base weights, and only whole weights are quantized",
-                f"{model}.lora.merge=True (merged before each update), or {key}=0",
-            )
-
-
-def _check_micro_batches(cfg: DictConfig) -> None:
-    """verl cuts a rank's share of the batch into micro-batches and asserts, at the first step, that nothing is left."""
+def _check_batches(cfg: DictConfig) -> None:
+    """verl cuts a rank's share of the batch into micro-batches and asserts, at the first step, that nothing is left; in
+    bypass mode its loss fails on the rows without a token with which it fills a mini-batch up."""
+    prompts, mini_batch = (get(cfg, key, 0) for key in ("data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size"))
+    if _bypass(cfg) and positive_integer(mini_batch) and prompts % mini_batch:
+        refuse(
+            f"{ACTOR}.ppo_mini_batch_size",
+            mini_batch,
+            f"it does not divide data.train_batch_size={prompts}: verl fills up with rows without a token, where its "
+            "loss of "
+            "bypass mode fails",
+            f"{ACTOR}.ppo_mini_batch_size that divides data.train_batch_size, or a preset without bypass "
+            "(correction=tis)",
+        )
     ranks = get(cfg, "trainer.nnodes") * get(cfg, "trainer.n_gpus_per_node")
     # verl's older key and its newer one.
     keys = (f"{ACTOR}.ulysses_sequence_parallel_size", f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size")
     data_parallel = max(1, ranks // max(get(cfg, key, 1) or 1 for key in keys))
     samples = get(cfg, f"{ROLLOUT}.n", 1)
-    for key, dynamic, prompts in (
+    for key, dynamic, source in (
         (f"{ACTOR}.ppo_micro_batch_size_per_gpu", f"{ACTOR}.use_dynamic_bsz", f"{ACTOR}.ppo_mini_batch_size"),
-        (f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu", f"{ROLLOUT}.log_prob_use_dynamic_bsz", "data.train_batch_size"),
+        (
+            f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu",
+            f"{ROLLOUT}.log_prob_use_dynamic_bsz",
+            "data.train_batch_size",
+        ),
     ):
-        size, batch = get(cfg, key), get(cfg, prompts, 0)
+        size, batch = get(cfg, key), get(cfg, source, 0)
         share, rest = divmod(batch * samples, data_parallel)
         if size and not get(cfg, dynamic, False) and (rest or share % size):
             refuse(
                 key,
                 size,
-                f"{prompts}={batch} prompts x {samples} samples on {data_parallel} ranks are "
-                f"{batch * samples / data_parallel:g} sequences a rank, which cannot be cut into micro-batches of that many",
+                f"{source}={batch} prompts x {samples} samples on {data_parallel} ranks are "
+                f"{batch * samples / data_parallel:g} sequences a rank, which cannot be cut into micro-batches of that "
+                "many",
                 f"{key} that divides them, or {dynamic}=true",
             )
 
 
-def _check_hardware(cfg: DictConfig, settings: FlashRLConfig) -> None:
-    device, platform = get(cfg, "trainer.device"), get(cfg, PLATFORM)
-    if device not in ("cuda", "cpu"):
-        refuse(
-            "trainer.device",
-            device,
-            "FlashRL's kernels exist for these two only",
-            "hardware=cuda or hardware=cpu",
-        )
-    if device == "cpu" and platform != "cpu":
-        refuse(
-            "trainer.device",
-            device,
-            f"half of hardware=cpu is missing: {PLATFORM}={words(platform)}, so verl's workers would look for a GPU",
-            "hardware=cpu",
-        )
-    if device != "cpu" and platform == "cpu":
-        refuse(
-            PLATFORM,
-            platform,
-            f"the workers would run on the CPU, but trainer.device={device}. verl writes the driver's platform there, "
-            "and python -m verl.trainer.main_ppo picks it before it has read hardware=cpu",
-            "VERL_PLATFORM=cpu in the environment of the command, with hardware=cpu; for GPUs, hardware=cuda without "
-            f"{PLATFORM}",
-        )
-    apply(cfg, _SIZE)
-    if device == "cpu":
-        apply(cfg, _ON_CPU)
-        if settings.kv_cache not in (KVCache.AUTO, KVCache.FP8):
-            refuse(
-                "flashrl.kv_cache",
-                settings.kv_cache.value,
-                "vLLM's attention on a CPU has no scale for each token and head",
-                "flashrl.kv_cache=auto or fp8",
-            )
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "16": "float16", "fp32": "float32", "32": "float32"}
+"""verl's other names for them (``PrecisionType``)."""
 
 
-_SIZE = (
-    Rule("trainer.nnodes", positive_integer, "it is the number of nodes that train and sample", "trainer.nnodes=1 or more"),
-    Rule(
-        "trainer.n_gpus_per_node",
-        positive_integer,
-        "it is the number of worker processes on each node, on the CPU too",
-        "trainer.n_gpus_per_node=1 or more",
-    ),
-)
+def _check_head(cfg: DictConfig, settings: FlashRLConfig) -> None:
+    """``flashrl.fp32_lm_head`` promises the same product on both sides, so of the same operands."""
+    key = f"{ACTOR}.fsdp_config.mixed_precision"
+    written = ((get(cfg, key) or {}).get("param_dtype", "bf16"), get(cfg, f"{ROLLOUT}.dtype", "bfloat16"))
+    trainer, rollout = (_DTYPES.get(str(name), str(name)) for name in written)
+    if settings.fp32_lm_head and trainer != rollout:
+        refuse(
+            f"{key}.param_dtype",
+            trainer,
+            f"the trainer would round lm_head's weight and input differently from {ROLLOUT}.dtype={rollout}, and "
+            "flashrl.fp32_lm_head=true promises the same product on both sides",
+            f"{ROLLOUT}.dtype={trainer}, {key}.param_dtype={rollout}, or flashrl.fp32_lm_head=false",
+        )
 
-_ON_CPU = (
-    Rule(
-        f"{ACTOR}.strategy",
-        one_of("fsdp2"),
-        "on the CPU the actor has to be FSDP2: FSDP1 refuses CPU parameters",
-        f"{ACTOR}.strategy=fsdp2",
-    ),
-    Rule(
-        f"{ROLLOUT}.enable_sleep_mode",
-        one_of(False),
-        "vLLM's sleep mode needs CUDA's allocator",
-        f"{ROLLOUT}.enable_sleep_mode=false (hardware=cpu sets it)",
-        True,
-    ),
-)
+
+def _check_replicas(cfg: DictConfig, settings: FlashRLConfig) -> None:
+    """A mixture of precisions takes as many replicas as there are precisions."""
+    if settings.bf16_replica_fraction:
+        ranks = get(cfg, "trainer.nnodes") * get(cfg, "trainer.n_gpus_per_node")
+        bf16_replicas(settings, ranks // get(cfg, f"{ROLLOUT}.tensor_model_parallel_size", 1))
+
+
+def _check_attention(cfg: DictConfig, settings: FlashRLConfig) -> None:
+    """Our attention does not take every model's heads. A model of another machine or of the hub is left to the
+    engine."""
+    if settings.kv_cache is not KVCache.INT8_PER_TOKEN_HEAD:
+        return
+    if any(get(cfg, f"{ENGINE}.{key}") for key in ("attention_backend", "attention_config.backend")):  # not ours
+        return
+    try:
+        model = json.loads((Path(get(cfg, MODEL, "")) / "config.json").read_text())
+    except (OSError, ValueError):  # missing paths and damaged files have messages of their own
+        return
+    if isinstance(model, dict) and (reason := why_not_model(model)):
+        kv_cache = settings.kv_cache.value
+        raise ConfigError(
+            f"flashrl.kv_cache={kv_cache}: its attention does not take {get(cfg, MODEL)}, which has {reason}. {REMEDY}"
+        )
+
+
+# ---- local paths: not part of ``validate_config``, for a dry run need not happen where the run will ----
+
+
+def missing_paths(
+    cfg: DictConfig, *, root: Path | None = None, made_later: Path | None = None
+) -> list[tuple[str, str]]:
+    """Local paths that a run would read and that are not there.
+
+    Args:
+        cfg: The composed configuration.
+        root: Where relative paths start; the working directory when it is None.
+        made_later: A directory whose contents need not exist yet.
+
+    Returns:
+        Pairs of Hydra key and path as it is written; data first. Addresses (``hdfs://``) and names of the model hub are
+        not local, and a dataset class of the user's own reads what it likes.
+    """
+    root = root or Path.cwd()
+    return [
+        (key, text)
+        for key, text in _local_paths(cfg, root)
+        if not (root / text).exists() and not (made_later and (root / text).is_relative_to(made_later))
+    ]
+
+
+def describe_missing(missing: list[tuple[str, str]]) -> str:
+    """What is missing, in words: ``key=path, key=path not found on this machine``."""
+    return ", ".join(f"{key}={text}" for key, text in missing) + " not found on this machine"
+
+
+def check_paths(cfg: DictConfig, *, root: Path | None = None, made_later: Path | None = None) -> None:
+    """Refuse a configuration whose local paths are not there; arguments as in ``missing_paths``.
+
+    Raises:
+        ConfigError: one message with every key and path.
+    """
+    missing = missing_paths(cfg, root=root, made_later=made_later)
+    if not missing:
+        return
+    if get(cfg, "quickstart.assets") is not None:
+        remedy = (
+            "quickstart.assets=<folder>/assets of an earlier `flashrl quickstart --output <folder>`, which makes them "
+            "(bash scripts/quickstart.sh), or paths of your own"
+        )
+    elif get(cfg, "chain.assets") is not None:
+        remedy = (
+            "chain.assets=<folder>/assets of an earlier `flashrl bench learning --output <folder>`, which makes them"
+        )
+    else:
+        tilde = (
+            f"; write your home folder out in {MODEL}, ~ is not expanded there"
+            if get(cfg, MODEL, "").startswith("~")
+            else ""
+        )
+        makes = (
+            "; or make the data: `flashrl data --help` lists what it can"
+            if any(key in DATA for key, _ in missing)
+            else ""
+        )
+        remedy = f"set these keys to paths that exist on every node{tilde}{makes}"
+    raise ConfigError(f"{describe_missing(missing)} (relative paths start at {root or Path.cwd()}). Remedy: {remedy}.")
+
+
+def _local_paths(cfg: DictConfig, root: Path) -> Iterator[tuple[str, str]]:
+    if get(cfg, "data.custom_cls.path") is None:
+        for key in DATA:
+            value = get(cfg, key, [])
+            for text in [value] if isinstance(value, str) else value:
+                if "://" not in text:
+                    yield key, os.path.expanduser(text)  # as Hugging Face datasets does
+    model = get(cfg, MODEL, "")
+    folder = Path(model).parent
+    looks_like_a_path = (  # a name of the model hub is ``name`` or ``owner/name``
+        model.startswith(("/", "./", "../", "~"))
+        or len(Path(model).parts) > 2
+        or (folder != Path(".") and (root / folder).is_dir())
+    )
+    if "://" not in model and looks_like_a_path:
+        yield MODEL, model  # transformers takes ~ for a folder's name

@@ -18,6 +18,6 @@ source "$root/scripts/lib.sh"
 help_if_asked "$@"
 cd "$root"
 
-python -m flashrl_verl bench learning --arm "${FIGURE_ARMS:-bf16:none,bf16:tis,int8:none,int8:tis,fp8:none,fp8:tis}" \
+python -m benchmarks learning --arm "${FIGURE_ARMS:-bf16:none,bf16:tis,int8:none,int8:tis,fp8:none,fp8:tis}" \
   --seed "${FIGURE_SEEDS:-0,1,2}" --steps 60 --parallel "${FIGURE_RUNS:-6}" --minutes "${FIGURE_MINUTES:-60}" \
   --output "${FIGURE_OUTPUT:-outputs/learning}" trainer.test_freq=20 "$@"

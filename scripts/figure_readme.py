@@ -15,16 +15,16 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # works from a checkout that is not installed
 
-from flashrl_verl.environment import environment_needed  # noqa: E402
+from flashrl_verl.errors import environment_needed  # noqa: E402
 
 with environment_needed():
-    from flashrl_verl.bench import rollout_figure
-    from flashrl_verl.bench.arms import Arm
-    from flashrl_verl.bench.rollout_figure import Bar
-    from flashrl_verl.bench.rollout_report import words
-    from flashrl_verl.config import KVCache, Precision
-    from flashrl_verl.report.figure import new_figure, save
-    from flashrl_verl.report.palette import OF_PRECISION, TITLE
+    from benchmarks import rollout_figure
+    from benchmarks.rollout_figure import Bar
+    from benchmarks.rollout_report import words
+    from flashrl_verl.settings import KVCache, Precision
+    from flashrl_verl.tools.engines.arms import Arm
+    from flashrl_verl.tools.report.figure import new_figure, save
+    from flashrl_verl.tools.report.palette import OF_PRECISION, TITLE
 
 RESULTS = ROOT / "docs" / "results"
 ROLLOUTS = (
@@ -100,7 +100,9 @@ def again(bar: Bar) -> str:
     """The same measured anew; nothing where it was not."""
     measurements = [rollout_figure.bars(RESULTS / file) for file in AGAIN]
     same = [(one, of) for of in measurements for one in of if (one.place[1:], one.arm) == (bar.place[1:], bar.arm)]
-    return "".join(f", [{rollout_figure.speed_up(one, of):.2f}](docs/results/throughput_again.md) again" for one, of in same)
+    return "".join(
+        f", [{rollout_figure.speed_up(one, of):.2f}](docs/results/throughput_again.md) again" for one, of in same
+    )
 
 
 def decoding() -> tuple[str, ...]:
@@ -118,7 +120,9 @@ def decoding() -> tuple[str, ...]:
 
 
 def step() -> tuple[str, ...]:
-    seconds = {tuple(sorted(one["choice"].items())): one["whole"]["seconds"] for one in raw(STEP)["outcomes"] if one["whole"]}
+    seconds = {
+        tuple(sorted(one["choice"].items())): one["whole"]["seconds"] for one in raw(STEP)["outcomes"] if one["whole"]
+    }
     (bf16, keys), (int8, both) = (
         [seconds[("kv_cache", kv_cache), ("precision", precision)] for kv_cache in ("auto", "int8_per_token_head")]
         for precision in ("bf16", "int8")
@@ -149,10 +153,14 @@ def draw_speeds(axes: Any) -> None:
     for row, (_, base, bar) in enumerate(found):
         for place, one in ((row - 0.2, base), (row + 0.2, bar)):
             ratio, precision = rollout_figure.speed_up(one, [base]), one.arm.precision
-            axes.barh(place, ratio, 0.38, color=OF_PRECISION[precision], label=precision.value.upper() if row == 0 else None)
+            axes.barh(
+                place, ratio, 0.38, color=OF_PRECISION[precision], label=precision.value.upper() if row == 0 else None
+            )
             said = f" {ratio:.2f} x" if one is bar else f" {speed(one):.0f} tokens/s"
             axes.annotate(said, (ratio, place), va="center", fontsize=8)
-    axes.set_yticks(range(len(found)), [place.replace(", ", "\n").replace(" (a", "\n(a") for place, *_ in found], fontsize=8)
+    axes.set_yticks(
+        range(len(found)), [place.replace(", ", "\n").replace(" (a", "\n(a") for place, *_ in found], fontsize=8
+    )
     axes.invert_yaxis()
     axes.margins(x=0.2)
     axes.set_xlabel("generated tokens a second, BF16 = 1", fontsize=9)
@@ -179,7 +187,8 @@ def draw_learning(axes: Any) -> None:
             axes.hlines(statistics.mean(ends), at - 0.1, at + 0.1, color=colour, linewidth=1)
     starts = [raw(file)["start"]["mean@8"]["value"] for file in LEARNING]
     axes.set_xticks(
-        range(len(LEARNING)), [f"{name} model\n({start:.2f} before)" for name, start in zip(ORDINALS, starts, strict=True)]
+        range(len(LEARNING)),
+        [f"{name} model\n({start:.2f} before)" for name, start in zip(ORDINALS, starts, strict=True)],
     )
     axes.set_ylabel("accuracy after training, in BF16; bars: means", fontsize=9)
     axes.set_title("A small model, much mismatch", **TITLE)

@@ -13,7 +13,7 @@ help_if_asked "$@"
 cd "$root"
 
 output=${FIGURE_OUTPUT:-outputs/step}
-python -m flashrl_verl bench training --model qwen2.5-32b --layers 2,6 --tokens 8192 --hardware cuda \
+python -m benchmarks training --model qwen2.5-32b --layers 2,6 --tokens 8192 --hardware cuda \
   --output "$output"
 python -m flashrl_verl plan experiment=dapo_qwen2.5_32b_int8 --gpu h200 --gpus 64 --figure "$output/step.png" \
   --json "$output/step.json" "$@"

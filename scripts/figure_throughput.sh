@@ -24,10 +24,10 @@ folders=()
 for memory in ${FIGURE_MEMORY:-0.9 0.51}; do
   for model in ${FIGURE_MODELS:-qwen2.5-32b qwen2.5-14b qwen2.5-7b}; do
     folder=$output/$(basename "$model")-$memory
-    python -m flashrl_verl bench rollout --model "$model" --arm "${FIGURE_ARMS:-bf16,int8,fp8,int8:int8_per_token_head}" \
+    python -m benchmarks rollout --model "$model" --arm "${FIGURE_ARMS:-bf16,int8,fp8,int8:int8_per_token_head}" \
       --work "${FIGURE_WORK:-256x256+384,28x8192+192}" --gpu-memory-utilization "$memory" --repeats 2 \
       --parallel "${FIGURE_GPUS:-1}" --output "$folder" "$@"
     folders+=("$folder")
   done
 done
-python -m flashrl_verl bench rollout-figure "${folders[@]}" --output "$output/throughput.png"
+python -m benchmarks rollout-figure "${folders[@]}" --output "$output/throughput.png"

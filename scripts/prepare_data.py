@@ -13,13 +13,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # works from a checkout that is not installed
 
-from flashrl_verl.environment import environment_needed  # noqa: E402
+from flashrl_verl.errors import environment_needed  # noqa: E402
 
 with environment_needed():
     import typer
 
     from flashrl_verl.cli import run
-    from flashrl_verl.data.command import data
+    from flashrl_verl.tools.data.command import data
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 app.command()(data)

@@ -2,12 +2,8 @@
 """Tests that need a GPU say so where there is none, instead of failing or waiting for one."""
 
 import logging
-import os
 
 import pytest
-
-# Or experts with scales by block are refused where vLLM finds DeepGEMM (flashrl_verl/quantization/moe.py).
-os.environ.setdefault("VLLM_USE_DEEP_GEMM_E8M0", "0")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's attention backend ``CUSTOM``: an INT8 KV cache with a scale for each token and head, decoded by our kernel.
 
-vLLM has this format in its Triton attention (``int8_per_token_head``, vllm/v1/attention/backends/triton_attn.py), which is
-general and slow: its decode kernel reads values across the order that tensor cores want, and a prompt's tokens read the cache
-three at a time. Here
+vLLM has this format in its Triton attention (``int8_per_token_head``, vllm/v1/attention/backends/triton_attn.py), which
+is general and slow: its decode kernel reads values across the order that tensor cores want, and a prompt's tokens read
+the cache three at a time. Here
 
 - sequences with one new token are decoded by ``triton_decode.py``;
-- prompts are read by FlashAttention, from BF16 keys and values that ``read_kv_cache_kernel`` makes of the cache first, some ten
-  thousand tokens at a time.
+- prompts are read by FlashAttention, from BF16 keys and values that ``read_kv_cache_kernel`` makes of the cache first,
+  some ten thousand tokens at a time.
 
 A backend is upstream's hook (``vllm.v1.attention.backends.registry.register_backend``); nothing of vLLM's is changed.
 """
@@ -92,8 +92,8 @@ class Int8KVBackend(AttentionBackend):
 
     @classmethod
     def supports_combination(cls, head_size: int, *others: Any) -> str | None:
-        """Here and not in a method of each: what this returns is in vLLM's message, where "head_size not supported" would have
-        no remedy. The last argument is the GPU's capability."""
+        """Here and not in a method of each: what this returns is in vLLM's message, where "head_size not supported"
+        would have no remedy. The last argument is the GPU's capability."""
         capability: DeviceCapability = others[-1]
         if capability.to_int() < CAPABILITY:
             return f"compute capability {capability.as_version_str()}, and it needs {CAPABILITY / 10}. {REMEDY}"
@@ -108,7 +108,9 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
     reorder_batch_threshold: int | None = 1
 
-    def __init__(self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device):
+    def __init__(
+        self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+    ):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         if vllm_config.speculative_config is not None:
             _refuse("it has no speculative decoding, whose lengths the host only guesses")
@@ -182,7 +184,12 @@ class Int8KVAttention(AttentionImpl):
         self._read_at_once = max(_READ_AT_ONCE, get_current_vllm_config().model_config.max_model_len)
 
     def do_kv_cache_update(
-        self, layer: torch.nn.Module, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+        self,
+        layer: torch.nn.Module,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
     ) -> None:
         """Quantize the step's new keys and values into the cache; vLLM calls it before ``forward``."""
         kernels.write(key, value, pages.pages_of(kv_cache), slot_mapping)
@@ -215,7 +222,9 @@ class Int8KVAttention(AttentionImpl):
             raise NotImplementedError("quantized output of attention")
         if attn_metadata is None:
             # What reading prompts takes has to be seen when vLLM gives the rest of the memory to the cache.
-            torch.empty(2, self._read_at_once, self.num_kv_heads, self.head_size, dtype=query.dtype, device=query.device)
+            torch.empty(
+                2, self._read_at_once, self.num_kv_heads, self.head_size, dtype=query.dtype, device=query.device
+            )
             return output.fill_(0)
         # Views of each call's own: kept ones would hold the small cache over which vLLM first measures its CUDA graphs.
         cache, step = pages.pages_of(kv_cache), attn_metadata
@@ -229,7 +238,9 @@ class Int8KVAttention(AttentionImpl):
     def _prefill(
         self, query: torch.Tensor, cache: pages.Pages, block_table: torch.Tensor, prefill: Prefill, output: torch.Tensor
     ) -> None:
-        key, value = kernels.read(cache, block_table, prefill.key_starts, prefill.max_seq_len, prefill.total, query.dtype)
+        key, value = kernels.read(
+            cache, block_table, prefill.key_starts, prefill.max_seq_len, prefill.total, query.dtype
+        )
         flash_attn_varlen_func(
             q=query,
             k=key,

@@ -53,7 +53,8 @@ class Scratch:
 
 
 def splits_of(sequences: int, kv_heads: int, multiprocessors: int) -> int:
-    """Parts that each sequence is cut in, a power of two: by the batch alone, so that a CUDA graph of it stays right."""
+    """Parts that each sequence is cut in, a power of two: by the batch alone, so that a CUDA graph of it stays
+    right."""
     wanted = max(1, multiprocessors * _PROGRAMS_PER_SM // (sequences * kv_heads))
     return min(_MOST_SPLITS, 1 << (wanted.bit_length() - 1))
 
@@ -131,7 +132,9 @@ def decode(
     group, splits = heads // pages.heads, splits_of(sequences, pages.heads, scratch.multiprocessors)
     rows = sequences * heads * splits
     if splits > 1 and (rows * size > scratch.sums.numel() or rows * 2 > scratch.state.numel()):
-        raise RuntimeError(f"{sequences} sequences of {heads} heads in {splits} splits are more than the scratch was made for")
+        raise RuntimeError(
+            f"{sequences} sequences of {heads} heads in {splits} splits are more than the scratch was made for"
+        )
     int8_attention_kernel[(sequences, pages.heads, splits)](
         *(query, *_pointers(pages), block_table, seq_lens, out, scratch.sums, scratch.state, softmax_scale),
         *(query.stride(0), query.stride(1), *_strides(pages), block_table.stride(0), out.stride(0), out.stride(1)),

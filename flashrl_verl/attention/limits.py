@@ -13,7 +13,8 @@ CAPABILITY = 80
 """A100: what has INT8 and BF16 tensor cores and asynchronous copies."""
 
 REMEDY = (
-    "Set +actor_rollout_ref.rollout.engine_kwargs.vllm.attention_backend=TRITON_ATTN (vLLM's, slower), or flashrl.kv_cache=auto"
+    "Set +actor_rollout_ref.rollout.engine_kwargs.vllm.attention_backend=TRITON_ATTN (vLLM's, slower), or "
+    "flashrl.kv_cache=auto"
 )
 
 
@@ -33,8 +34,8 @@ def why_not(head_size: int, heads: int, kv_heads: int) -> str | None:
 
 
 def why_not_model(config: dict[str, Any]) -> str | None:
-    """The same of a model's ``config.json``, as far as it says. What else layers may have (a sliding window, a cap on logits)
-    is found when the engine is built.
+    """The same of a model's ``config.json``, as far as it says. What else layers may have (a sliding window, a cap on
+    logits) is found when the engine is built.
 
     Args:
         config: of a Hugging Face model.

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a page of the KV cache holds codes and scales: laid out for the kernel that reads it every decode step.
 
-vLLM gives a page ``2 * slots * heads * (head_size + 4)`` bytes for this format and leaves the order to the attention backend
-(its own has a head's scale behind its codes: 132 bytes, so that few rows begin at a multiple of 16). Here a page is, in bytes,
+vLLM gives a page ``2 * slots * heads * (head_size + 4)`` bytes for this format and leaves the order to the attention
+backend (its own has a head's scale behind its codes: 132 bytes, so that few rows begin at a multiple of 16). Here a
+page is, in bytes,
 
     keys    [heads, slots, head_size] INT8      scales [heads, slots] float32
     values  [heads, head_size, slots] INT8      scales [heads, slots] float32
 
-Keys are multiplied along the head's dimensions and values along tokens: in this order the codes of both are read in vectors of
-16 bytes and are next to each other where a tensor core wants them, with no bytes to shuffle.
+Keys are multiplied along the head's dimensions and values along tokens: in this order the codes of both are read in
+vectors of 16 bytes and are next to each other where a tensor core wants them, with no bytes to shuffle.
 """
 
 from dataclasses import dataclass
@@ -45,7 +46,8 @@ class Pages:
 
 
 def shape(pages: int, slots: int, heads: int, head_size: int) -> tuple[int, int, int, int, int]:
-    """What vLLM is told that a layer's cache is: elements of one byte, as many as vLLM's own backend has for this format."""
+    """What vLLM is told that a layer's cache is: elements of one byte, as many as vLLM's own backend has for this
+    format."""
     return pages, 2, slots, heads, head_size + SCALE_BYTES
 
 

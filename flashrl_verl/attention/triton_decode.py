@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention of one new token a sequence over INT8 keys and values in pages.
 
-A decode step of long responses waits for keys and values, so what counts is that reading half the bytes takes half the time:
-codes go to tensor cores with about one instruction an element and no exchange between threads. Codes are FP16 there, which
-has every INT8 value; the scale of a key multiplies its score, the scale of a value its weight, and sums are float32, so that
-weights have FP16's eleven bits, down to 2**-29 of the largest. (FlashAttention 3's E4M3 kernel rounds queries and weights to
-four.)
+A decode step of long responses waits for keys and values, so what counts is that reading half the bytes takes half the
+time: codes go to tensor cores with about one instruction an element and no exchange between threads. Codes are FP16
+    there, which
+has every INT8 value; the scale of a key multiplies its score, the scale of a value its weight, and sums are float32, so
+that weights have FP16's eleven bits, down to 2**-29 of the largest. (FlashAttention 3's E4M3 kernel rounds queries and
+weights to four.)
 
 Heads that share keys are the columns of a product whose rows are tokens: eight columns are the least that a tensor core
 takes, where sixteen rows would be with heads and tokens the other way around.
@@ -23,7 +24,8 @@ _MOST = tl.constexpr(32768.0)
 
 @triton.jit
 def _halves(codes, PACKED: tl.constexpr):
-    """INT8 to FP16, exactly. ``PACKED``: four at once by bits, 1024 + 128 + x being the FP16 number 0x6400 + (128 + x)."""
+    """INT8 to FP16, exactly. ``PACKED``: four at once by bits, 1024 + 128 + x being the FP16 number 0x6400 + (128 +
+    x)."""
     if PACKED:
         return tl.inline_asm_elementwise(
             """
@@ -48,8 +50,8 @@ def _halves(codes, PACKED: tl.constexpr):
 
 @triton.jit
 def _query(q_ptr, sequence, heads, real, q_row, q_head, SIZE: tl.constexpr):
-    """Queries [SIZE, columns] in FP16, and the power of two that they were divided by to fit: no bit of bfloat16 is lost, but
-    of what is 2**-14 of the largest or less."""
+    """Queries [SIZE, columns] in FP16, and the power of two that they were divided by to fit: no bit of bfloat16 is
+    lost, but of what is 2**-14 of the largest or less."""
     place = q_ptr + sequence * q_row + heads[None, :] * q_head + tl.arange(0, SIZE)[:, None]
     query = tl.load(place, mask=real[None, :], other=0.0).to(tl.float32)
     largest = tl.maximum(tl.max(tl.max(tl.abs(query), 1), 0), 1e-30)
@@ -66,9 +68,10 @@ def int8_attention_kernel(
 ):  # fmt: skip
     """Split (program 2) of sequence (program 0) for the queries that share KV head (program 1).
 
-    Writes the softmax-weighted values to ``out_ptr`` if there is one split (``DIRECT``), else to ``sums_ptr`` [sequences,
-    heads, splits, SIZE] float32 what the weights before normalization give, and to ``state_ptr`` [sequences, heads, splits, 2]
-    the largest score and the sum of weights. ``GROUP`` of ``COLUMNS`` columns are queries.
+    Writes the softmax-weighted values to ``out_ptr`` if there is one split (``DIRECT``), else to ``sums_ptr``
+    [sequences, heads, splits, SIZE] float32 what the weights before normalization give, and to ``state_ptr``
+    [sequences, heads, splits, 2] the largest score and the sum of weights. ``GROUP`` of ``COLUMNS`` columns are
+    queries.
     """
     splits = tl.num_programs(2)
     sequence, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
@@ -121,7 +124,9 @@ def int8_attention_kernel(
 
 
 @triton.jit
-def int8_attention_merge_kernel(sums_ptr, state_ptr, out_ptr, out_row, out_head, SIZE: tl.constexpr, SPLITS: tl.constexpr):
+def int8_attention_merge_kernel(
+    sums_ptr, state_ptr, out_ptr, out_row, out_head, SIZE: tl.constexpr, SPLITS: tl.constexpr
+):
     """Sum the splits of sequence (program 0), head (program 1), each by its weight."""
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     place = (sequence * tl.num_programs(1) + head) * SPLITS + tl.arange(0, SPLITS)

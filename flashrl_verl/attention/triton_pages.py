@@ -10,7 +10,8 @@ _ROUND = tl.constexpr(12582912.0)
 
 @triton.jit
 def _codes(x):
-    """INT8 codes of one vector and their scale, largest magnitude / 127; the scale of what is not finite is not a number."""
+    """INT8 codes of one vector and their scale, largest magnitude / 127; the scale of what is not finite is not a
+    number."""
     largest = tl.max(tl.abs(x), 0)
     scale = tl.div_rn(largest, 127.0)
     codes = tl.where(largest > 0, (tl.div_rn(x, tl.where(largest > 0, scale, 1.0)) + _ROUND) - _ROUND, 0.0)
@@ -66,4 +67,6 @@ def read_kv_cache_kernel(
         tl.store(key_ptr + rows[:, None] + dimension[None, :], keys.to(key_ptr.dtype.element_ty), mask=inside[:, None])
         values = tl.load(v_ptr + (codes + slot)[None, :] + dimension[:, None] * SLOTS, mask=inside[None, :], other=0)
         values = values.to(tl.float32) * tl.load(vs_ptr + scales, mask=inside, other=0.0)[None, :]
-        tl.store(value_ptr + rows[None, :] + dimension[:, None], values.to(value_ptr.dtype.element_ty), mask=inside[None, :])
+        tl.store(
+            value_ptr + rows[None, :] + dimension[:, None], values.to(value_ptr.dtype.element_ty), mask=inside[None, :]
+        )

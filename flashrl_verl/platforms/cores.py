@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which CPU cores each rank of a tensor-parallel engine computes on.
 
-vLLM's CPU backend binds each rank to a NUMA node of its own and stops where a machine has fewer nodes than ranks, as a laptop
-has. It takes the cores of each rank only from the environment.
+vLLM's CPU backend binds each rank to a NUMA node of its own and stops where a machine has fewer nodes than ranks, as a
+laptop has. It takes the cores of each rank only from the environment.
 """
 
 import os
@@ -29,6 +29,7 @@ def share_cores(cores: Sequence[int], ranks: int) -> str:
 
 
 def bind_ranks(ranks: int) -> None:
-    """Set the variable for the engine this process is about to start, unless there is one rank only or the user has set it."""
+    """Set the variable for the engine this process is about to start, unless there is one rank only or the user has set
+    it."""
     if ranks > 1:
         os.environ.setdefault(VARIABLE, share_cores(sorted(os.sched_getaffinity(0)), ranks))

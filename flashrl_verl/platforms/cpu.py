@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """verl platform ``cpu``: trains without an accelerator, for trying a recipe and for tests.
 
-It is never auto-detected (``is_platform_available`` is False): a driver fault must not turn into training on a CPU. Ray's
-logical resource "GPU" is borrowed (``ray_init.num_gpus``), so verl's resource pools need no change.
+It is never auto-detected (``is_platform_available`` is False): a driver fault must not turn into training on a CPU.
+Ray's logical resource "GPU" is borrowed (``ray_init.num_gpus``), so verl's resource pools need no change.
 """
 
 import contextlib

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The quantization config vLLM knows as ``flashrl``: which layers are 8-bit and which stay as they are.
 
-It travels to every vLLM process inside the engine arguments (``hf_overrides["quantization_config"]``), never through the
-environment.
+It travels to every vLLM process inside the engine arguments (``hf_overrides["quantization_config"]``), never through
+the environment.
 """
 
 import sys
@@ -25,24 +25,20 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.platforms import current_platform
 
+from flashrl_verl.attention import register_attention
 from flashrl_verl.attention.limits import CAPABILITY as INT8_KV_CAPABILITY
 from flashrl_verl.attention.limits import NAME as INT8_KV_ATTENTION
 from flashrl_verl.attention.limits import REMEDY
-from flashrl_verl.compat import cuda_capability
-from flashrl_verl.config import FlashRLConfig, KVCache, Precision
 from flashrl_verl.errors import ConfigError
-from flashrl_verl.plugin_vllm import register_attention
+from flashrl_verl.plugins.versions import cuda_capability
+from flashrl_verl.quantization.experts import QuantizedMoEMethod, UnpackedMoEMethod
 from flashrl_verl.quantization.formats import weight_format
 from flashrl_verl.quantization.head import Fp32HeadMethod
 from flashrl_verl.quantization.linear import QuantizedLinearMethod, UnpackedLinearMethod
-from flashrl_verl.quantization.moe import QuantizedMoEMethod, UnpackedMoEMethod
 from flashrl_verl.quantization.selection import LayerSelection, expert_parts, fused_parts
+from flashrl_verl.settings import FlashRLConfig, KVCache, Precision
 
 NAME = "flashrl"
-
-FP8_CAPABILITY = 89
-"""Compute capability since which attention reads E4M3, 10 x major + minor: Ada, by vLLM's Triton attention (on Hopper
-FlashAttention 3 does)."""
 
 QUANTIZED_LAYERS = (ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear)
 """Exact types, not subclasses: their loaders are known to go through the parameter. ``ReplicatedLinear`` (a MoE router)
@@ -59,7 +55,8 @@ class FlashRLQuantizationConfig(QuantizationConfig):
         keep_first_layers: decoder layers at the start to leave alone.
         keep_last_layers: decoder layers at the end to leave alone.
         fp32_lm_head: whether the head returns FP32 logits.
-        kv_cache: format of the KV cache. The engine argument ``kv_cache_dtype`` sets it; here it is refused where it cannot be.
+        kv_cache: format of the KV cache. The engine argument ``kv_cache_dtype`` sets it; here it is refused where it
+            cannot be.
 
     Raises:
         ConfigError: nothing computes with such a KV cache here.
@@ -119,7 +116,7 @@ class FlashRLQuantizationConfig(QuantizationConfig):
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         if isinstance(layer, LinearBase):
             if self.quantizes(layer, prefix):
-                return QuantizedLinearMethod(self.format, prefix)
+                return QuantizedLinearMethod(self.format)
             return UnpackedLinearMethod() if current_platform.is_cpu() else UnquantizedLinearMethod()
         if isinstance(layer, RoutedExperts):
             if self.quantizes(layer, prefix):
@@ -130,9 +127,11 @@ class FlashRLQuantizationConfig(QuantizationConfig):
             # An embedding too: where it is tied, many models multiply by the embedding layer itself.
             return Fp32HeadMethod() if self.fp32_lm_head else None
         if isinstance(layer, MLAAttention):
-            # It derives tensors from kv_b_proj after loading; whether they stay where CUDA graphs read them is not tested.
+            # It derives tensors from kv_b_proj after loading; whether they stay where CUDA graphs read them is not
+            # tested.
             raise ConfigError(
-                f"{prefix}: this rollout does not support multi-head latent attention in any flashrl.precision; use verl's, "
+                f"{prefix}: this rollout does not support multi-head latent attention in any flashrl.precision; use "
+                "verl's, "
                 "actor_rollout_ref.rollout.name=vllm with trainer.v1.trainer_mode=sync"
             )
         return None  # attention, and above embeddings and lm_head, use vLLM's own unquantized method
@@ -153,9 +152,14 @@ class FlashRLQuantizationConfig(QuantizationConfig):
         Raises:
             ConfigError: ``ignore`` names some of the fused parts only.
         """
-        # Every layer is asked about, quantized or not, so that an entry of `ignore` for one that never is counts as of use.
+        # Every layer is asked about, quantized or not, so that an entry of `ignore` for one that never is counts as of
+        # use.
         kept = self._kept(prefix, self.parts(layer, prefix))
-        return self.format is not None and (isinstance(layer, RoutedExperts) or type(layer) in QUANTIZED_LAYERS) and not kept
+        return (
+            self.format is not None
+            and (isinstance(layer, RoutedExperts) or type(layer) in QUANTIZED_LAYERS)
+            and not kept
+        )
 
     def _kept(self, prefix: str, parts: list[str]) -> bool:
         layers = sys.maxsize
@@ -173,22 +177,12 @@ def require_kv_kernel(kv_cache: KVCache) -> None:
     if kv_cache is KVCache.AUTO:
         return
     if current_platform.is_cpu():
-        if kv_cache is not KVCache.FP8:
-            raise ConfigError(
-                f"flashrl.kv_cache={kv_cache.value}: vLLM's attention on a CPU has no scale for each token and head. "
-                "Set flashrl.kv_cache to auto or fp8"
-            )
-        if torch.backends.cpu.get_cpu_capability() != "AVX512":
-            raise ConfigError(
-                "flashrl.kv_cache=fp8: vLLM's attention on a CPU reads E4M3 with AVX-512 only. Set flashrl.kv_cache=auto"
-            )
-        return
-    capability, int8 = cuda_capability(), kv_cache is KVCache.INT8_PER_TOKEN_HEAD
-    least = INT8_KV_CAPABILITY if int8 else FP8_CAPABILITY
-    if capability < least:
+        raise ConfigError(f"flashrl.kv_cache={kv_cache.value} has no attention on a CPU. Set flashrl.kv_cache=auto")
+    if (capability := cuda_capability()) < INT8_KV_CAPABILITY:
         raise ConfigError(
-            f"flashrl.kv_cache={kv_cache.value} has no kernel for a GPU of compute capability {capability / 10:.1f}; it needs "
-            f"at least {least / 10:.1f}. Set flashrl.kv_cache=auto{'' if int8 else ', or int8_per_token_head'}"
+            f"flashrl.kv_cache={kv_cache.value} has no kernel for a GPU of compute capability {capability / 10:.1f}; "
+            "it needs "
+            f"at least {INT8_KV_CAPABILITY / 10:.1f}. Set flashrl.kv_cache=auto"
         )
 
 
@@ -208,14 +202,11 @@ def kv_cache_arguments(kv_cache: KVCache) -> dict[str, str]:
         ConfigError: another plugin has the name that our attention needs.
     """
     arguments = {"kv_cache_dtype": kv_cache.value}
-    capability = None if current_platform.is_cpu() else current_platform.get_device_capability()
-    if kv_cache is KVCache.FP8 and capability is not None and capability.major != 9:
-        # FlashAttention reads E4M3 on Hopper only, and vLLM's next choice is FlashInfer, in which scales stand still.
-        arguments["attention_backend"] = "TRITON_ATTN"
     if kv_cache is KVCache.INT8_PER_TOKEN_HEAD and current_platform.is_cuda():
         if (other := register_attention()) is not None:
             raise ConfigError(
-                f"flashrl.kv_cache={kv_cache.value}: its attention needs vLLM's name {INT8_KV_ATTENTION}, which another plugin "
+                f"flashrl.kv_cache={kv_cache.value}: its attention needs vLLM's name {INT8_KV_ATTENTION}, which "
+                "another plugin "
                 f"has given to {other}. Uninstall that plugin, or leave it out of VLLM_PLUGINS. {REMEDY}"
             )
         arguments["attention_backend"] = INT8_KV_ATTENTION

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which W8A8 kernel a device gets, and the linear ones. All quantize activations, dynamically, then multiply.
 
-vLLM's own kernel classes (``vllm/model_executor/kernels/linear/scaled_mm``) transpose, repack or drop the weight parameter
-after loading, which an in-place refit cannot have; the custom ops underneath are called here instead.
+vLLM's own kernel classes (``vllm/model_executor/kernels/linear/scaled_mm``) transpose, repack or drop the weight
+parameter after loading, which an in-place refit cannot have; the custom ops underneath are called here instead.
 """
 
 from typing import Protocol
@@ -10,8 +10,8 @@ from typing import Protocol
 import torch
 from vllm import _custom_ops as ops
 
-from flashrl_verl.compat import cuda_capability, vllm_device
 from flashrl_verl.errors import ConfigError
+from flashrl_verl.plugins.versions import cuda_capability, vllm_device
 from flashrl_verl.quantization import numerics
 from flashrl_verl.quantization.formats import Kernel, KernelChoice, kernel_choices
 from flashrl_verl.quantization.numerics import WeightFormat
@@ -20,10 +20,8 @@ _PRIMITIVE_CACHE_SIZE = 32
 """oneDNN primitives a handle keeps, one per batch size seen; vLLM's own CPU kernel uses the same number."""
 
 _MIN_TOKEN_SCALE = 1.0 / (448.0 * 512.0)
-"""Smallest activation scale of vLLM's per-token FP8 quantization (csrc/quantization/w8a8/fp8/common.cu), for its emulation."""
-
-_MIN_GROUP_SCALE = 1e-10 / 448.0
-"""The same of its quantization by groups of a token's values (``per_token_group_quant_fp8``, eps)."""
+"""Smallest activation scale of vLLM's per-token FP8 quantization (csrc/quantization/w8a8/fp8/common.cu), for its
+emulation."""
 
 
 def choose_kernel(fmt: WeightFormat, device: str, capability: int) -> KernelChoice:
@@ -44,7 +42,8 @@ def choose_kernel(fmt: WeightFormat, device: str, capability: int) -> KernelChoi
     since = min(choice.since for choice in choices)
     other = "int8" if fmt.name != "int8" and capability >= 75 else "bf16"
     raise ConfigError(
-        f"flashrl.precision={fmt.name} has no kernel for a GPU of compute capability {capability / 10:.1f}; it needs at least "
+        f"flashrl.precision={fmt.name} has no kernel for a GPU of compute capability {capability / 10:.1f}; it needs "
+        "at least "
         f"{since / 10:.1f}. Set flashrl.precision={other}"
     )
 
@@ -70,8 +69,8 @@ class ScaledMmGemm:
 
     Args:
         fmt: format of the codes.
-        kernel: CUTLASS, or vLLM's Triton kernel. vLLM's CUTLASS op uses the Triton one by itself, and more slowly, when N or K
-            is no multiple of 16.
+        kernel: CUTLASS, or vLLM's Triton kernel. vLLM's CUTLASS op uses the Triton one by itself, and more slowly, when
+            N or K is no multiple of 16.
     """
 
     def __init__(self, fmt: WeightFormat, kernel: Kernel):
@@ -88,53 +87,11 @@ class ScaledMmGemm:
         return out.reshape(*x.shape[:-1], -1)
 
 
-class BlockScaledGemm:
-    """CUDA, formats with blocks: reads ``layer.weight`` and ``layer.weight_scale`` where they lie.
-
-    Args:
-        fmt: a format with blocks.
-        kernel: CUTLASS, or vLLM's Triton kernel.
-
-    Raises:
-        ConfigError: this vLLM was built without CUTLASS's kernel for the GPU.
-    """
-
-    def __init__(self, fmt: WeightFormat, kernel: Kernel):
-        from vllm.model_executor.layers.quantization.utils.fp8_utils import per_token_group_quant_fp8
-
-        self._block, self._cutlass, self._quantize = fmt.block, kernel is Kernel.CUTLASS, per_token_group_quant_fp8
-        if not self._cutlass:
-            # Importing it registers the custom op, which torch.compile does not look into.
-            import vllm.model_executor.kernels.linear.scaled_mm.triton  # noqa: F401
-        elif not ops.cutlass_scaled_mm_supports_block_fp8(cuda_capability()):
-            raise ConfigError(
-                f"flashrl.precision={fmt.name}: this vLLM was built without CUTLASS's kernel for scales by block on a GPU of "
-                f"compute capability {cuda_capability() / 10:.1f}. Set flashrl.precision=fp8"
-            )
-
-    def weights_changed(self, layer: torch.nn.Module) -> None:
-        pass
-
-    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        flat = x.reshape(-1, x.shape[-1]).contiguous()
-        # CUTLASS reads the tokens' scales [tokens, K / B] column by column, and the weight's [K / B, N / B] as a transposed
-        # view, as vLLM's own class passes them (CutlassFp8BlockScaledMMKernel).
-        codes, scales = self._quantize(flat, self._block, column_major_scales=self._cutlass, use_ue8m0=False)
-        if self._cutlass:
-            out = ops.cutlass_scaled_mm(codes, layer.weight.t(), scales, layer.weight_scale.t(), x.dtype)
-        else:
-            out = torch.ops.vllm.w8a8_triton_block_scaled_mm_func(
-                codes, layer.weight, scales, layer.weight_scale, [self._block, self._block], x.dtype
-            )
-        # Neither kernel adds a bias.
-        return (out if bias is None else out + bias).reshape(*x.shape[:-1], -1)
-
-
 class OneDnnGemm:
     """CPU, INT8: oneDNN packs the weight into a handle of its own, which is rebuilt after every load.
 
-    The handle keeps a raw pointer to the scales, so it is built on ``layer.weight_scale``'s storage, which lives as long
-    as the layer.
+    The handle keeps a raw pointer to the scales, so it is built on ``layer.weight_scale``'s storage, which lives as
+    long as the layer.
     """
 
     def weights_changed(self, layer: torch.nn.Module) -> None:
@@ -177,12 +134,11 @@ def onednn_multiply(handle, x: torch.Tensor, rows: int, bias: torch.Tensor | Non
 
 
 def emulated_multiply(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, fmt: WeightFormat) -> torch.Tensor:
-    """Multiply x [..., K] by codes [N, K] x scales, ``fmt.scale_shape``, as the format would: [..., N] in x's dtype."""
-    groups = x.unsqueeze(-2) if fmt.block is None else x.unflatten(-1, (-1, fmt.block))  # what shares a scale is a row
-    scale = numerics.row_scales(groups, fmt)
+    """Multiply x [..., K] by codes [N, K] x scales [N, 1] as the format would: [..., N] in x's dtype."""
+    scale = numerics.row_scales(x, fmt)
     if not fmt.rounds_to_integers:
-        scale = scale.clamp_(min=_MIN_TOKEN_SCALE if fmt.block is None else _MIN_GROUP_SCALE)
-    tokens = numerics.dequantize(*numerics.quantize_rows(groups, fmt, scale)).reshape(x.shape)
+        scale = scale.clamp_(min=_MIN_TOKEN_SCALE)
+    tokens = numerics.dequantize(*numerics.quantize_rows(x, fmt, scale))
     return (tokens @ numerics.dequantize(codes, scales).t()).to(x.dtype)
 
 
@@ -197,7 +153,7 @@ def linear_gemm(fmt: WeightFormat) -> Gemm:
         return OneDnnGemm()
     if kernel is Kernel.EMULATED:
         return EmulatedGemm(fmt)
-    return ScaledMmGemm(fmt, kernel) if fmt.block is None else BlockScaledGemm(fmt, kernel)
+    return ScaledMmGemm(fmt, kernel)
 
 
 def _int8_tokens(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,30 +8,21 @@ from vllm.model_executor.layers.linear import (
     register_weight_loader_v2_supported_method,
 )
 
-from flashrl_verl.config import Precision
 from flashrl_verl.quantization.gemm import linear_gemm
 from flashrl_verl.quantization.numerics import WeightFormat
 from flashrl_verl.quantization.parameter import QuantizedWeight
-from flashrl_verl.quantization.whole_blocks import require_whole_blocks
-
-
-def _row_ranks(layer: torch.nn.Module, ranks: int, parts: int) -> list[int]:
-    """Ranks among which the rows of each projection are cut; vLLM's ``output_size`` counts a KV head for each that has it."""
-    shared = ranks // getattr(layer, "num_kv_head_replicas", 1)  # of a QKVParallelLinear
-    return [ranks] + [shared] * (parts - 1)
 
 
 @register_weight_loader_v2_supported_method
 class QuantizedLinearMethod(LinearMethodBase):
-    """Symmetric 8-bit weights with a scale per output channel or block, and dynamic 8-bit activations per token.
+    """Symmetric 8-bit weights with a scale per output channel, and dynamic 8-bit activations per token.
 
     Args:
         fmt: format of the codes.
-        prefix: vLLM's name of the layer.
     """
 
-    def __init__(self, fmt: WeightFormat, prefix: str):
-        self.format, self._prefix = fmt, prefix
+    def __init__(self, fmt: WeightFormat):
+        self.format = fmt
         self.gemm = linear_gemm(fmt)
 
     def create_weights(
@@ -45,13 +36,9 @@ class QuantizedLinearMethod(LinearMethodBase):
         **extra_weight_attrs,
     ) -> None:
         shape = sum(output_partition_sizes), input_size_per_partition
-        require_whole_blocks(
-            Precision(self.format.name), self._prefix, output_partition_sizes, input_size_per_partition,
-            row_ranks=_row_ranks(layer, output_size // shape[0], len(output_partition_sizes)),
-            column_ranks=input_size // shape[1],
-        )  # fmt: skip
-        # A plain Parameter without a loader: no checkpoint tensor is ever copied into it, only `QuantizedWeight` writes it.
-        scales = torch.nn.Parameter(torch.ones(self.format.scale_shape(*shape), dtype=torch.float32), requires_grad=False)
+        # A plain Parameter without a loader: no checkpoint tensor is ever copied into it, only `QuantizedWeight` writes
+        # it.
+        scales = torch.nn.Parameter(torch.ones(shape[0], 1, dtype=torch.float32), requires_grad=False)
         weight = QuantizedWeight(
             data=torch.zeros(shape, dtype=self.format.dtype),
             input_dim=1,

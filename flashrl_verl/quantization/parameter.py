@@ -1,65 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
 """The weight parameters that quantize every BF16 shard while vLLM loads it.
 
-vLLM's linear layers hand each checkpoint shard to ``Parameter.load_{column_parallel,merged_column,qkv,row_parallel}_weight``
-(``vllm/model_executor/parameter.py``), and its fused experts to ``Parameter.weight_loader``. Here those methods quantize
-straight into the storage the GEMM reads, so the first load and the thousandth weight update are the same operation, no address
-ever changes (CUDA graphs stay valid) and nothing BF16 is kept.
+vLLM's linear layers hand each checkpoint shard to
+``Parameter.load_{column_parallel,merged_column,qkv,row_parallel}_weight`` (``vllm/model_executor/parameter.py``), and
+its fused experts to ``Parameter.weight_loader``. Here those methods quantize straight into the storage the GEMM reads,
+so the first load and the thousandth weight update are the same operation, no address ever changes (CUDA graphs stay
+valid) and nothing BF16 is kept.
 """
-
-import contextlib
-from collections.abc import Iterator
-from typing import Protocol
 
 import torch
 from vllm.model_executor.parameter import ModelWeightParameter
 
-from flashrl_verl.quantization.kernels import quantize_into
-from flashrl_verl.quantization.numerics import WeightFormat, as_bytes, storage_kind
-
-
-class LoadObserver(Protocol):
-    """Watches the shards that are quantized while it is active (``observe_loads``)."""
-
-    flag: torch.Tensor
-    """[1] int32, set to 1 by a shard that holds NaN or Inf."""
-
-    def loaded(self, weight: "QuantizedStorage", source: torch.Tensor, first_row: int, first_column: int) -> None:
-        """Called after ``source`` [n, K] became rows ``first_row : first_row + n`` of ``weight.rows``; the storage holds
-        columns ``first_column`` and following of it."""
-
-
-_observers: list[LoadObserver] = []
-
-
-@contextlib.contextmanager
-def observe_loads(observer: LoadObserver) -> Iterator[None]:
-    """Tell ``observer`` of every shard quantized inside the ``with`` block (one process, one thread, not nested)."""
-    assert not _observers, "loads are observed already"
-    _observers.append(observer)
-    try:
-        yield
-    finally:
-        _observers.clear()
+from flashrl_verl.quantization.kernels import quantize_rows_into
+from flashrl_verl.quantization.numerics import WeightFormat, as_bytes
 
 
 class QuantizedStorage:
     """What both parameters share: codes in ``data``, scales beside them, and an account of what was written.
 
-    Seen as a matrix (``rows``, ``scale_rows``), the storage is [R, K] codes and [R, 1] float32 scales (with blocks of B:
-    [R / B, K / B]), where R counts this rank's output rows of all fused projections (and experts) together and K this rank's
-    input columns.
+    Seen as a matrix (``rows``), the storage is [R, K] codes and [R, 1] float32 scales, where R counts this rank's
+    output rows of all fused projections (and experts) together and K this rank's input columns.
     """
 
     data: torch.Tensor
     scales: torch.nn.Parameter
     format: WeightFormat
     loaded_elements: int
-    """Codes written since ``reset_account``; equals ``numel()`` when every shard arrived exactly once."""
-    _views: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]]
+    """Codes written since ``poison``; equals ``numel()`` when every shard arrived exactly once."""
 
     def _set_up(self, scales: torch.nn.Parameter, format: WeightFormat) -> None:
-        self.scales, self.format, self.loaded_elements, self._views = scales, format, 0, {}
+        self.scales, self.format, self.loaded_elements = scales, format, 0
 
     @property
     def rows(self) -> torch.Tensor:
@@ -67,70 +37,55 @@ class QuantizedStorage:
 
     @property
     def scale_rows(self) -> torch.Tensor:
-        return self.scales.data.view(-1, self.scales.shape[-1])
-
-    @property
-    def kind(self) -> str:
-        """Dtype of the codes, and the rows and columns that share a scale: read off the tensors, not off the format."""
-        rows, columns = (whole // scales for whole, scales in zip(self.data.shape[-2:], self.scales.shape[-2:], strict=True))
-        one_a_row = rows == 1 and self.scales.shape[-1] == 1
-        return storage_kind(self.data.dtype, rows, None if one_a_row else columns)
-
-    def reset_account(self) -> None:
-        self.loaded_elements = 0
+        return self.scales.data.view(-1, 1)
 
     def poison(self) -> None:
-        """Overwrite the storage so that a row nobody writes cannot pass for a weight."""
+        """Overwrite codes and scales so that what nobody writes cannot pass for a weight, and start a new account."""
         as_bytes(self.data).fill_(self.format.unwritten)
         self.scales.data.fill_(float("nan"))
+        self.loaded_elements = 0
 
     def unwritten(self) -> torch.Tensor:
-        """Whether a poisoned element is left: [] bool, no synchronization."""
-        return (as_bytes(self.data) == self.format.unwritten).any()
+        """Whether a poisoned code is left: [] bool, no synchronization.
+
+        The mark is the least byte of INT8 and the largest of E4M3, read as signed: one reduction finds it, and takes no
+        memory.
+        """
+        codes, mark = self.data.view(torch.int8), self.format.unwritten
+        return codes.amin() == mark - 256 if mark > 127 else codes.amax() == mark
 
     def _require(self, loaded_weight: torch.Tensor, rows: int, columns: int) -> None:
         if tuple(loaded_weight.shape) != (rows, columns):
             raise ValueError(f"expected a shard of shape {(rows, columns)}, got {tuple(loaded_weight.shape)}")
 
-    def row_range(self, first_row: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Codes [rows, K] and their scales: [rows, 1], or with blocks, which both numbers must be whole ones of,
-        [rows / B, K / B]. The views are kept: every update asks for the same ones, and storage that moves in between stops
-        the run (``WeightRefit``)."""
-        views = self._views.get((first_row, rows))
-        if views is None:
-            step = self.format.rows_per_scale
-            if first_row % step or rows % step:
-                raise ValueError(f"rows {first_row} to {first_row + rows} are not whole blocks of {step}")
-            views = self.rows.narrow(0, first_row, rows), self.scale_rows.narrow(0, first_row // step, rows // step)
-            self._views[first_row, rows] = views
-        return views
-
     def _quantize(self, source: torch.Tensor, first_row: int, first_column: int) -> None:
-        observer = _observers[0] if _observers else None
-        codes, scales = self.row_range(first_row, source.shape[0])
-        flag = None if observer is None else observer.flag
-        quantize_into(source.to(self.data.device, non_blocking=True), codes, scales, self.format, first_column, flag)
+        """``source`` [n, K_whole] becomes rows ``first_row`` and following; the storage holds columns from
+        ``first_column``."""
+        source = source.detach().to(self.data.device, non_blocking=True)
+        codes = self.rows.narrow(0, first_row, source.shape[0])
+        quantize_rows_into(
+            source, codes, self.scale_rows.narrow(0, first_row, source.shape[0]), self.format, first_column
+        )
         self.loaded_elements += codes.numel()
-        if observer is not None:
-            observer.loaded(self, source, first_row, first_column)
 
 
 class QuantizedWeight(QuantizedStorage, ModelWeightParameter):
-    """Codes of one vLLM linear layer: ``data`` is [N, K], its ``scales`` [N, 1] float32 (``layer.weight_scale``), with
-    blocks [N / B, K / B]."""
+    """Codes of one vLLM linear layer: ``data`` is [N, K], its ``scales`` [N, 1] float32 (``layer.weight_scale``)."""
 
     def __init__(self, *, scales: torch.nn.Parameter, format: WeightFormat, **kwargs):
         super().__init__(**kwargs)
         self._set_up(scales, format)
 
     def load_column_parallel_weight(self, loaded_weight: torch.Tensor) -> None:
-        """Args: loaded_weight [N x tp_size, K] floating point. Raises ValueError for another shape, as all of these do."""
+        """Args: loaded_weight [N x tp_size, K] floating point. Raises ValueError for another shape, as all of these
+        do."""
         rows = self.data.shape[0]
         self._require(loaded_weight, rows * self.tp_size, self.data.shape[1])
         self._quantize(loaded_weight.narrow(0, self.tp_rank * rows, rows), 0, 0)
 
     def load_merged_column_weight(self, loaded_weight: torch.Tensor, **kwargs) -> None:
-        """Args: loaded_weight [shard_size x tp_size, K] of one projection, which starts at row ``shard_offset`` of ``data``."""
+        """Args: loaded_weight [shard_size x tp_size, K] of one projection, which starts at row ``shard_offset`` of
+        ``data``."""
         offset, rows = kwargs["shard_offset"], kwargs["shard_size"]
         self._require(loaded_weight, rows * self.tp_size, self.data.shape[1])
         self._quantize(loaded_weight.narrow(0, self.tp_rank * rows, rows), offset, 0)
@@ -144,18 +99,17 @@ class QuantizedWeight(QuantizedStorage, ModelWeightParameter):
         self._quantize(loaded_weight.narrow(0, self.tp_rank // replicas * rows, rows), offset, 0)
 
     def load_row_parallel_weight(self, loaded_weight: torch.Tensor) -> None:
-        """Args: loaded_weight [N, K x tp_size]; the scales are those of whole rows, or of this rank's blocks."""
+        """Args: loaded_weight [N, K x tp_size]; the scales are those of whole rows."""
         columns = self.data.shape[1]
         self._require(loaded_weight, self.data.shape[0], columns * self.tp_size)
         self._quantize(loaded_weight, 0, self.tp_rank * columns)
 
 
 class QuantizedExperts(QuantizedStorage, torch.nn.Parameter):
-    """Codes of one projection of all experts: ``data`` is [E, N, K], ``scales`` [E, N, 1] float32, with blocks
-    [E, N / B, K / B].
+    """Codes of one projection of all experts: ``data`` is [E, N, K], ``scales`` [E, N, 1] float32.
 
-    vLLM's own loader of fused experts ends in ``copy_``, which would truncate BF16 into 8-bit storage; this is a loader of our
-    own, under the signature that vLLM's models call.
+    vLLM's own loader of fused experts ends in ``copy_``, which would truncate BF16 into 8-bit storage; this is a loader
+    of our own, under the signature that vLLM's models call.
 
     Args:
         data: codes; gate over up projection for ``w13``, the down projection for ``w2``.
@@ -168,7 +122,9 @@ class QuantizedExperts(QuantizedStorage, torch.nn.Parameter):
     def __new__(cls, *, data: torch.Tensor, **kwargs):
         return super().__new__(cls, data, requires_grad=False)
 
-    def __init__(self, *, data: torch.Tensor, scales: torch.nn.Parameter, format: WeightFormat, tp_rank: int, tp_size: int):
+    def __init__(
+        self, *, data: torch.Tensor, scales: torch.nn.Parameter, format: WeightFormat, tp_rank: int, tp_size: int
+    ):
         self._set_up(scales, format)
         self.tp_rank, self.tp_size = tp_rank, tp_size
 

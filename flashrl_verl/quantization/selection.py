@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which layers a user keeps out of quantization: ``flashrl.ignore``, ``keep_first_layers`` and ``keep_last_layers``.
 
-The words of compressed-tensors: an entry of ``ignore`` is an exact name or ``re:`` and a regular expression that has to match
-from the start of a name. Names are those of the Hugging Face checkpoint; where vLLM fuses several of its layers into one
-(``q_proj``, ``k_proj`` and ``v_proj`` into ``qkv_proj``), either the fused name or all of its parts.
+The words of compressed-tensors: an entry of ``ignore`` is an exact name or ``re:`` and a regular expression that has to
+match from the start of a name. Names are those of the Hugging Face checkpoint; where vLLM fuses several of its layers
+into one (``q_proj``, ``k_proj`` and ``v_proj`` into ``qkv_proj``), either the fused name or all of its parts.
 """
 
 import re
@@ -78,7 +78,8 @@ class LayerSelection:
         missing = [part for part in parts if part not in named]
         if named and missing:
             raise ConfigError(
-                f"flashrl.ignore (--ignore) names {_some([p for p in parts if p in named])}, but not {_some(missing)}; vLLM "
+                f"flashrl.ignore (--ignore) names {_some([p for p in parts if p in named])}, but not {_some(missing)}; "
+                "vLLM "
                 f"keeps them in one weight, {name}. Name all of them, or {name}, or none"
             )
         return bool(named)

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fused row kernel: absmax, scale, round and store in one pass over a weight row, as ``numerics.py`` defines them.
 
-One program a row, which lies in registers as two pieces (a power of two of columns, and the rest rounded up to one), so that
-few lanes are idle. Three things make it as fast as memory allows:
+One program a row, which lies in registers as two pieces (a power of two of columns, and the rest rounded up to one), so
+that few lanes are idle. Three things make it as fast as memory allows:
 
-- absmax is a maximum of integers: bit patterns of non-negative floats are ordered as their values are, Inf and NaN above
-  all, so one maximum finds both the absmax and a row that is not finite;
-- the IEEE quotient x / s takes one multiplication and four fused multiply-adds instead of a division. With r = RN(1 / s) and
-  q = RN(x r), the remainder x - q s is exact in an FMA; q + r (x - q s) is within an ulp of the quotient, and the same step
-  once more gives the correctly rounded one (P. Markstein, "Computation of elementary functions on the IBM RISC System/6000
-  processor", IBM J. Res. Dev. 34(1), 1990). It holds while nothing underflows, so a row with a scale outside [2^-80, 2^80] is
-  divided;
+- absmax is a maximum of integers: bit patterns of non-negative floats are ordered as their values are, Inf and NaN
+  above all, so one maximum finds both the absmax and a row that is not finite;
+- the IEEE quotient x / s takes one multiplication and four fused multiply-adds instead of a division. With r = RN(1 /
+  s) and q = RN(x r), the remainder x - q s is exact in an FMA; q + r (x - q s) is within an ulp of the quotient, and
+  the same step once more gives the correctly rounded one (P. Markstein, "Computation of elementary functions on the IBM
+  RISC System/6000 processor", IBM J. Res. Dev. 34(1), 1990). It holds while nothing underflows, so a row with a scale
+  outside [2^-80, 2^80] is divided;
 - adding 1.5 * 2^23 rounds to an integer, half to even, and leaves it in the low bits: no conversion.
 """
 
@@ -26,7 +26,8 @@ _LEAST, _MOST = tl.constexpr(2.0**-80), tl.constexpr(2.0**80)
 
 @triton.jit
 def _magnitudes(x, WIDE: tl.constexpr):
-    """Bits of |x| in the width of its dtype: 16-bit sources stay 16 bits wide in registers until the codes are computed."""
+    """Bits of |x| in the width of its dtype: 16-bit sources stay 16 bits wide in registers until the codes are
+    computed."""
     if WIDE:
         bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     else:
@@ -51,8 +52,8 @@ def _codes(x, scale, inverse, EXACT: tl.constexpr, INTEGER: tl.constexpr, dtype:
         quotient = tl.div_rn(x, scale)
     else:
         quotient = x * inverse
-        # The remainder with its sign turned, so that -0 stays -0, which E4M3 has a code for. Triton negates as 0 - x: negating
-        # the remainder instead of the inverse would make it +0.
+        # The remainder with its sign turned, so that -0 stays -0, which E4M3 has a code for. Triton negates as 0 - x:
+        # negating the remainder instead of the inverse would make it +0.
         quotient = tl.fma(tl.fma(quotient, scale, -x), -inverse, quotient)
         quotient = tl.fma(tl.fma(quotient, scale, -x), -inverse, quotient)
     # No clamp: |x| / scale exceeds the largest code by at most a rounding error, which both conversions round back.
@@ -69,49 +70,27 @@ def _store(q_ptr, q_col, x, offsets, first, k_local, scale, inverse, EXACT: tl.c
 
 
 @triton.jit
-def _row(w_ptr, q_ptr, s_ptr, table_ptr, granule, w_row, q_row, s_row, TABLE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Where this program's row of weights, codes and its scale are."""
-    row = tl.program_id(0)
-    if TABLE:
-        entry = table_ptr + (row // granule) * 3
-        w_at, q_at, s_at = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
-        if ALIGNED:  # what a pointer argument says by itself, and vector loads and stores need
-            w_at, q_at = tl.multiple_of(w_at, 16), tl.multiple_of(q_at, 16)
-        w_ptr += w_at
-        q_ptr += q_at
-        s_ptr += s_at
-        row = row % granule
-    row = row.to(tl.int64)
-    return w_ptr + row * w_row, q_ptr + row * q_row, s_ptr + row * s_row
-
-
-@triton.jit
-def _scale(bits, s_ptr, flag_ptr, dtype: tl.constexpr, WIDE: tl.constexpr, CODE_MAX: tl.constexpr, FLAG: tl.constexpr):
-    """A row's scale from the bits of its absmax, stored; the flag is raised when the row is not finite."""
-    absmax = _absmax(bits, dtype, WIDE)
-    scale = tl.div_rn(absmax, CODE_MAX)
+def _scale(bits, s_ptr, dtype: tl.constexpr, WIDE: tl.constexpr, CODE_MAX: tl.constexpr):
+    """A row's scale from the bits of its absmax, stored."""
+    scale = tl.div_rn(_absmax(bits, dtype, WIDE), CODE_MAX)
     scale = tl.where(scale == 0.0, 1.0, scale)
     tl.store(s_ptr, scale)
-    if FLAG:
-        tl.store(flag_ptr, 1, mask=(absmax != absmax) | (absmax == float("inf")))
     return scale
 
 
 @triton.jit
 def quantize_rows_kernel(
-    w_ptr, q_ptr, s_ptr, flag_ptr, table_ptr, granule, k, first, k_local, w_row, w_col, q_row, q_col, s_row,
-    CODE_MAX: tl.constexpr, INTEGER: tl.constexpr, FLAG: tl.constexpr, TABLE: tl.constexpr, ALIGNED: tl.constexpr,
-    HEAD: tl.constexpr, TAIL: tl.constexpr,
+    w_ptr, q_ptr, s_ptr, k, first, k_local, w_row, w_col, q_row, q_col, s_row,
+    CODE_MAX: tl.constexpr, INTEGER: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     """One row of ``w_ptr`` [N, k] to codes of columns ``first : first + k_local`` and one scale.
 
-    ``HEAD <= k <= HEAD + TAIL``: both pieces stay in registers. ``FLAG`` stores 1 to ``flag_ptr`` when the row is not finite.
-    With ``TABLE`` the rows lie in runs of ``granule``, in many places: ``table_ptr`` [runs, 3] int64 has the elements from
-    ``w_ptr``, ``q_ptr`` and ``s_ptr`` to the start of each; ``ALIGNED`` promises multiples of 16.
+    ``HEAD <= k <= HEAD + TAIL``: both pieces stay in registers.
     """
     dtype: tl.constexpr = w_ptr.dtype.element_ty
     WIDE: tl.constexpr = dtype == tl.float32
-    w_ptr, q_ptr, s_ptr = _row(w_ptr, q_ptr, s_ptr, table_ptr, granule, w_row, q_row, s_row, TABLE, ALIGNED)
+    row = tl.program_id(0).to(tl.int64)
+    w_ptr, q_ptr, s_ptr = w_ptr + row * w_row, q_ptr + row * q_row, s_ptr + row * s_row
     head = tl.arange(0, HEAD)
     x = tl.load(w_ptr + head * w_col)
     bits = tl.max(_magnitudes(x, WIDE), 0)
@@ -119,7 +98,7 @@ def quantize_rows_kernel(
         tail = HEAD + tl.arange(0, TAIL)
         y = tl.load(w_ptr + tail * w_col, mask=tail < k, other=0.0)
         bits = tl.maximum(bits, tl.max(_magnitudes(y, WIDE), 0))
-    scale = _scale(bits, s_ptr, flag_ptr, dtype, WIDE, CODE_MAX, FLAG)
+    scale = _scale(bits, s_ptr, dtype, WIDE, CODE_MAX)
     inverse = tl.div_rn(1.0, scale)
     if (scale >= _LEAST) & (scale <= _MOST):
         _store(q_ptr, q_col, x, head, first, k_local, scale, inverse, False, INTEGER)
@@ -133,21 +112,21 @@ def quantize_rows_kernel(
 
 @triton.jit
 def quantize_long_rows_kernel(
-    w_ptr, q_ptr, s_ptr, flag_ptr, table_ptr, granule, k, first, k_local, w_row, w_col, q_row, q_col, s_row,
-    CODE_MAX: tl.constexpr, INTEGER: tl.constexpr, FLAG: tl.constexpr, TABLE: tl.constexpr, ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    w_ptr, q_ptr, s_ptr, k, first, k_local, w_row, w_col, q_row, q_col, s_row,
+    CODE_MAX: tl.constexpr, INTEGER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """As ``quantize_rows_kernel``, for rows that registers do not hold: read twice, block by block."""
     dtype: tl.constexpr = w_ptr.dtype.element_ty
     WIDE: tl.constexpr = dtype == tl.float32
-    w_ptr, q_ptr, s_ptr = _row(w_ptr, q_ptr, s_ptr, table_ptr, granule, w_row, q_row, s_row, TABLE, ALIGNED)
+    row = tl.program_id(0).to(tl.int64)
+    w_ptr, q_ptr, s_ptr = w_ptr + row * w_row, q_ptr + row * q_row, s_ptr + row * s_row
     offsets = tl.arange(0, BLOCK)
     x = tl.load(w_ptr + offsets * w_col, mask=offsets < k, other=0.0)
     magnitudes = _magnitudes(x, WIDE)
     for start in range(BLOCK, k, BLOCK):
         x = tl.load(w_ptr + (start + offsets) * w_col, mask=start + offsets < k, other=0.0)
         magnitudes = tl.maximum(magnitudes, _magnitudes(x, WIDE))
-    scale = _scale(tl.max(magnitudes, 0), s_ptr, flag_ptr, dtype, WIDE, CODE_MAX, FLAG)
+    scale = _scale(tl.max(magnitudes, 0), s_ptr, dtype, WIDE, CODE_MAX)
     inverse = tl.div_rn(1.0, scale)
     ordinary = (scale >= _LEAST) & (scale <= _MOST)
     for start in range(first, first + k_local, BLOCK):

@@ -1,6 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rollout backend ``flashrl``: verl's vLLM server, replica and adapter with a refit that is accounted for.
-
-One weight's way: ``adapter.py`` (trainer: cast, checksum, send) -> ``transfer.py`` (buckets, time-outs) -> ``worker.py``
-(engine: receive) -> ``refit.py`` (load, account) -> ``../quantization/parameter.py`` (codes).
-"""
+"""The rollout backend ``flashrl``: verl's vLLM server and replica, who may reach them, and what a live engine is."""

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who may ask a rollout's HTTP server: whoever knows its key and, by default, is on its machine.
 
-verl starts vLLM's HTTP server with every engine, on the node's address and without a key, although the trainer speaks to its
-engines through Ray alone: whoever reaches the port could sample from the policy, or make the training wait. vLLM's own
-``--api-key`` guards the routes below /v1 and a few other prefixes, and leaves the rest open (/invocations, which samples too,
-/tokenize, /metrics, /scale_elastic_ep, and /collective_rpc in its developer mode). Here a key that exists in no file and on no
-command line guards all of them.
+verl starts vLLM's HTTP server with every engine, on the node's address and without a key, although the trainer speaks
+to its engines through Ray alone: whoever reaches the port could sample from the policy, or make the training wait.
+vLLM's own ``--api-key`` guards the routes below /v1 and a few other prefixes, and leaves the rest open (/invocations,
+which samples too, /tokenize, /metrics, /scale_elastic_ep, and /collective_rpc in its developer mode). Here a key that
+exists in no file and on no command line guards all of them.
 """
 
 import argparse
@@ -26,11 +26,12 @@ _POLICY_VIOLATION = 1008
 """WebSocket's code for a connection that is closed on purpose (RFC 6455, section 7.4.1)."""
 
 _ROUTES = ("/health", "/v1/models", "/metrics", "/openapi.json", "/invocations", "/tokenize")
-"""What a server that has started is asked for without its key: below /v1, beside it, FastAPI's own, and what vLLM's key leaves
-open. The key is asked for before the method, so that GET will do for those that take POST."""
+"""What a server that has started is asked for without its key: below /v1, beside it, FastAPI's own, and what vLLM's key
+leaves open. The key is asked for before the method, so that GET will do for those that take POST."""
 
 _PROBE_TIMEOUT_S = 60
-"""How long a server may take to answer such a question, seconds; the engine has just started, and its host may be busy."""
+"""How long a server may take to answer such a question, seconds; the engine has just started, and its host may be
+busy."""
 
 
 @functools.cache
@@ -42,8 +43,8 @@ def server_key() -> str:
 class RequireKey:
     """ASGI middleware that answers 401 to whatever does not bring ``Authorization: Bearer <key>``, on every route.
 
-    vLLM imports it by its name (``--middleware``) and gives it the application; it is the outermost layer of those that vLLM
-    has, so that routes, CORS and vLLM's own checks see only who is allowed in.
+    vLLM imports it by its name (``--middleware``) and gives it the application; it is the outermost layer of those that
+    vLLM has, so that routes, CORS and vLLM's own checks see only who is allowed in.
     """
 
     def __init__(self, app: ASGIApp):
@@ -74,15 +75,17 @@ def require_key(args: argparse.Namespace) -> None:
         args: vLLM's parsed server arguments, before ``build_app``. They stay in this process.
     """
     args.middleware = [*args.middleware, f"{RequireKey.__module__}.{RequireKey.__qualname__}"]
-    # vLLM's own check, below /v1, reads the same header: a VLLM_API_KEY in the environment would ask for another key there.
+    # vLLM's own check, below /v1, reads the same header: a VLLM_API_KEY in the environment would ask for another key
+    # there.
     args.api_key = [server_key()]
 
 
 def loopback_address(replica_rank: int) -> str:
-    """An address that only its own machine reaches: 127.0.0.1 for the first replica, the next ones of 127.0.0.0/8 for others.
+    """An address that only its own machine reaches: 127.0.0.1 for the first replica, the next ones of 127.0.0.0/8 for
+    others.
 
-    verl's load balancer tells replicas apart by address and port. On one shared address, servers on two nodes could have the
-    same port, and one of the two replicas would get no requests.
+    verl's load balancer tells replicas apart by address and port. On one shared address, servers on two nodes could
+    have the same port, and one of the two replicas would get no requests.
     """
     return str(ipaddress.IPv4Address("127.0.0.1") + replica_rank)
 
@@ -102,13 +105,15 @@ def verify_refusal(address: str, port: int) -> None:
         status = _status(address, port, route, {})
         if status != 401:
             raise FlashRLError(
-                f"the rollout's HTTP server at {base_url(address, port)} answers {status} to GET {route} without its key: this "
+                f"the rollout's HTTP server at {base_url(address, port)} answers {status} to GET {route} without its "
+                "key: this "
                 "vLLM does not run flashrl_verl's middleware; check `flashrl version`"
             )
     status = _status(address, port, _ROUTES[0], {"Authorization": f"Bearer {server_key()}"})
     if status != 200:
         raise FlashRLError(
-            f"the rollout's HTTP server at {base_url(address, port)} answers {status} to GET {_ROUTES[0]} with its own key; "
+            f"the rollout's HTTP server at {base_url(address, port)} answers {status} to GET {_ROUTES[0]} with its own "
+            "key; "
             "look for a middleware under actor_rollout_ref.rollout.engine_kwargs.vllm, and check `flashrl version`"
         )
 
@@ -120,8 +125,10 @@ def _status(address: str, port: int, route: str, headers: dict[str, str]) -> int
         return connection.getresponse().status
     except (OSError, http.client.HTTPException) as error:
         raise FlashRLError(
-            f"the rollout's HTTP server at {base_url(address, port)} gives no answer to GET {route}, so that it is not known "
-            f"whether it asks for its key: {type(error).__name__}: {error}. Its own log says why; an address that this machine "
+            f"the rollout's HTTP server at {base_url(address, port)} gives no answer to GET {route}, so that it is not "
+            "known "
+            f"whether it asks for its key: {type(error).__name__}: {error}. Its own log says why; an address that this "
+            "machine "
             "does not reach is changed by flashrl.server_address=loopback"
         ) from error
     finally:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How much probability the model puts on tokens the tokenizer does not have.
 
-Checkpoints pad the vocabulary (Qwen2.5: 152064 rows, about 151.7k tokens). verl masks those logits in the rollout only, so
-every rollout log-prob is larger than the trainer's by ``-log(1 - mass)``: nothing for trained models, a bias for others.
+Checkpoints pad the vocabulary (Qwen2.5: 152064 rows, about 151.7k tokens). verl masks those logits in the rollout only,
+so every rollout log-prob is larger than the trainer's by ``-log(1 - mass)``: nothing for trained models, a bias for
+others.
 """
 
 from types import MethodType
@@ -10,7 +11,8 @@ from types import MethodType
 import torch
 
 _SAMPLED_CALLS = 8
-"""Forward passes measured after each weight update; a soft-max over the vocabulary is too dear for every decode step."""
+"""Forward passes measured after each weight update; a soft-max over the vocabulary is too dear for every decode
+step."""
 
 _SAMPLED_ROWS = 64
 """Tokens of a forward pass that are measured: 64 x 152064 FP32 logits are 39 MB, outside vLLM's memory profile."""

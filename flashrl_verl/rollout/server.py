@@ -12,20 +12,17 @@ import ray
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
-from flashrl_verl import self_check
-from flashrl_verl.compat import vllm_device
-from flashrl_verl.config import FlashRLConfig, KVCache, Precision, ServerAddress
 from flashrl_verl.errors import ConfigError, FlashRLError
-from flashrl_verl.lm_head import FP32
 from flashrl_verl.platforms.cores import bind_ranks
-from flashrl_verl.plugin_vllm import register
-from flashrl_verl.quantization.formats import weight_format
-from flashrl_verl.replicas import settings_of
+from flashrl_verl.plugins.versions import vllm_device
+from flashrl_verl.plugins.vllm import register
+from flashrl_verl.refit import self_check
+from flashrl_verl.refit.self_check import EngineState
+from flashrl_verl.refit.transfer import socket_scope
 from flashrl_verl.rollout.access import base_url, loopback_address, require_key, server_key, verify_refusal
-from flashrl_verl.rollout.kv_check import require_kv_cache
-from flashrl_verl.rollout.layer_check import keeps_fewer, unknown_layers
-from flashrl_verl.rollout.transfer import socket_scope
-from flashrl_verl.self_check import EngineState
+from flashrl_verl.rollout.inspection import require_settings
+from flashrl_verl.rollout.replicas import settings_of
+from flashrl_verl.settings import FlashRLConfig, ServerAddress
 
 NAME = "flashrl"
 """Value of ``actor_rollout_ref.rollout.name``, and the prefix of the servers' Ray actor names on both sides."""
@@ -83,7 +80,13 @@ class FlashRLHttpServer(vLLMHttpServer):
         await asyncio.to_thread(verify_refusal, self._server_address, self._server_port)
         self._layers = await self.collective_rpc("flashrl_layers")
         for layers in self._layers:
-            require_precision(self.flashrl, layers)
+            require_settings(self.flashrl, layers)
+            if layers["logprobs_mode"] != self.config.logprobs_mode:
+                raise FlashRLError(
+                    f"the engine returns {layers['logprobs_mode']}, not {self.config.logprobs_mode} as "
+                    "actor_rollout_ref.rollout.logprobs_mode says; look for conflicting keys under "
+                    "actor_rollout_ref.rollout.engine_kwargs.vllm"
+                )
 
     async def flashrl_http_access(self) -> tuple[str, str]:
         """Base URL of this server, and its key; a request brings it as ``Authorization: Bearer <key>``."""
@@ -131,30 +134,6 @@ class FlashRLHttpServer(vLLMHttpServer):
         await self.clear_kv_cache()
         return EngineState(workers=workers, token_ids=output.token_ids, log_probs=output.log_probs)
 
-    async def flashrl_sleep_and_wake(self, level: int) -> None:
-        """vLLM's sleep mode at ``level``, and back at once."""
-        await self.engine.sleep(level=level)
-        await self.engine.wake_up()
-        await self._restore_kv_scales()
-
-    async def wake_up(self, tags: list[str] | None = None) -> None:
-        """verl's, after which the scales of an FP8 KV cache are again those of the last update."""
-        await super().wake_up(tags)
-        await self._restore_kv_scales()
-
-    async def resume_kv_cache(self) -> None:
-        """As ``wake_up``."""
-        await super().resume_kv_cache()
-        await self._restore_kv_scales()
-
-    async def _restore_kv_scales(self) -> None:
-        if self.flashrl.kv_cache is KVCache.FP8 and self.node_rank == 0:
-            await self.collective_rpc("flashrl_restore_kv_scales")
-
-    async def flashrl_kv_scales(self) -> list[dict[str, float] | None]:
-        """Each worker's scales as attention uses them; an error if they are not those of the last update."""
-        return await self.collective_rpc("flashrl_kv_scales")
-
     async def flashrl_padded_vocab_mass(self) -> float:
         """The largest over the workers."""
         return max(await self.collective_rpc("flashrl_padded_vocab_mass"))
@@ -185,66 +164,3 @@ class FlashRLReplica(vLLMReplica):
 
     def _get_server_name_prefix(self) -> str:
         return f"{NAME}_"
-
-
-def require_precision(settings: FlashRLConfig, layers: dict) -> None:
-    """The live engine's model, not its arguments, decides whether the precision's name is true.
-
-    Args:
-        settings: what was asked for.
-        layers: ``FlashRLWorkerExtension.flashrl_layers`` of one worker.
-
-    Raises:
-        FlashRLError: the model is something else (as ConfigError where a setting has to change).
-    """
-    wanted = settings.precision
-    if layers["precision"] != wanted.value:
-        raise FlashRLError(
-            f"the engine runs with quantization {layers['precision']!r} although flashrl.precision={wanted.value}; "
-            "look for conflicting keys under actor_rollout_ref.rollout.engine_kwargs.vllm"
-        )
-    _require_head(settings.fp32_lm_head, layers["head_dtype"])
-    require_kv_cache(settings.kv_cache, layers["kv_cache"])
-    if layers["ignore_unused"]:
-        raise ConfigError(
-            f"flashrl.ignore has entries that match no layer of this model: {layers['ignore_unused']}. Its layers are "
-            f"named like {list(layers['unquantized_layers'])[:2] + layers['quantized_names'][:4]}; correct the entries or "
-            f"remove them"
-        )
-    too_few = keeps_fewer(settings.keep_first_layers, settings.keep_last_layers, layers)
-    if too_few and wanted is not Precision.BF16:
-        raise ConfigError(
-            f"flashrl.keep_first_layers={settings.keep_first_layers} and keep_last_layers={settings.keep_last_layers} "
-            f"{too_few}. Name the layers in flashrl.ignore"
-        )
-    if wanted is Precision.BF16:
-        if layers["quantized_layers"] > 0:
-            raise FlashRLError(f"flashrl.precision=bf16, but the engine holds quantized weights: {layers['quantized']}")
-        return
-    unknown = unknown_layers(layers)
-    if unknown:
-        raise FlashRLError(
-            f"flashrl.precision={wanted.value} would leave {len(unknown)} layers of this model in high precision, of kinds "
-            f"the quantizer does not know: {list(unknown.items())[:8]}; name them in flashrl.ignore, or set "
-            "flashrl.precision=bf16"
-        )
-    if set(layers["quantized"]) != {weight_format(wanted).storage}:
-        raise FlashRLError(
-            f"flashrl.precision={wanted.value}, but the engine's quantized weights are {layers['quantized'] or 'none'} "
-            f"(kept by flashrl.ignore, keep_first_layers and keep_last_layers: {len(layers['kept_layers'])} layers); keep "
-            f"fewer, or set flashrl.precision=bf16"
-        )
-
-
-def _require_head(wanted: bool, found: str) -> None:
-    if wanted and found != FP32:
-        raise ConfigError(
-            f"flashrl.fp32_lm_head=true, but the engine computes this model's logits in {found}: vLLM's class of the model "
-            "does not hand its quantization config to lm_head (or, with tied embeddings, to the embedding). Set "
-            "flashrl.fp32_lm_head=false"
-        )
-    if found == FP32 and not wanted:
-        raise ConfigError(
-            "flashrl.fp32_lm_head=false, but the engine computes this model's logits in float32 (a head_dtype in its "
-            "config.json?) and the trainer does not. Set flashrl.fp32_lm_head=true"
-        )

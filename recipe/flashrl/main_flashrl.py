@@ -12,12 +12,13 @@ import sys
 from pathlib import Path
 
 try:
-    from flashrl_verl.environment import environment_needed
+    from flashrl_verl.errors import environment_needed
 except ModuleNotFoundError as error:  # a copy of the recipe, which has not the package beside it
     if error.name != "flashrl_verl":
         raise
     sys.exit(
-        f"error: {sys.executable} has no module 'flashrl_verl'. Remedy: the environment of your verl and vLLM, and in it "
+        f"error: {sys.executable} has no module 'flashrl_verl'. Remedy: the environment of your verl and vLLM, and in "
+        "it "
         "`pip install --no-deps -e <flashrl-verl>`"
     )
 
@@ -25,12 +26,13 @@ with environment_needed():
     import hydra
     from omegaconf import DictConfig
 
-    from flashrl_verl import compat, dryrun, local_paths, platforms, runtime_env, unknown_keys
+    from flashrl_verl import platforms, validation
     from flashrl_verl.errors import FlashRLError
-    from flashrl_verl.validation import validate_config
+    from flashrl_verl.plugins import versions
+    from flashrl_verl.tools.dry_run import report
+    from flashrl_verl.trainer.cluster import checked_runner, prepare
 
 CONFIG_DIR = Path(__file__).resolve().parent / "config"
-CONFIG = "flashrl_trainer"
 
 
 def train(cfg: DictConfig) -> None:
@@ -43,9 +45,9 @@ def train(cfg: DictConfig) -> None:
         ConfigError: The configuration contradicts itself, verl or this environment, or names a path that is not there.
         FlashRLError: verl does not load the plugin; it would hide that.
     """
-    settings = validate_config(cfg)
-    local_paths.check_paths(cfg)
-    runtime_env.prepare(cfg, ship_code=settings.ship_code)
+    settings = validation.validate_config(cfg)
+    validation.check_paths(cfg)
+    prepare(cfg, ship_code=settings.ship_code)
     platforms.activate(cfg)
 
     # Imported only now: these modules make verl decide on its platform.
@@ -54,12 +56,13 @@ def train(cfg: DictConfig) -> None:
     from verl.utils import config as verl_config
     from verl.utils.device import auto_set_device
 
-    from flashrl_verl.cluster import checked_runner
-    from flashrl_verl.plugin_verl import require_registered
+    from flashrl_verl.plugins.verl import require_registered
 
     require_registered()
     auto_set_device(cfg)
-    verl_config.validate_config(config=cfg, use_reference_policy=need_reference_policy(cfg), use_critic=need_critic(cfg))
+    verl_config.validate_config(
+        config=cfg, use_reference_policy=need_reference_policy(cfg), use_critic=need_critic(cfg)
+    )
     run_ppo(cfg, task_runner_class=checked_runner(TaskRunnerV1, cfg))
 
 
@@ -69,45 +72,40 @@ def dry_run(cfg: DictConfig) -> None:
     Args:
         cfg: The composed configuration.
     """
-    sys.stdout.write(dryrun.report(cfg))
-    validate_config(cfg)
-    missing = local_paths.missing_paths(cfg)
+    sys.stdout.write(report(cfg))
+    validation.validate_config(cfg)
+    missing = validation.missing_paths(cfg)
     if missing:  # no error: a dry run need not happen where the run will
-        sys.stdout.write(f"Warning: {local_paths.describe(missing)}.\n")
+        sys.stdout.write(f"Warning: {validation.describe_missing(missing)}.\n")
     flashrl = cfg.flashrl
     if flashrl.ignore or flashrl.keep_first_layers or flashrl.keep_last_layers:
-        sys.stdout.write("Warning: whether the model has the layers to keep is known when the rollout engine has started.\n")
-    sys.stdout.write("Not looked at: GPUs, and whether model, batch and KV cache fit them (flashrl plan, flashrl check).\n")
+        sys.stdout.write(
+            "Warning: whether the model has the layers to keep is known when the rollout engine has started.\n"
+        )
+    sys.stdout.write(
+        "Not looked at: GPUs, and whether model, batch and KV cache fit them (flashrl plan, flashrl check).\n"
+    )
     sys.stdout.write("The configuration is valid. Nothing was started.\n")
 
 
 def main() -> None:
     """Compose the configuration from the command line and run, or describe, the training."""
     try:
-        compat.require_verl()  # before Hydra, whose own message about verl's missing configuration helps nobody
+        versions.require_verl()  # before Hydra, whose own message about verl's missing configuration helps nobody
         if "--dry-run" not in sys.argv:
-            compat.require_vllm()
+            versions.require_vllm()
     except FlashRLError as error:
         sys.exit(f"{type(error).__name__}: {error}")
     task = dry_run if "--dry-run" in sys.argv else train
     sys.argv = [word for word in sys.argv if word != "--dry-run"]  # Hydra does not know the flag
 
-    composed = False
-
     def run(cfg: DictConfig) -> None:
-        nonlocal composed
-        composed = True
         try:
             task(cfg)
         except FlashRLError as error:
             sys.exit(f"{type(error).__name__}: {error}")
 
-    try:
-        hydra.main(config_path=str(CONFIG_DIR), config_name=CONFIG, version_base=None)(run)()
-    except SystemExit as refused:
-        if refused.code and not composed:  # Hydra has said what it did not find
-            sys.stderr.writelines(f"\n{line}\n" for line in unknown_keys.hints(sys.argv[1:], CONFIG_DIR, CONFIG))
-        raise
+    hydra.main(config_path=str(CONFIG_DIR), config_name="flashrl_trainer", version_base=None)(run)()
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`flashrl bench learning` with real runs on the CPU: from the warm-up to the picture, by way of an archive, and its engine."""
+"""`flashrl bench learning` with real runs on the CPU: from the warm-up to the picture, by way of an archive, and its
+engine."""
 
 import json
 import os
@@ -15,15 +16,15 @@ import torch
 from learning_runs import config
 from safetensors.torch import load_file, save_file
 
-from flashrl_verl.bench import learning
-from flashrl_verl.bench import learning_bf16 as bf16
-from flashrl_verl.bench.learning import arms_of
-from flashrl_verl.bench.learning_recipe import compose_run
-from flashrl_verl.bench.learning_results import accuracy_of
-from flashrl_verl.run_directory import LATEST
-from flashrl_verl.toy.chain import ChainConfig
-from flashrl_verl.toy.model import ToyModelConfig
-from flashrl_verl.toy.warmup import WarmupConfig
+from benchmarks import learning
+from benchmarks import learning_bf16 as bf16
+from benchmarks.learning import arms_of
+from benchmarks.learning_recipe import compose_run
+from benchmarks.learning_results import accuracy_of
+from flashrl_verl.quickstart.chain import ChainConfig
+from flashrl_verl.quickstart.model import ToyModelConfig
+from flashrl_verl.quickstart.warmup import WarmupConfig
+from flashrl_verl.tools.run_directory import LATEST
 
 pytestmark = [pytest.mark.cpu_e2e, pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -51,7 +52,20 @@ def command_of(*words) -> list[str]:
 def test_a_stopped_run_goes_on_where_its_archive_is_unpacked(tmp_path):
     """SIGINT behind the first checkpoint; the folder travels in small parts, and the old one is gone."""
     there, here, archive = tmp_path / "there", tmp_path / "here", tmp_path / "saved" / "chain"
-    words = ["--arm", "bf16:none", "--seed", "0", "--steps", "3", "--hardware", "cpu", "--minutes", "25", *SMALL, *OVERRIDES]
+    words = [
+        "--arm",
+        "bf16:none",
+        "--seed",
+        "0",
+        "--steps",
+        "3",
+        "--hardware",
+        "cpu",
+        "--minutes",
+        "25",
+        *SMALL,
+        *OVERRIDES,
+    ]
     words += ["trainer.save_freq=1", "--first-step-limit", "900", "--step-limit", "600"]
     env = dict(os.environ, HF_HUB_OFFLINE="1")
     latest = there / "runs" / "bf16-none-seed0" / "checkpoints" / LATEST
@@ -75,19 +89,35 @@ def test_a_stopped_run_goes_on_where_its_archive_is_unpacked(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"bf16:none seed 0: started at step {saved}" in done.stdout and "made before, used again" in done.stdout
     steps = [
-        json.loads(line)["step"] for line in (here / "runs" / "bf16-none-seed0" / "metrics.jsonl").read_text().splitlines()
+        json.loads(line)["step"]
+        for line in (here / "runs" / "bf16-none-seed0" / "metrics.jsonl").read_text().splitlines()
     ]
     assert sorted(set(steps)) == [0, 1, 2, 3] and (here / "runs" / "bf16-none-seed0" / "bf16.json").is_file()
 
 
 def test_one_arm_is_trained_and_the_same_command_has_nothing_left_to_do(tmp_path):
     out = tmp_path / "out"
-    words = ["--arm", "int8:tis", "--seed", "5", "--steps", "2", "--hardware", "cpu", "--minutes", "25", *SMALL, *OVERRIDES]
+    words = [
+        "--arm",
+        "int8:tis",
+        "--seed",
+        "5",
+        "--steps",
+        "2",
+        "--hardware",
+        "cpu",
+        "--minutes",
+        "25",
+        *SMALL,
+        *OVERRIDES,
+    ]
     words += ["--first-step-limit", "900", "--step-limit", "600"]  # a busy machine
     command = command_of("learning", *words, "--output", out)
 
     def call() -> subprocess.CompletedProcess:
-        return subprocess.run(command, env=dict(os.environ, HF_HUB_OFFLINE="1"), capture_output=True, text=True, timeout=1600)
+        return subprocess.run(
+            command, env=dict(os.environ, HF_HUB_OFFLINE="1"), capture_output=True, text=True, timeout=1600
+        )
 
     done = call()
     run = out / "runs" / "int8-tis-seed5"
@@ -116,8 +146,8 @@ def test_one_arm_is_trained_and_the_same_command_has_nothing_left_to_do(tmp_path
 
 
 def test_one_bf16_engine_tells_every_models_accuracy_apart(tmp_path):
-    """Three models, one engine: the start, random weights, the start again. The reference is the mean probability of the right
-    answers, from one forward pass of transformers; sampling may leave it by some standard errors."""
+    """Three models, one engine: the start, random weights, the start again. The reference is the mean probability of
+    the right answers, from one forward pass of transformers; sampling may leave it by some standard errors."""
     cfg = config(
         tmp_path,
         arms=arms_of("bf16:none,int8:none"),
@@ -131,7 +161,11 @@ def test_one_bf16_engine_tells_every_models_accuracy_apart(tmp_path):
     shutil.copytree(assets.model, again.folder / bf16.MODEL)
     shutil.copytree(assets.model, untrained.folder / bf16.MODEL)
     weights = untrained.folder / bf16.MODEL / "model.safetensors"
-    save_file({name: 0.02 * torch.randn_like(tensor) for name, tensor in load_file(weights).items()}, weights, {"format": "pt"})
+    save_file(
+        {name: 0.02 * torch.randn_like(tensor) for name, tensor in load_file(weights).items()},
+        weights,
+        {"format": "pt"},
+    )
     pairs = bf16.left_over(cfg, [untrained, again])
     assert len(pairs) == 3
     bf16.ask(cfg, compose_run(cfg, untrained), pairs, 600)
@@ -157,4 +191,6 @@ def test_an_engine_that_runs_out_of_time_is_ended(tmp_path):
         bf16.ask(cfg, compose_run(cfg, cfg.runs()[0]), bf16.left_over(cfg, []), 1.0)
     # So small a model may be done while it is being ended: then its figures are whole.
     assert bf16.left_over(cfg, []) or json.loads((tmp_path / bf16.FILE).read_text())["metrics"]
-    assert not [p for p in psutil.process_iter(["cmdline"]) if str(tmp_path / "bf16.job.json") in (p.info["cmdline"] or [])]
+    assert not [
+        p for p in psutil.process_iter(["cmdline"]) if str(tmp_path / "bf16.job.json") in (p.info["cmdline"] or [])
+    ]

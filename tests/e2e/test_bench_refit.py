@@ -10,7 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from flashrl_verl.cli import app
+from benchmarks.__main__ import app
 from flashrl_verl.errors import ConfigError
 
 pytestmark = [pytest.mark.cpu_e2e, pytest.mark.timeout(1200)]
@@ -18,7 +18,7 @@ ROOT = __file__.rsplit("/tests/", 1)[0]
 
 
 def bench(folder, *words: str) -> tuple[subprocess.CompletedProcess, dict]:
-    command = [sys.executable, "-m", "flashrl_verl.cli", "bench", "refit", "--output", str(folder), *words]
+    command = [sys.executable, "-m", "benchmarks", "refit", "--output", str(folder), *words]
     run = subprocess.run(
         command, cwd=ROOT, env=dict(os.environ, HF_HUB_OFFLINE="1"), capture_output=True, text=True, timeout=900
     )
@@ -35,7 +35,9 @@ def test_every_arm_is_measured_and_its_bytes_are_those_of_the_model(tmp_path, so
     assert ("vllm bf16 load_weights" in arms) == torch.cuda.is_available()
     for result in arms.values():
         assert len(result["refit_seconds"]) == len(result["load_seconds"]) == 2
-        assert all(0 < load <= whole for load, whole in zip(result["load_seconds"], result["refit_seconds"], strict=True))
+        assert all(
+            0 < load <= whole for load, whole in zip(result["load_seconds"], result["refit_seconds"], strict=True)
+        )
     int8, bf16 = arms["flashrl int8"], arms["flashrl bf16"]
     assert int8["read_bytes"] == bf16["read_bytes"] and bf16["read_bytes"] * 2 == bf16["written_bytes"] * size
     assert 0.5 < int8["written_bytes"] / bf16["written_bytes"] < 1
@@ -57,7 +59,7 @@ def test_a_wrong_option_is_one_message_that_names_it(tmp_path, words, message):
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.json").write_text("{")
     words = [str(tmp_path / word) if word == "broken" else word for word in words]
-    result = CliRunner().invoke(app, ["bench", "refit", "--output", str(tmp_path / "out"), *words])
+    result = CliRunner().invoke(app, ["refit", "--output", str(tmp_path / "out"), *words])
     assert isinstance(result.exception, ConfigError) and message in str(result.exception)
     assert len(str(result.exception).splitlines()) == 1
 

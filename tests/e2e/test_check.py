@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`flashrl check` with real verl, vLLM and Ray: a sound machine passes, and each planted fault is found with its remedy."""
+"""`flashrl check` with real verl, vLLM and Ray: a sound machine passes, and each planted fault is found with its
+remedy."""
 
 import json
 import os
@@ -13,12 +14,13 @@ import pytest
 from local_cluster import LocalCluster, can_hide
 
 import flashrl_verl
-from flashrl_verl.check import node, subjects
-from flashrl_verl.check.child import run_child
-from flashrl_verl.check.findings import Finding, Verdict
-from flashrl_verl.check.settings import CheckSettings
-from flashrl_verl.compat import DISTRIBUTION, nvidia_devices
-from flashrl_verl.config import Precision
+from flashrl_verl.plugins.versions import DISTRIBUTION
+from flashrl_verl.settings import Precision
+from flashrl_verl.tools.check import node, subjects
+from flashrl_verl.tools.check.child import run_child
+from flashrl_verl.tools.check.devices import nvidia_devices
+from flashrl_verl.tools.check.findings import Finding, Verdict
+from flashrl_verl.tools.check.settings import CheckSettings
 
 pytestmark = [pytest.mark.cpu_e2e, pytest.mark.timeout(1800)]
 
@@ -39,7 +41,15 @@ def environment(*folders: Path, **variables: str) -> dict[str, str]:
 def check(tmp_path: Path, *words: str, prefix: tuple[str, ...] = (), env: dict[str, str] | None = None):
     """Run the command from a folder of its own. Returns exit code, output, and findings by (node, name)."""
     report = tmp_path / "check.json"
-    command = [*prefix, sys.executable, "-c", "from flashrl_verl.cli import main; main()", "check", "--json", str(report)]
+    command = [
+        *prefix,
+        sys.executable,
+        "-c",
+        "from flashrl_verl.cli import main; main()",
+        "check",
+        "--json",
+        str(report),
+    ]
     if "--timeout" not in words:
         words = (*words, "--timeout", str(PATIENCE_S))
     done = subprocess.run(
@@ -64,7 +74,7 @@ def vllm_process(env: dict[str, str]) -> dict[str, Finding]:
 
 
 def test_a_sound_machine_passes_and_what_was_not_looked_at_is_not_ok(tmp_path):
-    code, output, found = check(tmp_path, "--precision", "int8,fp8,fp8_block,bf16", "--bucket-megabytes", "64")
+    code, output, found = check(tmp_path, "--precision", "int8,fp8,bf16", "--bucket-megabytes", "64")
     failed = [finding for finding in found.values() if finding.verdict is FAIL]
     assert code == 0 and not failed, output
     for name in (*subjects.of_verl_process(), "vLLM plugin", "entry points", "vllm metadata", "loopback"):
@@ -98,7 +108,9 @@ def test_faults_of_one_machine_are_all_found_in_one_call(tmp_path):
     expect("imported versions", FAIL, "its metadata in", "remove that metadata")
     expect(f"{DISTRIBUTION} metadata", FAIL, "0.0.1", "remove that metadata")
     expect("verl plugin", FAIL, "VERL_USE_EXTERNAL_PLUGINS=none leaves flashrl out", "unset VERL_USE_EXTERNAL_PLUGINS")
-    expect("vLLM plugin", FAIL, "VLLM_PLUGINS=lora_filesystem_resolver", "VLLM_PLUGINS=lora_filesystem_resolver,flashrl")
+    expect(
+        "vLLM plugin", FAIL, "VLLM_PLUGINS=lora_filesystem_resolver", "VLLM_PLUGINS=lora_filesystem_resolver,flashrl"
+    )
     expect("network interface", FAIL, "ib7", "GLOO_SOCKET_IFNAME=<one of them>")
     expect("proxy", WARN, "127.0.0.1", "no_proxy=localhost,127.0.0.1")
     expect("Ray token", WARN, "there is no token", "ray get-auth-token --generate")
@@ -109,7 +121,8 @@ def test_faults_of_one_machine_are_all_found_in_one_call(tmp_path):
 
 @pytest.mark.slow
 def test_a_plugin_that_raises_is_told_although_verl_and_vllm_swallow_it(tmp_path):
-    """Metadata of this version whose entry points lead to a module that cannot be imported, or whose function raises."""
+    """Metadata of this version whose entry points lead to a module that cannot be imported, or whose function
+    raises."""
     folder = planted.module(tmp_path / "path", "broken_plugin", "raise ImportError('cannot import name ServerAdapter')")
     planted.module(folder, "broken_call", "def register():\n    raise RuntimeError('no such registry')")
     points = {"verl.plugins": "broken_plugin", "vllm.general_plugins": "broken_call:register"}
@@ -169,7 +182,9 @@ def test_of_two_nodes_the_one_with_a_fault_is_named_and_their_difference_is_one_
     assert [name for (where, name), f in found.items() if where == sound and f.verdict is FAIL] == []
     assert found[sound, "int8 numerics"].verdict is OK
     for where in nodes:
-        assert f"free for Ray in {cluster.folder}" in found[where, "disk"].text, "its own --temp-dir, not this process's"
+        assert f"free for Ray in {cluster.folder}" in found[where, "disk"].text, (
+            "its own --temp-dir, not this process's"
+        )
     assert found[sound, f"{DISTRIBUTION} metadata"].text.endswith("sent by Ray")
     failed = {name for (where, name), f in found.items() if where == faulty and f.verdict is FAIL}
     assert failed == {"transformers", "imported versions", "vLLM plugin"}, output
@@ -195,7 +210,12 @@ def test_another_release_on_a_node_is_found_where_no_code_is_shipped_and_a_missi
     sound, faulty = sorted({where for where, _ in found} - {""})
     assert [name for (where, name), f in found.items() if where == sound and f.verdict is FAIL] == [], output
     stale = found[faulty, f"{DISTRIBUTION} metadata"]
-    assert stale.verdict is FAIL and "the code in" in stale.text and "is 0.0.9" in stale.text and "pip install" in stale.remedy
+    assert (
+        stale.verdict is FAIL
+        and "the code in" in stale.text
+        and "is 0.0.9" in stale.text
+        and "pip install" in stale.remedy
+    )
     alike = found["", "nodes alike"]
     assert alike.verdict is FAIL and f"against 0.0.9 ({node.checksum(other)}) on {faulty}" in alike.text
     assert "flashrl.ship_code=true" in alike.remedy

@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 
 from flashrl_verl.cli import app
 from flashrl_verl.errors import ConfigError
-from flashrl_verl.evaluate.partial import PARTIAL, read
-from flashrl_verl.toy.task import TaskConfig, split_problems, verl_rows
+from flashrl_verl.quickstart.task import TaskConfig, split_problems, verl_rows
+from flashrl_verl.tools.evaluate.partial import PARTIAL, read
 
 pytestmark = [pytest.mark.cpu_e2e, pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -62,7 +62,19 @@ def output(tmp_path_factory) -> Path:
 
 def evaluate(checkpoint: Path, data: Path, output: Path, *words: str):
     reward = f"{PROGRAMS}/digit_reward.py:even_length"
-    options = ["--data", data, "--output", output, "--n", SAMPLES, "--max-tokens", TOKENS, "--reward-function", reward, *words]
+    options = [
+        "--data",
+        data,
+        "--output",
+        output,
+        "--n",
+        SAMPLES,
+        "--max-tokens",
+        TOKENS,
+        "--reward-function",
+        reward,
+        *words,
+    ]
     return CliRunner().invoke(app, ["eval", str(checkpoint), *map(str, options)])
 
 
@@ -109,7 +121,11 @@ def test_responses_are_written_with_what_they_are_worth(evaluated, output):
         assert len(values) == PROBLEMS and {len(group) for group in values} == {SAMPLES}
         assert len({text for row in rows for text in row["responses"]}) > PROBLEMS
     assert {path.name for path in output.iterdir()} == {"bf16", "int8", "model", "eval.json"}
-    assert not {path.name for path in (output / "int8").iterdir()} & {"engine.job.json", "engine.answer.json", "progress"}
+    assert not {path.name for path in (output / "int8").iterdir()} & {
+        "engine.job.json",
+        "engine.answer.json",
+        "progress",
+    }
 
 
 def test_what_is_finished_is_not_generated_again_and_other_settings_are_refused(evaluated, checkpoint, data, output):
@@ -123,7 +139,16 @@ def test_what_is_finished_is_not_generated_again_and_other_settings_are_refused(
 
 
 def test_a_reward_that_does_not_know_the_data_is_refused_before_an_engine_starts(checkpoint, data, tmp_path):
-    words = ["eval", str(checkpoint), "--data", str(data), "--output", str(tmp_path / "out"), "--max-tokens", str(TOKENS)]
+    words = [
+        "eval",
+        str(checkpoint),
+        "--data",
+        str(data),
+        "--output",
+        str(tmp_path / "out"),
+        "--max-tokens",
+        str(TOKENS),
+    ]
     result = CliRunner().invoke(app, words)
     assert isinstance(result.exception, ConfigError) and "--reward-function" in str(result.exception)
     assert not (tmp_path / "out").exists()
@@ -158,7 +183,9 @@ def test_what_a_stop_cut_off_is_drawn_again_as_it_was(checkpoint, data, tmp_path
     words = ["--precision", "bf16", "--n", samples, "--max-tokens", 64]
     command = ["eval", checkpoint, "--data", data, "--output", tmp_path / "out", *words]
     command += ["--reward-function", f"{PROGRAMS}/digit_reward.py:even_length"]
-    process = subprocess.Popen([sys.executable, "-m", "flashrl_verl.cli", *map(str, command)], stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "flashrl_verl.cli", *map(str, command)], stdout=subprocess.DEVNULL
+    )
     partial, deadline = tmp_path / "out" / "bf16" / PARTIAL, time.monotonic() + 300
     while not (partial.is_file() and partial.stat().st_size) and time.monotonic() < deadline and process.poll() is None:
         time.sleep(0.002)
@@ -187,10 +214,16 @@ def test_precisions_share_their_random_numbers(evaluated, output):
     assert first > 0.8 and shifted < 0.5
 
 
-def test_an_engine_that_cannot_start_says_why_and_leaves_the_finished_precision(checkpoint, data, output, tmp_path, evaluated):
+def test_an_engine_that_cannot_start_says_why_and_leaves_the_finished_precision(
+    checkpoint, data, output, tmp_path, evaluated
+):
     copy = shutil.copytree(output, tmp_path / "copy")
     shutil.rmtree(copy / "int8")
     (copy / "model" / "model.safetensors").write_bytes(b"broken")
     result = evaluate(checkpoint, data, copy, "--precision", "bf16,int8")
-    assert result.exit_code != 0 and "the int8 engine failed" in str(result.exception) and "engine.log" in str(result.exception)
+    assert (
+        result.exit_code != 0
+        and "the int8 engine failed" in str(result.exception)
+        and "engine.log" in str(result.exception)
+    )
     assert (copy / "bf16" / "answer.json").exists()

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``flashrl.fp32_lm_head`` in real engines: log-probs are those of FP32 logits, through refits, tied and not, cut or whole."""
+"""``flashrl.fp32_lm_head`` in real engines: log-probs are those of FP32 logits, through refits, tied and not, cut or
+whole."""
 
 import multiprocessing
 from collections.abc import Iterator
@@ -13,10 +14,10 @@ from tiny_models import LAYERS, VOCAB, wire
 from transformers import PreTrainedModel
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 
-from flashrl_verl.config import FlashRLConfig
 from flashrl_verl.errors import ConfigError
-from flashrl_verl.lm_head import compute_head_in_fp32
-from flashrl_verl.rollout.server import require_precision
+from flashrl_verl.quantization.lm_head import compute_head_in_fp32
+from flashrl_verl.rollout.inspection import require_settings
+from flashrl_verl.settings import FlashRLConfig
 
 pytestmark = [pytest.mark.cpu_e2e, pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -60,9 +61,9 @@ def test_log_probs_are_those_of_fp32_logits_and_follow_an_fp32_trainer_through_r
     with engine(tmp_path / "model", {"precision": "bf16", "fp32_lm_head": True}) as llm:
         (layers,) = llm.collective_rpc("flashrl_layers")
         assert layers["head_dtype"] == "float32"
-        require_precision(FlashRLConfig(precision="bf16", fp32_lm_head=True), layers)
+        require_settings(FlashRLConfig(precision="bf16", fp32_lm_head=True), layers)
         with pytest.raises(ConfigError, match="fp32_lm_head=false, but the engine"):
-            require_precision(FlashRLConfig(precision="bf16"), layers)
+            require_settings(FlashRLConfig(precision="bf16"), layers)
         refit = Refit(llm)
         for step in range(3):
             trainer = model_with_large_logits(name, tied, seed=step)
@@ -72,7 +73,9 @@ def test_log_probs_are_those_of_fp32_logits_and_follow_an_fp32_trainer_through_r
             ids = SEQUENCES[step]
             with Watched(llm) as seen:
                 ours = torch.tensor(teacher_forced(llm, [ids])[0]).double()
-            logits = max(seen.hidden, key=len)[: len(ids) - 1].double() @ head.t()  # the others are of the token to sample
+            logits = (
+                max(seen.hidden, key=len)[: len(ids) - 1].double() @ head.t()
+            )  # the others are of the token to sample
             exact, rounded = log_probs(logits, ids), log_probs(logits.to(torch.bfloat16), ids)
             assert (ours - exact).abs().max() < 1e-6 * logits.abs().max(), "FP32 sums have 2^-24 of their terms"
             assert (ours - rounded).abs().max() > 0.05, "BF16 logits would be told apart"
@@ -116,7 +119,9 @@ def test_two_ranks_gather_fp32_logits_and_give_the_log_probs_of_one(tmp_path, ti
         update(llm, 2, wire(trainer), 0)
         two = greedy(llm)
     assert two[0] == one[0]
-    assert (torch.tensor(two[1]) - torch.tensor(one[1])).abs().max() < 0.1, "activations of a rank have scales of their own"
+    assert (torch.tensor(two[1]) - torch.tensor(one[1])).abs().max() < 0.1, (
+        "activations of a rank have scales of their own"
+    )
 
 
 @pytest.mark.gpu

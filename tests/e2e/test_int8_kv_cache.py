@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real vLLM engines with our attention over INT8 keys and values: CUDA graphs, prompts in pieces, prefix caching, sleep."""
+"""Real vLLM engines with our attention over INT8 keys and values: CUDA graphs, prompts in pieces, prefix caching,
+sleep."""
 
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor

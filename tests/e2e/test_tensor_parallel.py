@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor parallelism 2: every rank's storage is its part of the codes of the whole weight, and log-probs are one rank's.
+"""Tensor parallelism 2: every rank's storage is its part of the codes of the whole weight, and log-probs are one
+rank's.
 
 On a CPU two processes with a core each; with GPUs it needs two.
 """
@@ -12,7 +13,7 @@ import torch
 from engines import CUDA, parallel_engine, teacher_forced, update
 from references import Rank, assert_storage, computes_w8a8
 from safetensors.torch import load_file
-from tiny_models import LAYERS, VOCAB, make, sizes, wire
+from tiny_models import LAYERS, VOCAB, make, wire
 from transformers import AutoModelForCausalLM
 
 pytestmark = [
@@ -24,10 +25,10 @@ pytestmark = [
 slow = pytest.mark.slow
 RANKS = 2
 
-MEAN_GAP = {"bf16": 8e-3, "int8": 3e-2, "fp8": 8e-2, "fp8_block": 8e-2}
-"""Bound on the mean difference of log-probs between one rank and two. BF16 sums in another order make 3e-3 by themselves;
-8-bit activations amplify what falls on the other side of a rounding: 0.9e-2 to 1.4e-2 (INT8), 2.7e-2 to 4.1e-2 (E4M3).
-One rank is as far from an emulation of exactly its arithmetic."""
+MEAN_GAP = {"bf16": 8e-3, "int8": 3e-2, "fp8": 8e-2}
+"""Bound on the mean difference of log-probs between one rank and two. BF16 sums in another order make 3e-3 by
+themselves; 8-bit activations amplify what falls on the other side of a rounding: 0.9e-2 to 1.4e-2 (INT8), 2.7e-2 to
+4.1e-2 (E4M3). One rank is as far from an emulation of exactly its arithmetic."""
 
 
 def sequences() -> list[list[int]]:
@@ -50,16 +51,19 @@ def assert_ranks_hold_their_parts(stored: list[dict], weights, precision: str, c
 
 
 def run(path: Path, ranks: int, precision: str, updates: list[dict[str, torch.Tensor]]) -> tuple[list, list]:
-    """Send every update to an engine of ``ranks``; returns each update's storage by rank, and log-probs after the last."""
+    """Send every update to an engine of ``ranks``; returns each update's storage by rank, and log-probs after the
+    last."""
     with parallel_engine(path, {"precision": precision}, ranks) as llm:
         assert len(llm.collective_rpc("flashrl_layers")) == ranks
         stored = []
         for step, weights in enumerate(updates):
             reports = update(llm, ranks, weights, step)
             receipts = llm.collective_rpc("flashrl_receipt")
-            assert [r["receipt"] for r in reports] == receipts and len(receipts) == ranks
-            assert all(r == receipts[0] and r["step"] == step and r["tensors"] == len(weights) for r in receipts)
-            assert all(r["updated"] == len(weights) and r["left_alone"] == [] for r in reports)
+            assert len(receipts) == ranks
+            assert all(
+                r == receipts[0] and r["step"] == step and r["tensors"].keys() == weights.keys() for r in receipts
+            )
+            assert all(r["tensors"] == len(weights) and r["skipped"] == [] for r in reports)
             stored.append(storage(llm, path / f"tp{ranks}-{step}"))
         log_probs = teacher_forced(llm, sequences())
     gc.collect()
@@ -78,16 +82,16 @@ def difference(ours: list[list[float]], theirs: list[list[float]]) -> torch.Tens
         for name in ("qwen2.5", "qwen3", "phi3", "qwen3-moe")
         for precision in ("int8", "fp8")
     ]
-    + [pytest.param(name, "fp8_block", marks=slow) for name in ("qwen2.5", "phi3", "qwen3-moe")]
     + [pytest.param("qwen2.5", "bf16", marks=slow), pytest.param("phi3", "bf16", marks=slow)],
 )
 def test_two_ranks_hold_the_parts_of_one_ranks_codes_and_give_its_log_probs(tmp_path, name, precision, record_property):
-    models = [make(name, seed, **sizes(name, precision)) for seed in (0, 1)]
+    models = [make(name, seed) for seed in (0, 1)]
     config = models[0].config
     config.save_pretrained(tmp_path)
     for key, tensor in models[0].named_parameters():
         if key.endswith("_proj.bias"):
-            tensor.data.zero_()  # q's bias is as long as a rank's q, k and v together: equal zeros must not pass for a copy
+            # q's bias is as long as a rank's q, k and v together: equal zeros must not pass for a copy
+            tensor.data.zero_()
     updates = [wire(model) for model in models]  # the first is careful, the second as planned
     one, log_probs = run(tmp_path, 1, precision, updates)
     two, parallel_log_probs = run(tmp_path, RANKS, precision, updates)
@@ -128,7 +132,7 @@ def test_four_ranks_hold_the_parts_of_one_ranks_codes(tmp_path, name, precision)
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
     """The quickstart's model after its supervised warm-up: right about half the time."""
-    from flashrl_verl.toy.assets import AssetsConfig, make_assets
+    from flashrl_verl.quickstart.assets import AssetsConfig, make_assets
 
     return make_assets(tmp_path_factory.mktemp("toy") / "assets", AssetsConfig()).model
 
@@ -136,8 +140,9 @@ def trained(tmp_path_factory) -> Path:
 @slow
 @pytest.mark.parametrize("precision", ["bf16", "int8", pytest.param("fp8", marks=pytest.mark.gpu)])
 def test_a_trained_models_log_probs_at_two_ranks_are_those_of_one_within_1e_2(trained, precision, record_property):
-    """The mean over its own responses. Random weights, above, make more of a rounding than weights that were trained."""
-    from flashrl_verl.bench.mismatch_prompts import load_prompts
+    """The mean over its own responses. Random weights, above, make more of a rounding than weights that were
+    trained."""
+    from benchmarks.mismatch_prompts import load_prompts
 
     model = AutoModelForCausalLM.from_pretrained(trained, dtype=torch.float32)
     prompts = load_prompts(trained, None, count=96, seed=0).tokens
@@ -177,7 +182,7 @@ def assert_parts_of(parts: list[dict], whole: dict, config) -> None:
             if expected.dtype.itemsize == 1:
                 expected, values = expected.view(torch.uint8), values.view(torch.uint8)
             if name.endswith("_scale"):
-                cut = place.scales(name.removesuffix("_scale"), expected.numpy())
+                cut = place.rows(name.removesuffix("_scale"), expected.numpy())
             else:
                 expected = expected.float() if expected.dtype == torch.bfloat16 else expected
                 cut = place.columns(name, place.rows(name, expected.numpy()))

@@ -47,5 +47,7 @@ def test_what_is_not_finite_comes_out_compiled():
 def test_interpreted():
     pytest.importorskip("triton", reason="the CPU environment leaves Triton out")
     env = dict(os.environ, TRITON_INTERPRET="1")
-    done = subprocess.run([sys.executable, str(PROGRAM)], env=env, capture_output=True, text=True, timeout=1500, check=False)
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM)], env=env, capture_output=True, text=True, timeout=1500, check=False
+    )
     assert done.stdout.endswith("SAME\n"), done.stdout[-1000:] + done.stderr[-3000:]

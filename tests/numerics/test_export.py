@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An exported folder holds the trainer's weights, bit by bit, and in 8 bits the codes of an independent recomputation."""
+"""An exported folder holds the trainer's weights, bit by bit, and in 8 bits the codes of an independent
+recomputation."""
 
 import json
 import shutil
@@ -13,11 +14,12 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from saved_checkpoints import assert_rounded, save, tensors
 
-from flashrl_verl import run_settings
-from flashrl_verl.config import FlashRLConfig, Precision
-from flashrl_verl.data.source import sha256
-from flashrl_verl.export.export import Request, export
-from flashrl_verl.export.source import open_checkpoint
+from flashrl_verl.settings import FlashRLConfig, Precision
+from flashrl_verl.tools.data.source import sha256
+from flashrl_verl.tools.export.chosen import layers_of
+from flashrl_verl.tools.export.export import Request, export
+from flashrl_verl.tools.export.source import open_checkpoint
+from flashrl_verl.trainer import run_settings
 
 
 @pytest.fixture(scope="module")
@@ -91,19 +93,30 @@ def test_experts_are_written_one_by_one_and_transformers_packs_the_same_ones(tmp
 
 
 @pytest.mark.parametrize("precision", ["int8", "fp8"])
-def test_codes_and_scales_are_an_independent_recomputation_and_compressed_tensors_reads_them(of_two, tmp_path, precision):
+def test_codes_and_scales_are_an_independent_recomputation_and_compressed_tensors_reads_them(
+    of_two, tmp_path, precision
+):
     from compressed_tensors.quantization import QuantizationConfig
     from compressed_tensors.quantization.lifecycle.forward import dequantize
 
     checkpoint, weights = of_two
     layers = {"ignore": ["re:.*down_proj"], "keep_first_layers": 0, "keep_last_layers": 1}
-    folder, record = export(Request(checkpoint=checkpoint, output=tmp_path / "out", format=Precision(precision), layers=layers))
+    folder, record = export(
+        Request(checkpoint=checkpoint, output=tmp_path / "out", format=Precision(precision), layers=layers)
+    )
     found, config = tensors(folder), json.loads((folder / "config.json").read_text())
     settings = QuantizationConfig.model_validate(config["quantization_config"])
     scheme = settings.config_groups["group_0"]
     assert {"lm_head", "model.layers.0.mlp.down_proj", "model.layers.1.self_attn.q_proj"} < set(settings.ignore)
     quantized = [name for name in weights if f"{name}_scale" in found]
-    parts = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj")
+    parts = (
+        "self_attn.q_proj",
+        "self_attn.k_proj",
+        "self_attn.v_proj",
+        "self_attn.o_proj",
+        "mlp.gate_proj",
+        "mlp.up_proj",
+    )
     assert sorted(quantized) == sorted(f"model.layers.0.{part}.weight" for part in parts)
     assert record["quantized_layers"] == len(parts)
     for name in quantized:
@@ -130,9 +143,9 @@ def test_the_runs_own_record_says_what_stays_in_bf16(of_two, tmp_path):
     for path in (checkpoint, checkpoint / "actor"):
         recorded = open_checkpoint(path).settings
         assert recorded["fp32_lm_head"] is True and recorded["precision"] == "int8"
-        chosen = run_settings.layers_of(recorded, (), None, 2)
+        chosen = layers_of(recorded, (), None, 2)
         assert chosen == {"ignore": ["re:.*v_proj"], "keep_first_layers": 1, "keep_last_layers": 2}
-    assert run_settings.layers_of(recorded, ("lm_head",), 0, None)["ignore"] == ["lm_head"]
+    assert layers_of(recorded, ("lm_head",), 0, None)["ignore"] == ["lm_head"]
 
 
 # ---- what is written beside the weights ----

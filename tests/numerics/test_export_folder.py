@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import make, wire
 
-from flashrl_verl.config import Precision
 from flashrl_verl.errors import ConfigError, FlashRLError
-from flashrl_verl.export.export import Request, export
-from flashrl_verl.export.folder import INDEX
-from flashrl_verl.export.source import open_checkpoint
-from flashrl_verl.rollout.adapter import cast_for_rollout
+from flashrl_verl.refit.sender import cast_for_rollout
+from flashrl_verl.settings import Precision
+from flashrl_verl.tools.export.export import Request, export
+from flashrl_verl.tools.export.folder import INDEX
+from flashrl_verl.tools.export.source import open_checkpoint
 
 GATE = "model.layers.1.mlp.gate"
 BIAS = torch.tensor([30.01, 30.03, 30.06])
@@ -74,7 +74,7 @@ def test_transformers_and_vllm_round_the_gate_of_a_model_that_holds_it_in_bf16(t
     """Qwen3-MoE: the export has FP32, what is loaded of it is what a BF16 model holds."""
     from transformers import AutoModelForCausalLM
 
-    from flashrl_verl.bench import engine_model
+    from flashrl_verl.tools.engines import model as engine_model
 
     model = make("qwen3-moe")
     model.save_pretrained(tmp_path / "model")
@@ -114,7 +114,10 @@ def test_the_same_weights_in_mistrals_names_beside_the_model_are_not_read(tmp_pa
     assert [name for name, *_ in checkpoint.fingerprint()] == [f"{name}.safetensors" for name in names]
     assert checkpoint.shapes().keys() == WEIGHTS.keys() == dict(checkpoint.tensors()).keys()
     seen = []
-    export(Request(checkpoint=folder, output=tmp_path / "out"), lambda doing, done, total: seen.append((doing, done, total)))
+    export(
+        Request(checkpoint=folder, output=tmp_path / "out"),
+        lambda doing, done, total: seen.append((doing, done, total)),
+    )
     assert ("exporting", len(WEIGHTS), len(WEIGHTS)) in seen
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == WEIGHTS.keys()
 
@@ -147,10 +150,14 @@ def test_an_index_that_is_wrong_is_told(tmp_path, index, said):
 
 # ---- damaged ----
 
-POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32\nsize 12345\n"
+POINTER = (
+    b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32\nsize 12345\n"
+)
 
 
-@pytest.mark.parametrize("damage, said", [("pointer", "git lfs pull"), ("half", "Copy it again"), ("empty", r"\(0 bytes\)")])
+@pytest.mark.parametrize(
+    "damage, said", [("pointer", "git lfs pull"), ("half", "Copy it again"), ("empty", r"\(0 bytes\)")]
+)
 def test_a_file_that_is_not_whole_is_named_with_what_to_do(tmp_path, damage, said):
     folder = folder_of(tmp_path / "model", model=WEIGHTS)
     file = folder / "model.safetensors"

@@ -9,10 +9,10 @@ import pytest
 import torch
 from tiny_models import make
 
-from flashrl_verl.config import Precision
 from flashrl_verl.errors import ConfigError, FlashRLError
-from flashrl_verl.export.export import Request, export
-from flashrl_verl.export.source import meta_model, open_checkpoint
+from flashrl_verl.settings import Precision
+from flashrl_verl.tools.export.export import Request, export
+from flashrl_verl.tools.export.source import meta_model, open_checkpoint
 
 
 def edited(of_two, tmp_path: Path, change) -> Path:
@@ -108,7 +108,7 @@ def test_folders_that_are_no_checkpoint_say_what_to_name(of_two, tmp_path):
 
 
 def test_a_large_models_names_need_no_memory(tmp_path):
-    from flashrl_verl.bench.shapes import load_config, save_config
+    from flashrl_verl.tools.engines.shapes import load_config, save_config
 
     model = meta_model(save_config(load_config("qwen3-30b-a3b"), tmp_path / "model"))
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}

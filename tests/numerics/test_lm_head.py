@@ -9,7 +9,13 @@ from tiny_models import make
 from torch import nn
 
 from flashrl_verl.errors import ConfigError, FlashRLError
-from flashrl_verl.lm_head import compute_head_in_fp32, computes_in_fp32, fp32_logits, fp32_product, require_trainer_heads
+from flashrl_verl.quantization.lm_head import (
+    compute_head_in_fp32,
+    computes_in_fp32,
+    fp32_logits,
+    fp32_product,
+    require_trainer_heads,
+)
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 BF16 = torch.bfloat16
@@ -28,7 +34,9 @@ def test_logits_are_the_float64_product_of_the_same_operands_to_1e_6(device):
     exact = hidden.double() @ weight.double().t()
     assert logits.dtype == torch.float32
     assert ((logits - exact).abs() <= 1e-6 * (hidden.double().abs() @ weight.double().abs().t())).all()
-    torch.testing.assert_close(logits, hidden.float() @ weight.float().t(), rtol=1e-6, atol=1e-4 if device == "cuda" else 1e-6)
+    torch.testing.assert_close(
+        logits, hidden.float() @ weight.float().t(), rtol=1e-6, atol=1e-4 if device == "cuda" else 1e-6
+    )
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -99,7 +107,8 @@ def test_fsdp2s_log_probs_and_gradients_are_those_of_a_float32_head(tmp_path, ra
     for name, grad in found[0]["grads"].items():
         reference = grads[name].grad.float()
         assert grad.dtype == torch.float32
-        # The trunk's backward is BF16 in both, and a key's bias, which soft-max nearly ignores, is a difference of large terms.
+        # The trunk's backward is BF16 in both, and a key's bias, which soft-max nearly ignores, is a difference of
+        # large terms.
         limit = 0.01 if name.startswith(("lm_head", "model.norm")) else 0.05
         assert (grad - reference).norm() < limit * reference.norm(), name
 
@@ -111,7 +120,9 @@ def test_a_trainer_whose_log_probs_go_past_the_head_stops():
     ids = fsdp_head.batch(0, model.config.vocab_size)
     assert model(input_ids=ids).logits.dtype == torch.float32
     head = model.lm_head
-    model.lm_head = nn.Linear(*reversed(head.weight.shape), bias=False, dtype=BF16)  # as a fused kernel: another product
+    model.lm_head = nn.Linear(
+        *reversed(head.weight.shape), bias=False, dtype=BF16
+    )  # as a fused kernel: another product
     with pytest.raises(FlashRLError, match=r"fp32_lm_head=true, .*torch.bfloat16 and asked its FP32 head 0 times"):
         model(input_ids=ids)
     model.lm_head.register_forward_hook(lambda module, inputs, output: output.float())  # rounded, then cast

@@ -8,9 +8,9 @@ import torch
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
 from flashrl_verl.quantization import numerics
-from flashrl_verl.quantization.formats import fp8, int8
+from flashrl_verl.quantization.experts import expert_loop
+from flashrl_verl.quantization.formats import FP8, INT8
 from flashrl_verl.quantization.gemm import emulated_multiply, onednn_handle, onednn_multiply
-from flashrl_verl.quantization.moe import expert_loop
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOKENS, TOP_K = 6, 136, 88, 33, 2
 
@@ -68,7 +68,7 @@ on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the loop over exp
 @on_cpu
 def test_onednn_experts_are_exact_w8a8_up_to_the_rounding_of_their_output(case):
     w13, w2, x, logits = case
-    (c13, s13), (c2, s2) = (numerics.quantize_rows(w, int8.FORMAT) for w in (w13, w2))
+    (c13, s13), (c2, s2) = (numerics.quantize_rows(w, INT8) for w in (w13, w2))
     first = [onednn_handle(c, s, torch.float32) for c, s in zip(c13, s13, strict=True)]
     second = [onednn_handle(c, s, torch.float32) for c, s in zip(c2, s2, strict=True)]
     out = expert_loop(
@@ -79,32 +79,32 @@ def test_onednn_experts_are_exact_w8a8_up_to_the_rounding_of_their_output(case):
         lambda e, rows: onednn_multiply(second[e], rows, HIDDEN),
     )
     assert out.dtype == torch.bfloat16
-    # 57 dB would be the rounding of the output to BF16; a code that falls on the other side of a tie costs more. vLLM's own
-    # INT8 expert kernel for CPUs (0.27.1) is at 44 dB here, and a swapped gate and up below 10.
-    assert numerics.sqnr_db(exact(case, int8.FORMAT), out) > 46
+    # 57 dB would be the rounding of the output to BF16; a code that falls on the other side of a tie costs more. vLLM's
+    # own INT8 expert kernel for CPUs (0.27.1) is at 44 dB here, and a swapped gate and up below 10.
+    assert numerics.sqnr_db(exact(case, INT8), out) > 46
 
 
 @on_cpu
 def test_emulated_fp8_experts_are_exact_w8a8_up_to_the_rounding_of_their_output(case):
     w13, w2, x, logits = case
-    (c13, s13), (c2, s2) = (numerics.quantize_rows(w, fp8.FORMAT) for w in (w13, w2))
+    (c13, s13), (c2, s2) = (numerics.quantize_rows(w, FP8) for w in (w13, w2))
     out = expert_loop(
         LAYER,
         x,
         logits,
-        lambda e, rows: emulated_multiply(rows.float(), c13[e], s13[e], fp8.FORMAT),
-        lambda e, rows: emulated_multiply(rows.float(), c2[e], s2[e], fp8.FORMAT),
+        lambda e, rows: emulated_multiply(rows.float(), c13[e], s13[e], FP8),
+        lambda e, rows: emulated_multiply(rows.float(), c2[e], s2[e], FP8),
     )
-    assert numerics.sqnr_db(exact(case, fp8.FORMAT), out) > 45
+    assert numerics.sqnr_db(exact(case, FP8), out) > 45
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("fmt", [int8.FORMAT, fp8.FORMAT], ids=["int8", "fp8"])
+@pytest.mark.parametrize("fmt", [INT8, FP8], ids=["int8", "fp8"])
 def test_the_fused_cuda_kernel_is_w8a8(case, fmt):
     """The same function the engine calls. INT8 weight-only, which vLLM's own class computes, is 33 dB from W8A8."""
     from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
 
-    from flashrl_verl.quantization.moe import expert_quant_config
+    from flashrl_verl.quantization.experts import expert_quant_config
 
     w13, w2, x, logits = case
     (c13, s13), (c2, s2) = (tuple(t.cuda() for t in numerics.quantize_rows(w, fmt)) for w in (w13, w2))

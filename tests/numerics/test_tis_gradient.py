@@ -13,8 +13,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from flashrl_verl.correction import correct_shard
-from flashrl_verl.correction_settings import CorrectionSettings, Level
+from flashrl_verl.correction.batch import attach_correction, correct_shard
+from flashrl_verl.correction.settings import CorrectionSettings, Level
 
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
 CAP = 2.0
@@ -74,8 +74,6 @@ def gradients(ratio, importance, advantages, mask=None) -> tuple[torch.Tensor, t
         Gradients of the loss by log pi_theta, log pi_old and log pi_rollout (None where none arrived).
     """
     from verl.workers.utils.losses import ppo_loss
-
-    from flashrl_verl.actor import attach_correction
 
     ratio, importance, advantages = (torch.tensor(x, dtype=torch.float64) for x in (ratio, importance, advantages))
     mask = torch.ones(len(ratio), dtype=torch.long) if mask is None else torch.tensor(mask)

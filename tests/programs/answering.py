@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process that `engine_process` may ask: adds two numbers, with a child of its own, or fails where there is nothing to add.
+"""A process that `engine_process` may ask: adds two numbers, with a child of its own, or fails where there is nothing
+to add.
 
 python -m answering JOB.json ANSWER.json
 """
@@ -11,8 +12,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from flashrl_verl.bench.engine_child import run_child
 from flashrl_verl.errors import FlashRLError
+from flashrl_verl.tools.engines.child import run_child
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +29,8 @@ class Answer:
 
 
 def work(job: Job, folder: Path) -> Answer:
-    """The sum, after a while, in which a child sleeps that outlives this process. Deaf to SIGINT, as vLLM's client is while it
-    waits for its engine's start."""
+    """The sum, after a while, in which a child sleeps that outlives this process. Deaf to SIGINT, as vLLM's client is
+    while it waits for its engine's start."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if not job.numbers:
         raise FlashRLError("--numbers is empty")

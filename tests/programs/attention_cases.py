@@ -97,7 +97,8 @@ class Filled:
 
 
 def quantized(x: torch.Tensor) -> torch.Tensor:
-    """Codes times scales; x [..., size]. Quotients are float32, by IEEE: at a tie between two codes the last bit decides."""
+    """Codes times scales; x [..., size]. Quotients are float32, by IEEE: at a tie between two codes the last bit
+    decides."""
     x = x.float()
     scale = x.abs().amax(-1, keepdim=True) / 127
     return torch.where(scale > 0, (x / scale).round(), 0.0).double() * scale.double()
@@ -112,8 +113,8 @@ def attention(query, keys, values) -> torch.Tensor:
 
 
 def check_pages(case: Case, device: str) -> None:
-    """Codes and scales lie where the layout says and are what rounding by hand gives: all of short sequences, of a long one
-    those of three tokens."""
+    """Codes and scales lie where the layout says and are what rounding by hand gives: all of short sequences, of a long
+    one those of three tokens."""
     filled = Filled(case, device, seed=1)
     raw = filled.cache.cpu().numpy().tobytes()
     kv, size, slots = case.kv_heads, case.size, case.slots
@@ -124,11 +125,14 @@ def check_pages(case: Case, device: str) -> None:
         for at in range(length) if length <= _SHORT else some:
             page, slot = divmod(filled.slot(row, at), slots)
             for head in range(kv):
-                for part, (x, start) in enumerate(((filled.keys[row][at, head], 0), (filled.values[row][at, head], half))):
+                for part, (x, start) in enumerate(
+                    ((filled.keys[row][at, head], 0), (filled.values[row][at, head], half))
+                ):
                     base = page * 2 * half + start
                     (scale,) = struct.unpack_from("f", raw, base + kv * slots * size + (head * slots + slot) * 4)
                     places = [
-                        base + head * slots * size + (slot * size + d if part == 0 else d * slots + slot) for d in range(size)
+                        base + head * slots * size + (slot * size + d if part == 0 else d * slots + slot)
+                        for d in range(size)
                     ]
                     codes = torch.tensor([struct.unpack_from("b", raw, place)[0] for place in places]).double()
                     assert abs(scale - float(x.double().abs().max()) / 127) <= 1e-7 * scale
@@ -174,7 +178,9 @@ def check_what_is_not_finite(device: str) -> None:
             filled = Filled(case, device, seed=5)
             key, value = filled.keys[0][7:8].clone(), filled.values[0][7:8].clone()
             (key if part == "key" else value)[0, 1, 5] = bad
-            kernels.write(key.to(device), value.to(device), filled.pages, torch.tensor([filled.slot(0, 7)], device=device))
+            kernels.write(
+                key.to(device), value.to(device), filled.pages, torch.tensor([filled.slot(0, 7)], device=device)
+            )
             query = filled.query()
             out = torch.zeros_like(query)
             scratch = kernels.Scratch.make(2, 4, 2, case.size, query.device)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from flashrl_verl.attention import kernels
-from flashrl_verl.check import attention
+from flashrl_verl.tools.check import attention
 
 SHAPE = 8, 2, 32, (1, 17, 64, 100)
 
@@ -37,9 +37,15 @@ def shorter(table: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, t
 FAULTS = {
     "value scales of one head off by 2 %": ("write", after_writing(lambda pages: pages.value_scales[:, 1].mul_(1.02))),
     "key scales of one head off by a tenth": ("write", after_writing(lambda pages: pages.key_scales[:, 0].mul_(1.1))),
-    "value scales of the other head": ("write", after_writing(lambda p: p.value_scales.copy_(p.value_scales.flip(1).clone()))),
+    "value scales of the other head": (
+        "write",
+        after_writing(lambda p: p.value_scales.copy_(p.value_scales.flip(1).clone())),
+    ),
     "keys of the neighbour": ("write", after_writing(lambda p: p.keys.copy_(p.keys.roll(1, 2).clone()))),
-    "pages of another sequence": ("decode", of_decoding(lambda table, lengths: (table.roll(1, 0).contiguous(), lengths))),
+    "pages of another sequence": (
+        "decode",
+        of_decoding(lambda table, lengths: (table.roll(1, 0).contiguous(), lengths)),
+    ),
     "the last token is left out": ("decode", of_decoding(shorter)),
     "nothing is written": ("write", lambda *arguments: None),
 }

@@ -4,19 +4,17 @@
 Run as a file it is one rank: `python correction_cases.py RANK WORLD_SIZE STORE BATCHES OUTPUT`.
 """
 
-from __future__ import annotations
-
 import sys
 from datetime import timedelta
 from typing import NamedTuple
 
 import torch
 
-from flashrl_verl.correction import correct_shard
-from flashrl_verl.correction_settings import CorrectionSettings
+from flashrl_verl.correction.batch import correct_shard
+from flashrl_verl.correction.settings import CorrectionSettings
 from flashrl_verl.errors import FlashRLError
 
-SEEDS = range(200)
+SEEDS = range(100)
 
 NODES = {
     "token TIS": {"rollout_is": "token", "rollout_is_threshold": 2.0},
@@ -75,7 +73,7 @@ class Batch(NamedTuple):
     mask: torch.Tensor
     lengths: torch.Tensor
 
-    def shard(self, rows: slice) -> Batch:
+    def shard(self, rows: slice) -> "Batch":
         """The batch of these rows, padded no further than their longest."""
         width = int(self.lengths[rows].max())
         return Batch(*(x[rows, :width] for x in self[:3]), self.lengths[rows])
@@ -112,12 +110,6 @@ class Answer(NamedTuple):
     metrics: dict[str, float]
 
 
-def our_answer(batch: Batch, settings: CorrectionSettings, group=None) -> Answer:
-    correction = correct_shard(*batch[:3], settings, group)
-    mask = batch.mask.bool() if correction.keep is None else correction.keep
-    return Answer(correction.weights, mask, correction.metrics)
-
-
 def verl_answer(batch: Batch, node: dict) -> Answer:
     """What verl's driver computes from the whole batch."""
     from verl.protocol import DataProto
@@ -142,14 +134,15 @@ def run_rank(rank: int, world_size: int, store: str, batches: int) -> dict:
     """Corrects this rank's shard of the first batches under every variant, in a gloo group.
 
     Returns:
-        Answers by (seed, name of the variant), and under "NaN" the error that one NaN on the last
-        rank causes on this one.
+        Answers by (seed, name of the variant), and the error that each fault causes on this rank: "NaN" on the last
+        rank alone, "missing" log-probs and an "empty" mask on all.
     """
     import torch.distributed as dist
 
     # Past the time it takes to import verl on a busy machine.
     timeout = timedelta(seconds=400)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timeout)
+    group = dist.group.WORLD
     try:
         answers = {}
         for seed in SEEDS[:batches]:
@@ -158,15 +151,18 @@ def run_rank(rank: int, world_size: int, store: str, batches: int) -> dict:
                 continue
             shard = batch.shard(split_rows(len(batch.old), world_size, seed)[rank])
             for name, node in NODES.items():
-                settings = CorrectionSettings.from_config(node)
-                answers[seed, name] = our_answer(shard, settings, dist.group.WORLD)
+                found = correct_shard(*shard[:3], CorrectionSettings.from_config(node), group)
+                mask = shard.mask if found.kept is None else found.kept
+                answers[seed, name] = Answer(found.weights, mask.bool(), found.metrics)
         old, rollout = torch.zeros(2, 2), torch.zeros(2, 2)
         if rank == world_size - 1:
             rollout[1, 0] = torch.nan
-        try:
-            correct_shard(old, rollout, old + 1, settings, group=dist.group.WORLD)
-        except FlashRLError as error:
-            answers["NaN"] = str(error)
+        faults = {"NaN": (old, rollout, old + 1), "missing": (old, None, old + 1), "empty": (old, old, old)}
+        for fault, fields in faults.items():
+            try:
+                correct_shard(*fields, CorrectionSettings.from_config(NODES["token TIS"]), group)
+            except FlashRLError as error:
+                answers[fault] = str(error)
         return answers
     finally:
         dist.destroy_process_group()
@@ -175,4 +171,4 @@ def run_rank(rank: int, world_size: int, store: str, batches: int) -> dict:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     answers = run_rank(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
-    torch.save({key: answer if key == "NaN" else tuple(answer) for key, answer in answers.items()}, sys.argv[5])
+    torch.save({key: answer if isinstance(key, str) else tuple(answer) for key, answer in answers.items()}, sys.argv[5])

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run that only counts: it logs, saves every second step and goes on from there as the recipe does, in milliseconds.
 
-For what ``flashrl bench learning`` does with its runs, whatever these are. Words: its folder, steps, seconds a step, and the
-step at which it fails (0: never); with a fifth word it fails the first time only.
+For what ``flashrl bench learning`` does with its runs, whatever these are. Words: its folder, steps, seconds a step,
+and the step at which it fails (0: never); with a fifth word it fails the first time only.
 """
 
 import json
@@ -19,7 +19,10 @@ def main() -> None:
     folder, steps, seconds, fails_at, *once = sys.argv[1:]
     folder, steps, seconds, fails_at = Path(folder), int(steps), float(seconds), int(fails_at)
     signal.signal(signal.SIGINT, lambda *_: sys.exit(7))
-    metrics, latest = Path(os.environ["VERL_FILE_LOGGER_PATH"]), folder / "checkpoints" / "latest_checkpointed_iteration.txt"
+    metrics, latest = (
+        Path(os.environ["VERL_FILE_LOGGER_PATH"]),
+        folder / "checkpoints" / "latest_checkpointed_iteration.txt",
+    )
     latest.parent.mkdir(exist_ok=True)
     start = int(latest.read_text()) if latest.is_file() else 0
     kept = [line for line in _lines(metrics) if json.loads(line)["step"] <= start] if start else []

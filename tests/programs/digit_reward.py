@@ -13,5 +13,6 @@ def constant(data_source, solution_str, ground_truth, extra_info=None) -> dict:
 
 
 def even_length(data_source, solution_str, ground_truth, extra_info=None) -> float:
-    """1 for an even number of characters: right about half the time, and for some prompts more often than for others."""
+    """1 for an even number of characters: right about half the time, and for some prompts more often than for
+    others."""
     return float(len(solution_str) % 2 == 0)

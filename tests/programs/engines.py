@@ -19,7 +19,9 @@ os.environ["VERL_RAY_JOB_ID"] = f"test-{os.getpid()}"  # in the name of weight s
 
 
 @contextlib.contextmanager
-def engine(path: Path, settings: dict[str, Any] | None = None, *, compiled: bool = False, **arguments: Any) -> Iterator[Any]:
+def engine(
+    path: Path, settings: dict[str, Any] | None = None, *, compiled: bool = False, **arguments: Any
+) -> Iterator[Any]:
     """Start ``vllm.LLM`` on a model folder; end it and its process group afterwards.
 
     Args:
@@ -33,9 +35,9 @@ def engine(path: Path, settings: dict[str, Any] | None = None, *, compiled: bool
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
     if settings is not None:
-        from flashrl_verl.config import FlashRLConfig
-        from flashrl_verl.plugin_vllm import register
+        from flashrl_verl.plugins.vllm import register
         from flashrl_verl.quantization.config import engine_arguments
+        from flashrl_verl.settings import FlashRLConfig
 
         register()
         arguments = {
@@ -45,8 +47,8 @@ def engine(path: Path, settings: dict[str, Any] | None = None, *, compiled: bool
             **arguments,
         }
     if CUDA and compiled:
-        # vLLM's older model runner forbids captures of graphs once it has made its own, for the whole process; its newer one
-        # (vllm/v1/worker/gpu, which Qwen3 and Llama get) does not allow them again.
+        # vLLM's older model runner forbids captures of graphs once it has made its own, for the whole process; its
+        # newer one (vllm/v1/worker/gpu, which Qwen3 and Llama get) does not allow them again.
         from vllm.compilation.monitor import set_cudagraph_capturing_enabled
 
         set_cudagraph_capturing_enabled(True)
@@ -61,7 +63,8 @@ def engine(path: Path, settings: dict[str, Any] | None = None, *, compiled: bool
                 "max_num_batched_tokens": 256,
                 "dtype": "bfloat16",
                 "logprobs_mode": "processed_logprobs",
-                "num_gpu_blocks_override": 64,  # a KV cache of kilobytes: many engines follow one another in one process
+                # a KV cache of kilobytes: many engines follow one another in one process
+                "num_gpu_blocks_override": 64,
                 # Given, not measured: vLLM stops where another program frees memory while it measures.
                 **({"gpu_memory_utilization": 0.15, "kv_cache_memory_bytes": 256 << 20} if CUDA else {}),
                 **arguments,
@@ -119,7 +122,7 @@ def update(llm: Any, ranks: int, weights: dict[str, torch.Tensor], step: int) ->
     import asyncio
     import threading
 
-    from flashrl_verl.rollout.transfer import WatchedSender
+    from flashrl_verl.refit.transfer import WatchedSender
 
     timeout_s = 120.0
     errors: list[BaseException] = []
@@ -140,7 +143,7 @@ def update(llm: Any, ranks: int, weights: dict[str, torch.Tensor], step: int) ->
     threads = [threading.Thread(target=send, args=(rank,)) for rank in range(ranks)]
     for thread in threads:
         thread.start()
-    request = {"step": step, "stride": 1, "timeout_s": timeout_s}
+    request = {"step": step, "timeout_s": timeout_s}
     reports = llm.collective_rpc("update_weights_from_ipc", kwargs={"use_shm": True, "flashrl": request})
     for thread in threads:
         thread.join()
@@ -153,21 +156,19 @@ def update(llm: Any, ranks: int, weights: dict[str, torch.Tensor], step: int) ->
 class Refit:
     """A ``WeightRefit`` of an engine's model that is called like one weight update, in buckets of a few tensors.
 
-    As in training every bucket lies in the same memory, over the one before it, and no update finds its tensors where the
-    last one had them.
+    As in training every bucket lies in the same memory, over the one before it, and no update finds its tensors where
+    the last one had them.
     """
 
     _ALIGNMENT = 256
 
     def __init__(self, llm: Any):
-        from flashrl_verl.rollout.post_process import PostProcess
-        from flashrl_verl.rollout.refit import WeightRefit
+        from flashrl_verl.refit.load import WeightRefit
 
         self._llm, self._runner = llm, runner(llm)
-        self.model = self._runner.model
-        self.account = WeightRefit(self.model)
+        self.model, self.model_config = self._runner.model, self._runner.vllm_config.model_config
         self.device = torch.device("cuda" if CUDA else "cpu")
-        self.post_process = PostProcess(self.model, self._runner.vllm_config.model_config, self.device)
+        self.account = WeightRefit(self.model, self.model_config, self.device)
 
     def _room(self, tensor: torch.Tensor) -> int:
         return -(-tensor.nbytes // self._ALIGNMENT) * self._ALIGNMENT
@@ -175,7 +176,8 @@ class Refit:
     def _placed(
         self, bucket: list[tuple[str, torch.Tensor]], memory: torch.Tensor, offset: int
     ) -> list[tuple[str, torch.Tensor]]:
-        """The bucket's tensors copied into ``memory``, one after another from ``offset``; strided ones stay where they are."""
+        """The bucket's tensors copied into ``memory``, one after another from ``offset``; strided ones stay where they
+        are."""
         placed = []
         for name, tensor in bucket:
             if not tensor.is_contiguous():
@@ -186,16 +188,16 @@ class Refit:
             offset += self._room(tensor)
         return placed
 
-    def __call__(self, weights: dict[str, torch.Tensor], step: int, stride: int = 1, bucket: int = 5) -> dict:
+    def __call__(self, weights: dict[str, torch.Tensor], step: int, bucket: int = 5) -> dict:
         items = list(weights.items())
         buckets = [items[first : first + bucket] for first in range(0, len(items), bucket)]
         shift = step % 7 * self._ALIGNMENT
         size = shift + max(sum(self._room(tensor) for _, tensor in bucket) for bucket in buckets)
         memory = torch.full((size,), 0xFF, dtype=torch.uint8, device=self.device)  # NaN in every dtype
-        self.account.begin(step, stride)
+        self.account.begin(step)
         for bucket in buckets:
             self.account.load(self._placed(bucket, memory, shift))
-        report = self.account.finish(self.post_process)
+        report = self.account.finish()
         self._llm.reset_prefix_cache()
         return report
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Faults for end-to-end tests, loaded by verl through VERL_USE_EXTERNAL_MODULES in every process of a run.
 
-FLASHRL_TEST_FAULT is ``<kind>:<step>``. Each fault replaces a method of this package's own classes; verl and vLLM are left
-as they are.
+FLASHRL_TEST_FAULT is ``<kind>:<step>``. Each fault replaces a method of this package's own classes; verl and vLLM are
+left as they are.
 """
 
 import os
@@ -11,7 +11,7 @@ import signal
 
 import torch
 
-from flashrl_verl.import_hooks import after_import
+from flashrl_verl.plugins.import_hooks import after_import
 
 KIND, STEP = os.environ["FLASHRL_TEST_FAULT"].split(":")
 STEP = int(STEP)
@@ -46,7 +46,7 @@ def stale_tensor(refit, ranks=(0, 1)) -> None:
     kept: dict[str, torch.Tensor] = {}
 
     def stale(self, weights):
-        step = self.manifest.step
+        step = self._manifest.step
         fresh = {n: t.clone() for n, t in weights if n == TENSOR}
         load(
             self,
@@ -68,7 +68,7 @@ def raise_in_receiver(refit) -> None:
     load = refit.WeightRefit.load
 
     def raising(self, weights):
-        if self.manifest.step == STEP:
+        if self._manifest.step == STEP:
             fired()
             raise OSError("a fault inside the receiver")
         load(self, weights)
@@ -80,7 +80,7 @@ def kill_engine(refit) -> None:
     load = refit.WeightRefit.load
 
     def killing(self, weights):
-        if self.manifest.step == STEP:
+        if self._manifest.step == STEP:
             fired()
             os.kill(os.getpid(), signal.SIGKILL)
         load(self, weights)
@@ -93,7 +93,8 @@ def stale_kernel(gemm) -> None:
     changed = gemm.OneDnnGemm.weights_changed
 
     def forgetful(self, layer):
-        # The dummy weights vLLM starts from, the first update, the self-check's poison; STEP is how many of them are taken.
+        # The dummy weights vLLM starts from, the first update, the self-check's poison; STEP is how many of them are
+        # taken.
         layer.flashrl_calls = getattr(layer, "flashrl_calls", 0) + 1
         if layer.flashrl_calls <= STEP:
             changed(self, layer)
@@ -122,9 +123,11 @@ def nan_update(worker) -> None:
 
 
 def noisy_log_probs(server) -> None:
-    """From step STEP on, the rollout reports log-probs that are not those it sampled with: normal noise, deviation 1."""
+    """From step STEP on, the rollout reports log-probs that are not those it sampled with: normal noise, deviation
+    1."""
     if not hasattr(server, "FlashRLReplica"):
-        return  # the engine's own process, in the middle of importing it; what follows is for the one that starts engines
+        # the engine's own process, in the middle of importing it; what follows is for the one that starts engines
+        return
     import ray
 
     noise = random.Random(0)
@@ -148,13 +151,13 @@ def noisy_log_probs(server) -> None:
 
 
 MODULES = {
-    "skip_update": ("flashrl_verl.rollout.adapter", skip_update),
-    "stale_tensor": ("flashrl_verl.rollout.refit", stale_tensor),
-    "stale_tensor_on_rank_1": ("flashrl_verl.rollout.refit", stale_tensor_on_rank_1),
-    "raise_in_receiver": ("flashrl_verl.rollout.refit", raise_in_receiver),
-    "kill_engine": ("flashrl_verl.rollout.refit", kill_engine),
+    "skip_update": ("flashrl_verl.refit.sender", skip_update),
+    "stale_tensor": ("flashrl_verl.refit.load", stale_tensor),
+    "stale_tensor_on_rank_1": ("flashrl_verl.refit.load", stale_tensor_on_rank_1),
+    "raise_in_receiver": ("flashrl_verl.refit.load", raise_in_receiver),
+    "kill_engine": ("flashrl_verl.refit.load", kill_engine),
     "stale_kernel": ("flashrl_verl.quantization.gemm", stale_kernel),
     "noisy_log_probs": ("flashrl_verl.rollout.server", noisy_log_probs),
-    "nan_update": ("flashrl_verl.worker", nan_update),
+    "nan_update": ("flashrl_verl.trainer.worker", nan_update),
 }
 after_import(*MODULES[KIND])

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads a checkpoint into an engine of its own process, without sleep mode, and prints what it samples as one line of JSON.
+"""Loads a checkpoint into an engine of its own process, without sleep mode, and prints what it samples as one line of
+JSON.
 
 Arguments: model folder, precision, JSON list of prompts (lists of token ids).
 """

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of a trainer: a tiny model under verl's FSDP2 wrapping, with ``flashrl.fp32_lm_head`` or without, one backward."""
+"""One rank of a trainer: a tiny model under verl's FSDP2 wrapping, with ``flashrl.fp32_lm_head`` or without, one
+backward."""
 
 import os
 from pathlib import Path
@@ -35,7 +36,7 @@ def run(rank: int, ranks: int, folder: str, name: str, changes: dict[str, Any], 
     from torch.distributed.fsdp import MixedPrecisionPolicy
     from verl.utils.fsdp_utils import apply_fsdp2
 
-    from flashrl_verl.lm_head import compute_head_in_fp32, computes_in_fp32
+    from flashrl_verl.quantization.lm_head import compute_head_in_fp32, computes_in_fp32
 
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=ranks)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One data-parallel rank of a real FSDP2 actor on a CPU: a policy update with our correction and with verl's, side by side.
+"""One data-parallel rank of a real FSDP2 actor on a CPU: a policy update with our correction and with verl's, side by
+side.
 
     python fsdp_step.py RANK RANKS STORE MODEL OUTPUT
 
-Every variant is run twice on the same weights (the learning rate is 0, the step is taken all the same): by our worker, from the
-rank's rows, and by verl's, with weights and mask that verl's driver has computed from the whole batch.
+Every variant is run twice on the same weights (the learning rate is 0, the step is taken all the same): by our worker,
+from the rank's rows, and by verl's, with weights and mask that verl's driver has computed from the whole batch.
 """
 
 import functools
@@ -23,7 +24,7 @@ from hydra import compose, initialize_config_dir  # noqa: E402
 from omegaconf import OmegaConf, open_dict  # noqa: E402
 from tensordict import NonTensorData, TensorDict  # noqa: E402
 
-import flashrl_verl.plugin_verl  # noqa: E402, F401 - the CPU platform, before verl picks one
+import flashrl_verl.plugins.verl  # noqa: E402, F401 - the CPU platform, before verl picks one
 
 ROOT = Path(__file__).resolve().parents[2]
 VARIANTS = [name for name in NODES if name != "metrics only"]
@@ -61,7 +62,12 @@ def whole_batch(vocabulary: int) -> tuple[dict[str, list[torch.Tensor]], Batch]:
         prompt, response = (torch.randint(3, vocabulary, (n,), generator=random) for n in (int(row % 4) + 2, length))
         ids = torch.cat([prompt, response])
         fields = {"prompts": prompt, "responses": response, "input_ids": ids, "position_ids": torch.arange(len(ids))}
-        padded = {"response_mask": mask.long(), "loss_mask": mask.long(), "old_log_probs": old, "advantages": advantages}
+        padded = {
+            "response_mask": mask.long(),
+            "loss_mask": mask.long(),
+            "old_log_probs": old,
+            "advantages": advantages,
+        }
         for name, value in {**padded, "rollout_log_probs": rollout}.items():
             fields[name] = value[row, :length]
         for name, value in fields.items():
@@ -107,10 +113,10 @@ def run(worker, update, data: TensorDict) -> dict:
 def main() -> None:
     from verl.workers.engine_workers import ActorRolloutRefWorker
 
-    from flashrl_verl.actor import FlashRLActorWorker
+    from flashrl_verl.trainer.worker import FlashRLWorker
 
     config = configuration()
-    worker = FlashRLActorWorker(config, role="actor")
+    worker = FlashRLWorker(config, role="actor")
     worker.init_model()
     rows, batch = whole_batch(worker.actor.engine.module.config.vocab_size)
     results = {}
@@ -120,9 +126,13 @@ def main() -> None:
             worker.config.actor.policy_loss.rollout_correction = OmegaConf.create(node)
         ours = run(worker, worker.update_actor, shard(rows, config.rollout.temperature))
         answer = verl_answer(batch, node)
-        corrected = dict(rows, response_mask=[m[:n].long() for m, n in zip(answer.mask, batch.lengths.tolist(), strict=True)])
+        corrected = dict(
+            rows, response_mask=[m[:n].long() for m, n in zip(answer.mask, batch.lengths.tolist(), strict=True)]
+        )
         if answer.weights is not None:
-            corrected["rollout_is_weights"] = [w[:n] for w, n in zip(answer.weights, batch.lengths.tolist(), strict=True)]
+            corrected["rollout_is_weights"] = [
+                w[:n] for w, n in zip(answer.weights, batch.lengths.tolist(), strict=True)
+            ]
         update = functools.partial(ActorRolloutRefWorker.update_actor, worker)
         verls = run(worker, update, shard(corrected, config.rollout.temperature))
         results[name] = {"ours": ours, "verls": verls, "metrics": answer.metrics}

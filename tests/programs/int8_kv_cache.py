@@ -54,7 +54,8 @@ def sampled(llm, prompts: list[list[int]]) -> tuple[list[list[int]], list[list[f
 
     counts = [min(30 + 7 * i, LONG - len(prompt)) for i, prompt in enumerate(prompts)]
     params = [
-        SamplingParams(temperature=1.0, max_tokens=n, logprobs=0, ignore_eos=True, detokenize=False, seed=n) for n in counts
+        SamplingParams(temperature=1.0, max_tokens=n, logprobs=0, ignore_eos=True, detokenize=False, seed=n)
+        for n in counts
     ]
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
     answers = [output.outputs[0] for output in outputs]
@@ -71,8 +72,8 @@ def read(llm, prompts: list[list[int]], responses: list[list[int]]) -> list[list
 
 def seen(path: Path, family: str, kv_cache: str) -> Seen:
     """Start an engine, look, sample, put it to sleep, update it, look again."""
-    # A random router has many near ties, and chooses other experts for a last bit, which moves a token's log-prob by tenths.
-    # It is not what is looked at here, so every token has all experts.
+    # A random router has many near ties, and chooses other experts for a last bit, which moves a token's log-prob by
+    # tenths. It is not what is looked at here, so every token has all experts.
     every_expert = {"num_experts_per_tok": CONFIGS[family].num_experts} if "moe" in family else {}
     model, other = (make(family, seed=seed, **every_expert) for seed in (6, 7))
     model.config.save_pretrained(path)

@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 
 def model_with_large_logits(name: str, tied: bool, seed: int) -> PreTrainedModel:
-    """Every row of the head has a vector in common, so that logits of one token are large and close together: soft-max does not
-    see what they share, BF16 rounds by it."""
+    """Every row of the head has a vector in common, so that logits of one token are large and close together: soft-max
+    does not see what they share, BF16 rounds by it."""
     model = make(name, seed, tie_word_embeddings=tied)
     with torch.no_grad():
         common = torch.randn(model.config.hidden_size, generator=torch.Generator().manual_seed(seed + 50))

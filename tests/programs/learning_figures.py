@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures of the learning runs in docs/results/learning, from their raw data, and what differences of them are worth."""
+"""Figures of the learning runs in docs/results/learning, from their raw data, and what differences of them are
+worth."""
 
 import json
 import math
@@ -9,7 +10,7 @@ from typing import Any
 
 from result_pages import RESULTS
 
-from flashrl_verl.bench.learning_results import t_quantile  # compared with published tables in test_bench_learning_report.py
+from benchmarks.learning_results import t_quantile  # compared with published tables in test_bench_learning_report.py
 
 FIGURES = {
     "final, BF16": lambda run: run["bf16"]["mean@8"]["value"],

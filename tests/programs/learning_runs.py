@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of ``flashrl bench learning`` as its tests make them: a configuration, files in a run's folder, runs that only count."""
+"""Runs of ``flashrl bench learning`` as its tests make them: a configuration, files in a run's folder, runs that only
+count."""
 
 import json
 import sys
@@ -8,8 +9,8 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from flashrl_verl.bench.learning import LearningConfig, arms_of
-from flashrl_verl.bench.learning_schedule import Limits, Schedule
+from benchmarks.learning import LearningConfig, arms_of
+from benchmarks.learning_schedule import Limits, Schedule
 
 KEY = "val-core/toy_chain/acc/mean@2"
 
@@ -17,7 +18,8 @@ KEY = "val-core/toy_chain/acc/mean@2"
 def config(folder, **more) -> LearningConfig:
     """Two arms, two seeds, four steps, on the CPU."""
     settings = dict(
-        output=folder, arms=arms_of("bf16:none,int8:tis"), seeds=(0, 1), steps=4, parallel=2, minutes=10.0, hardware="cpu",
+        output=folder, arms=arms_of("bf16:none,int8:tis"), seeds=(0, 1), steps=4, parallel=2, minutes=10.0,
+        hardware="cpu",
         kv_cache_gib=2.0,
     )  # fmt: skip
     return LearningConfig(**{**settings, **more})

@@ -26,8 +26,8 @@ RESOURCES = ["--num-gpus=1", "--num-cpus=16", "--object-store-memory=500000000"]
 class LocalCluster:
     """A head at 127.0.0.2, and nodes that ``join``; of this process's environment they have nothing but PATH.
 
-    Their HOME is a folder of the cluster: in the user's may be a token, by which Ray would let nobody in. Within ``with``;
-    every process is ended at its end.
+    Their HOME is a folder of the cluster: in the user's may be a token, by which Ray would let nobody in. Within
+    ``with``; every process is ended at its end.
 
     Args:
         variables: of the head's environment, beside PATH and HOME.
@@ -39,7 +39,8 @@ class LocalCluster:
 
     def __init__(self, variables: Mapping[str, str] | None = None):
         self._variables = variables
-        # Short: the path of a socket below it has to stay under 107 letters. Ray's default would mix it with other clusters.
+        # Short: the path of a socket below it has to stay under 107 letters. Ray's default would mix it with other
+        # clusters.
         self.folder = Path(tempfile.mkdtemp(prefix="flr-", dir="/tmp"))
         self._nodes: list[subprocess.Popen] = []
         self.address = f"127.0.0.2:{_free_port('127.0.0.2')}"
@@ -60,7 +61,9 @@ class LocalCluster:
         host = f"127.0.0.{2 + len(self._nodes)}"
         return self._start(f"--node-ip-address={host}", f"--address={self.address}", hide=hide, variables=variables)
 
-    def _start(self, *words: str, hide: Sequence[Path] = (), variables: Mapping[str, str] | None = None) -> subprocess.Popen:
+    def _start(
+        self, *words: str, hide: Sequence[Path] = (), variables: Mapping[str, str] | None = None
+    ) -> subprocess.Popen:
         elsewhere = self.folder / f"node{len(self._nodes)}"
         elsewhere.mkdir()
         with open(elsewhere / "log", "wb") as log:
@@ -91,7 +94,8 @@ class LocalCluster:
 
     @staticmethod
     def kill(node: subprocess.Popen) -> None:
-        """End a node as a power cut would: all of its processes at once, and those that a leader which failed has left."""
+        """End a node as a power cut would: all of its processes at once, and those that a leader which failed has
+        left."""
         members = [process for process in psutil.process_iter() if _session(process.pid) == node.pid]
         if node.poll() is None:
             members += psutil.Process(node.pid).children(recursive=True)
@@ -123,7 +127,9 @@ def can_hide() -> bool:
     """Whether this machine lets us give a process a view of the file system of its own."""
     if shutil.which("unshare") is None:
         return False
-    return subprocess.run(["unshare", "--mount", "mount", "--bind", "/tmp", "/tmp"], capture_output=True).returncode == 0
+    return (
+        subprocess.run(["unshare", "--mount", "mount", "--bind", "/tmp", "/tmp"], capture_output=True).returncode == 0
+    )
 
 
 def our_folders() -> list[Path]:

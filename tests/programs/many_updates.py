@@ -16,11 +16,13 @@ from tiny_models import VOCAB, make, wire
 UPDATES = 20
 PROMPTS = [[5, 6, 7, 8], [100, 3, 50], list(range(20, 60))]
 SIZES = dict(hidden_size=768, intermediate_size=2048, num_attention_heads=12, num_key_value_heads=6)
-"""13 million quantized weights: one update kept by mistake, 13 MB of codes or 26 MB of BF16, stands out of a process's size."""
+"""13 million quantized weights: one update kept by mistake, 13 MB of codes or 26 MB of BF16, stands out of a process's
+size."""
 
 
 def memory() -> int:
-    """Bytes this process holds: on the GPU exactly, else resident memory after everything freed went back to the system."""
+    """Bytes this process holds: on the GPU exactly, else resident memory after everything freed went back to the
+    system."""
     gc.collect()
     if CUDA:
         torch.cuda.synchronize()
@@ -43,7 +45,8 @@ class Course:
 
 
 def course(path: Path, precision: str) -> Course:
-    """Train with AdamW, send every step's weights to one engine and sample from it; the last weights are left in ``path``.
+    """Train with AdamW, send every step's weights to one engine and sample from it; the last weights are left in
+    ``path``.
 
     In a process of its own: vLLM's sleep mode is for one engine a process.
     """

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the code names, for comparison with what documents name: its strings, its metrics, and the options of its commands."""
+"""What the code names, for comparison with what documents name: its strings, its metrics, and the options of its
+commands."""
 
 import ast
 import functools
@@ -14,11 +15,11 @@ import typer.main
 import yaml
 
 from flashrl_verl import cli
-from flashrl_verl.config import Precision
-from flashrl_verl.correction import correct_shard
-from flashrl_verl.correction_settings import CorrectionSettings
-from flashrl_verl.guard_watches import watches
-from flashrl_verl.step_metrics import PHASES, per_replica, phase_metrics
+from flashrl_verl.correction.batch import correct_shard
+from flashrl_verl.correction.settings import CorrectionSettings
+from flashrl_verl.settings import Precision
+from flashrl_verl.trainer.guard import limits
+from flashrl_verl.trainer.metrics import PHASES, per_replica, phase_metrics
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "flashrl_verl"
@@ -34,8 +35,8 @@ _JOINED = re.compile(r'"\s*\n\s*f?"')
 
 @functools.cache
 def messages() -> tuple[str, ...]:
-    """Every string of the package that a program can print, f-strings and implicit concatenations whole, with a mark for each
-    value in them."""
+    """Every string of the package that a program can print, f-strings and implicit concatenations whole, with a mark
+    for each value in them."""
     return tuple(
         _text(node)
         for path in PACKAGE.rglob("*.py")
@@ -64,8 +65,8 @@ def says(quote: str) -> bool:
 
 @functools.cache
 def upstream() -> str:
-    """Source of verl, of the part of vLLM that speaks to users of an engine, of W&B's variables and of Ray's errors, which name
-    its variables; broken strings joined."""
+    """Source of verl, of the part of vLLM that speaks to users of an engine, of W&B's variables and of Ray's errors,
+    which name its variables; broken strings joined."""
     others = (SITE / "wandb" / "env.py", SITE / "ray" / "exceptions.py")
     paths = [*(SITE / "verl").rglob("*.py"), *(SITE / "vllm" / "v1").rglob("*.py"), *others]
     return _JOINED.sub("", "\n".join(path.read_text() for path in paths))
@@ -88,17 +89,21 @@ def words() -> frozenset[str]:
 def correction_settings() -> list[CorrectionSettings]:
     """Those of every preset."""
     files = sorted((PACKAGE / "configs" / "correction").glob("*.yaml"))
-    return [CorrectionSettings.from_config(yaml.safe_load(f.read_text())["algorithm"]["rollout_correction"]) for f in files]
+    return [
+        CorrectionSettings.from_config(yaml.safe_load(f.read_text())["algorithm"]["rollout_correction"]) for f in files
+    ]
 
 
 @functools.cache
 def metrics_of_ours() -> frozenset[str]:
-    """Names below ``flashrl/``: the literal ones, and those that are made of a phase or of a watch of the guard."""
+    """Names below ``flashrl/``: the literal ones, and those that are made of a phase or of a limit of the guard."""
     literal = re.findall(r'"(flashrl/\w+)"', "\n".join(path.read_text() for path in PACKAGE.rglob("*.py")))
-    phases = phase_metrics(dict.fromkeys(PHASES, 1.0) | {"step": 20.0}, generated_tokens=1, trained_tokens=1)
-    watched = {watch.name for p in Precision for correction in correction_settings() for watch in watches(p, correction)}
+    phases = phase_metrics(dict.fromkeys(PHASES, 1.0) | {"step": 20.0}, generated_tokens=1)
+    watched = {limit.name for p in Precision for correction in correction_settings() for limit in limits(p, correction)}
     replica = [name for what in REPLICA for name in per_replica(what, [0])]
-    return frozenset({*literal, *phases, *replica, *(f"flashrl/guard_{name}_steps" for name in watched)} - {"flashrl/guard_"})
+    return frozenset(
+        {*literal, *phases, *replica, *(f"flashrl/guard_{name}_steps" for name in watched)} - {"flashrl/guard_"}
+    )
 
 
 @functools.cache
@@ -122,7 +127,9 @@ def options() -> dict[str, frozenset[str]]:
     def visit(prefix: str, command: click.Command) -> None:
         for name, child in getattr(command, "commands", {}).items():
             visit(f"{prefix} {name}".strip(), child)
-        found[prefix] = frozenset(option for p in command.params for option in (*p.opts, *p.secondary_opts)) | {"--help"}
+        found[prefix] = frozenset(option for p in command.params for option in (*p.opts, *p.secondary_opts)) | {
+            "--help"
+        }
 
     visit("", typer.main.get_command(cli.app))
     return found

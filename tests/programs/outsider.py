@@ -5,8 +5,8 @@
 
 Start it with the run: what Ray hands out has to be unpickled, and vLLM's import takes longer than a short run has left.
 
-Writes one JSON object: HTTP statuses by route, where the port listens, whether the node's address takes a connection, and in
-which command lines the key stands.
+Writes one JSON object: HTTP statuses by route, where the port listens, whether the node's address takes a connection,
+and in which command lines the key stands.
 """
 
 import http.client
@@ -98,10 +98,18 @@ def main(log: str, process: str) -> dict:
         "node_takes_connections": node is not None and takes_connections(node, port),
     }
     ray.init(address=cluster_of(int(process)), log_to_driver=False, logging_level="ERROR")
-    servers = [actor for actor in ray.util.list_named_actors(all_namespaces=True) if actor["name"] == "flashrl_server_0_0"]
+    servers = [
+        actor for actor in ray.util.list_named_actors(all_namespaces=True) if actor["name"] == "flashrl_server_0_0"
+    ]
     url, key = ray.get(ray.get_actor(**servers[0]).flashrl_http_access.remote())
     headers = {"Authorization": f"Bearer {key}"}
-    return {**told, "url": url, "key": key, "with": statuses(host, port, headers), "command_lines": command_lines_with(key)}
+    return {
+        **told,
+        "url": url,
+        "key": key,
+        "with": statuses(host, port, headers),
+        "command_lines": command_lines_with(key),
+    }
 
 
 if __name__ == "__main__":

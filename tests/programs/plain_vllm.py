@@ -29,7 +29,8 @@ def ours(path: Path) -> bool:
 
 
 def ask(folder: Path, prompts: list[list[int]], tokens: int, scratch: Path, **environment: str) -> dict[str, Any]:
-    """Start the process, with these variables in its environment; returns ``quantization``, ``tokens`` and ``log_probs``."""
+    """Start the process, with these variables in its environment; returns ``quantization``, ``tokens`` and
+    ``log_probs``."""
     files = [scratch / name for name in ("prompts.json", "answer.json")]
     files[0].write_text(json.dumps({"prompts": prompts, "tokens": tokens}))
     # vLLM itself may come from PYTHONPATH; this project may not.
@@ -38,7 +39,9 @@ def ask(folder: Path, prompts: list[list[int]], tokens: int, scratch: Path, **en
     done = subprocess.run(
         [sys.executable, __file__, str(folder), *map(str, files)],
         cwd=scratch,
-        env=env | {"VLLM_PLUGINS": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"} | environment,
+        env=env
+        | {"VLLM_PLUGINS": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
+        | environment,
         capture_output=True,
         text=True,
     )
@@ -67,7 +70,9 @@ def main() -> None:
     tokens, log_probs = greedy(llm, asked["prompts"], asked["tokens"])
     config = llm.llm_engine.vllm_config.model_config
     answer.write_text(
-        json.dumps({"quantization": config.quantization, "dtype": str(config.dtype), "tokens": tokens, "log_probs": log_probs})
+        json.dumps(
+            {"quantization": config.quantization, "dtype": str(config.dtype), "tokens": tokens, "log_probs": log_probs}
+        )
     )
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults for `flashrl check`, planted where they would be: metadata on the path, modules that raise, small file systems."""
+"""Faults for `flashrl check`, planted where they would be: metadata on the path, modules that raise, small file
+systems."""
 
 import json
 import shlex
@@ -8,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import flashrl_verl
-from flashrl_verl.compat import DISTRIBUTION, TESTED
+from flashrl_verl.plugins.versions import DISTRIBUTION, TESTED
 
-POINTS = {"verl.plugins": "flashrl_verl.plugin_verl", "vllm.general_plugins": "flashrl_verl.plugin_vllm:register"}
+POINTS = {"verl.plugins": "flashrl_verl.plugins.verl", "vllm.general_plugins": "flashrl_verl.plugins.vllm:register"}
 """This package's entry points, by group."""
 
 
@@ -45,7 +46,9 @@ def metadata(
     needed = "".join(f"Requires-Dist: {requirement}\n" for requirement in requires)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needed}")
     (info / "RECORD").write_text("".join(f"{file},,\n" for file in files))
-    (info / "entry_points.txt").write_text("".join(f"[{g}]\n{point} = {value}\n" for g, value in (points or {}).items()))
+    (info / "entry_points.txt").write_text(
+        "".join(f"[{g}]\n{point} = {value}\n" for g, value in (points or {}).items())
+    )
     if editable:
         (info / "direct_url.json").write_text(json.dumps({"url": editable.as_uri(), "dir_info": {"editable": True}}))
     return folder
@@ -66,7 +69,8 @@ def module(folder: Path, name: str, text: str) -> Path:
 
 
 def with_small(folder: Path, megabytes: int, words: Sequence[str], fill: int = 0) -> list[str]:
-    """A command in a view of the file system of its own, where ``folder`` is that small (needs ``local_cluster.can_hide``).
+    """A command in a view of the file system of its own, where ``folder`` is that small (needs
+    ``local_cluster.can_hide``).
 
     Args:
         folder: to be small.
@@ -82,9 +86,9 @@ def with_small(folder: Path, megabytes: int, words: Sequence[str], fill: int = 0
 
 
 def told(module_name: str, call: str) -> list[str]:
-    """A command that prints, as JSON, the findings of a call below ``flashrl_verl.check``."""
+    """A command that prints, as JSON, the findings of a call below ``flashrl_verl.tools.check``."""
     program = (
-        f"import json, os, pathlib; from flashrl_verl.check import {module_name}\n"
+        f"import json, os, pathlib; from flashrl_verl.tools.check import {module_name}\n"
         f"print(json.dumps([finding.to_dict() for finding in {module_name}.{call}]))"
     )
     return [sys.executable, "-c", program]

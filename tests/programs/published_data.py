@@ -12,15 +12,16 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from flashrl_verl.data.prepare import Request, prepare
 from flashrl_verl.errors import DataError
+from flashrl_verl.tools.data.prepare import Request, prepare
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 # As the published rows ask.
 ASKS = (
-    "Solve the following math problem step by step. The last line of your response should be of the form Answer: $Answer "
+    "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
+    "$Answer "
     "(without quotes) where $Answer is the answer to the problem.\n\n{}\n\n"
     'Remember to put your answer on its own line after "Answer:".'
 )
@@ -101,7 +102,9 @@ def command(*words: object) -> list[str]:
 
 def prepare_data(*words: object, cwd: Path, **variables: str) -> subprocess.CompletedProcess:
     """Run the script as a user does."""
-    return subprocess.run(command(*words), cwd=cwd, env=environment(**variables), capture_output=True, text=True, timeout=400)
+    return subprocess.run(
+        command(*words), cwd=cwd, env=environment(**variables), capture_output=True, text=True, timeout=400
+    )
 
 
 def quiet(doing, done, total):

@@ -12,7 +12,7 @@ os.environ["VERL_PLATFORM"] = "cpu"
 
 import torch  # noqa: E402 - the platform must be chosen before verl is imported
 
-from flashrl_verl.rollout.transfer import DrainingReceiver  # noqa: E402
+from flashrl_verl.refit.transfer import DrainingReceiver  # noqa: E402
 
 
 def main(handle: str, behaviour: str, timeout_s: str) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from flashrl_verl.log_excerpt import last_error
+from flashrl_verl.tools.log_excerpt import last_error
 
 PROGRAMS = Path(__file__).parent
 ROOT = PROGRAMS.parents[1]
@@ -70,14 +70,16 @@ def make_assets(folder: Path, *, vocabulary_padding: int = 0, moe: bool = False,
     import tiny_models
     import torch
 
-    from flashrl_verl.toy.model import ToyModelConfig, build_model
-    from flashrl_verl.toy.task import TaskConfig, split_problems, verl_rows
-    from flashrl_verl.toy.tokenizer import build_tokenizer
+    from flashrl_verl.quickstart.model import ToyModelConfig, build_model
+    from flashrl_verl.quickstart.task import TaskConfig, split_problems, verl_rows
+    from flashrl_verl.quickstart.tokenizer import build_tokenizer
 
     tokenizer = build_tokenizer()
     if moe:
         special = dict(bos_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id)
-        model = tiny_models.make("qwen3-moe", seed=3, vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, **special)
+        model = tiny_models.make(
+            "qwen3-moe", seed=3, vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, **special
+        )
     else:
         model = build_model(tokenizer, ToyModelConfig(**sizes), seed=3)
     if vocabulary_padding:
@@ -124,7 +126,8 @@ def start(
     """Start a run in a process group of its own; its output goes to ``folder/log``."""
     with open(folder / "log", "ab") as log:
         return subprocess.Popen(
-            words, cwd=cwd, env={**environment(folder, fault), **(variables or {})}, stdout=log, stderr=subprocess.STDOUT,
+            words, cwd=cwd, env={**environment(folder, fault), **(variables or {})}, stdout=log,
+            stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
 

@@ -15,23 +15,19 @@ FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
-_E4M3 = np.array([m / 8 * 2.0**-6 if e == 0 else (1 + m / 8) * 2.0 ** (e - 7) for e in range(16) for m in range(8)][:-1])
-CODE_MAX = {"int8": 127.0, "fp8": 448.0, "fp8_block": 448.0}
-BLOCK = 128
+_E4M3 = np.array(
+    [m / 8 * 2.0**-6 if e == 0 else (1 + m / 8) * 2.0 ** (e - 7) for e in range(16) for m in range(8)][:-1]
+)
+CODE_MAX = {"int8": 127.0, "fp8": 448.0}
 
 
 def quantize(rows: torch.Tensor, precision: str) -> tuple[np.ndarray, np.ndarray]:
-    """DESIGN: scale = absmax / code_max, code = round-half-even(w / scale) in float32. Codes as their values in float64; scales
-    [N, 1], or of fp8_block one for each of the blocks."""
-    w = rows.float().cpu().numpy()
-    if precision == "fp8_block":
-        n, k = w.shape[0] // BLOCK, w.shape[1] // BLOCK
-        absmax = np.array([[np.abs(columns).max() for columns in np.hsplit(block, k)] for block in np.vsplit(w, n)])
-    else:
-        absmax = np.abs(w).max(axis=1, keepdims=True)
-    scales = (absmax / np.float32(CODE_MAX[precision])).astype(np.float32)
+    """DESIGN: scale = absmax / code_max, code = round-half-even(w / scale) in float32. Codes as their values in
+    float64; scales [N, 1]."""
+    w = rows.detach().float().cpu().numpy()
+    scales = (np.abs(w).max(axis=1, keepdims=True) / np.float32(CODE_MAX[precision])).astype(np.float32)
     scales[scales == 0] = 1
-    quotients = w / (scales if precision != "fp8_block" else np.kron(scales, np.ones((BLOCK, BLOCK), np.float32)))
+    quotients = w / scales
     if precision == "int8":
         return np.clip(np.rint(quotients), -127, 127).astype(np.float64), scales
     magnitude = np.minimum(np.abs(quotients.astype(np.float64)), 448)
@@ -83,7 +79,9 @@ class Rank:
         if layer in ("gate_up_proj", "w13_weight"):
             return np.concatenate([self.part(half, axis) for half in np.split(whole, 2, axis)], axis)
         if layer in ("embed_tokens", "lm_head"):
-            padded = np.zeros((-(-len(whole) // 64) * 64, *whole.shape[1:]), whole.dtype)  # vLLM pads vocabularies to 64
+            padded = np.zeros(
+                (-(-len(whole) // 64) * 64, *whole.shape[1:]), whole.dtype
+            )  # vLLM pads vocabularies to 64
             padded[: len(whole)] = whole
             return self.part(padded, 0)
         return whole
@@ -92,12 +90,6 @@ class Rank:
         """Cut [.., N, K] values along K, if the parameter called ``name`` is row-parallel."""
         row_parallel = name.endswith(("o_proj.weight", "down_proj.weight", "w2_weight"))
         return self.part(whole, whole.ndim - 1) if row_parallel else whole
-
-    def scales(self, name: str, whole: np.ndarray) -> np.ndarray:
-        """Cut [.., N, 1] or [.., N / B, K / B] scales of the parameter called ``name``."""
-        cut = self.rows(name, whole)
-        # Of whole rows of the checkpoint: cutting columns leaves them alone. A block is cut like what it covers.
-        return cut if whole.shape[-1] == 1 else self.columns(name, cut)
 
 
 def assert_storage(
@@ -108,7 +100,7 @@ def assert_storage(
     Args:
         stored: the rank's parameters by vLLM's name.
         weights: the checkpoint's tensors.
-        precision: int8, fp8 or fp8_block.
+        precision: int8 or fp8.
         place: the rank; None without tensor parallelism.
 
     Returns:
@@ -137,7 +129,7 @@ def assert_storage(
             codes, expected_scales = experts(name, values.shape[0], weights, precision)
             counts["experts"] += 1
         if place is not None:
-            codes, expected_scales = place.columns(name, place.rows(name, codes)), place.scales(name, expected_scales)
+            codes, expected_scales = place.columns(name, place.rows(name, codes)), place.rows(name, expected_scales)
         np.testing.assert_array_equal(scales, expected_scales, err_msg=name)
         np.testing.assert_array_equal(values.double().numpy(), codes, err_msg=name)
     return counts
@@ -154,15 +146,18 @@ def sources_of_bias(name: str, weights: dict[str, torch.Tensor]) -> torch.Tensor
 def experts(name: str, count: int, weights: dict[str, torch.Tensor], precision: str) -> tuple[np.ndarray, np.ndarray]:
     base = name.split(".experts.")[0] + ".experts"
     projections = ("gate_proj", "up_proj") if "w13" in name else ("down_proj",)
-    pairs = [quantize(torch.cat([weights[f"{base}.{e}.{p}.weight"] for p in projections]), precision) for e in range(count)]
+    pairs = [
+        quantize(torch.cat([weights[f"{base}.{e}.{p}.weight"] for p in projections]), precision) for e in range(count)
+    ]
     return np.stack([c for c, _ in pairs]), np.stack([s for _, s in pairs])
 
 
 def computes_w8a8(model: torch.nn.Module, precision: str, ranks: int) -> torch.nn.Module:
     """Make a dense Hugging Face model in BF16 compute its projections in W8A8, as an engine of ``ranks`` ranks does.
 
-    Every rank quantizes the activations it has: before o_proj and down_proj these are its part of each token's, with a scale of
-    their own, and the ranks' products are added in BF16. The weights' codes are the same whatever the number of ranks.
+    Every rank quantizes the activations it has: before o_proj and down_proj these are its part of each token's, with a
+    scale of their own, and the ranks' products are added in BF16. The weights' codes are the same whatever the number
+    of ranks.
     """
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear) and name != "lm_head":
@@ -174,19 +169,13 @@ def computes_w8a8(model: torch.nn.Module, precision: str, ranks: int) -> torch.n
 def _w8a8_linear(module: torch.nn.Linear, precision: str, parts: int) -> Callable[[torch.Tensor], torch.Tensor]:
     def dequantized(rows: torch.Tensor) -> torch.Tensor:
         codes, scales = quantize(rows, precision)
-        return torch.from_numpy(codes * (scales if precision != "fp8_block" else np.kron(scales, np.ones((BLOCK, BLOCK)))))
-
-    def tokens(rows: torch.Tensor) -> torch.Tensor:
-        if precision != "fp8_block":
-            return dequantized(rows)
-        codes, scales = quantize(rows.reshape(-1, BLOCK), "fp8")
-        return torch.from_numpy(codes * scales).reshape(rows.shape)
+        return torch.from_numpy(codes * scales)
 
     weights = dequantized(module.weight.detach()).chunk(parts, 1)
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         pieces = x.reshape(-1, x.shape[-1]).chunk(parts, 1)
-        products = [tokens(piece) @ weight.t() for piece, weight in zip(pieces, weights, strict=True)]
+        products = [dequantized(piece) @ weight.t() for piece, weight in zip(pieces, weights, strict=True)]
         if module.bias is not None:
             products[0] = products[0] + module.bias.detach().double()
         return sum(product.to(x.dtype) for product in products).reshape(*x.shape[:-1], -1)
@@ -194,7 +183,9 @@ def _w8a8_linear(module: torch.nn.Linear, precision: str, parts: int) -> Callabl
     return forward
 
 
-def save_compressed_tensors(path: Path, config, weights: dict[str, torch.Tensor], names: list[str], precision: str) -> None:
+def save_compressed_tensors(
+    path: Path, config, weights: dict[str, torch.Tensor], names: list[str], precision: str
+) -> None:
     """Write a checkpoint with our codes as compressed-tensors (llm-compressor) stores W8A8, channel / token.
 
     Args:
@@ -231,4 +222,6 @@ def save_compressed_tensors(path: Path, config, weights: dict[str, torch.Tensor]
             }
         },
     }
-    (path / "config.json").write_text(json.dumps({**config.to_dict(), "quantization_config": settings, "dtype": "bfloat16"}))
+    (path / "config.json").write_text(
+        json.dumps({**config.to_dict(), "quantization_config": settings, "dtype": "bfloat16"})
+    )

@@ -58,13 +58,8 @@ def refusal(cfg: DictConfig) -> str:
     return message
 
 
-def assert_refused(settings: dict[str, Any], value: str, remedy: str) -> None:
-    """The message states the value before the remedy; the ``flashrl`` node's own is in other words."""
-    message = refusal(changed(settings))
-    if next(iter(settings)).startswith("flashrl."):
-        stated = suggested = message
-    else:
-        stated, _, suggested = message.partition(" Remedy: ")
-        assert " is refused: " in stated
-    assert value in stated
+def assert_refused(settings: dict[str, Any], value: str, remedy: str, hardware: str = "cuda") -> None:
+    """The message states the value before the remedy."""
+    stated, _, suggested = refusal(changed(settings, hardware)).partition(" Remedy: ")
+    assert " is refused: " in stated and value in stated
     assert remedy in suggested

@@ -29,7 +29,7 @@ def raw(folder: str) -> list[dict]:
 
 
 def drawn(picture: Path) -> str:
-    """What `flashrl_verl.report.figure.save` says is drawn in a .png."""
+    """What `flashrl_verl.tools.report.figure.save` says is drawn in a .png."""
     found = re.search(rb"tEXtSource\0([0-9a-f]{64})", picture.read_bytes())
     assert found, f"{picture} does not say what is drawn in it"
     return found[1].decode()

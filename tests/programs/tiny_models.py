@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small random models of the shapes that users train, as Hugging Face modules, and their weights as verl sends them.
 
-Hidden 136 and intermediate 344 are divided by no kernel's tile; 2 KV heads under 4 heads make q, k and v differ in rows.
+Hidden 136 and intermediate 344 are divided by no kernel's tile; 2 KV heads under 4 heads make q, k and v differ in
+rows.
 """
 
 import copy
@@ -59,22 +60,6 @@ CONFIGS: dict[str, PretrainedConfig] = {
     ),
 }
 
-_WIDE = dict(hidden_size=512, intermediate_size=512)
-_BLOCKS: dict[str, dict[str, int]] = {
-    "qwen2.5": _WIDE,
-    "qwen3": dict(hidden_size=384, intermediate_size=512, head_dim=128),
-    "llama3": dict(**_WIDE, head_dim=128),
-    "mistral": dict(**_WIDE, head_dim=128),
-    "phi3": _WIDE,
-    "qwen3-moe": dict(hidden_size=128, intermediate_size=256, moe_intermediate_size=256, head_dim=128),
-}
-"""Changes to ``CONFIGS`` for heads of 128, and whole blocks of 128 x 128 of every projection on each of two ranks."""
-
-
-def sizes(name: str, precision: str) -> dict[str, int]:
-    """Changes with which an engine of one or two ranks takes the model ``name`` in ``precision``."""
-    return _BLOCKS[name] if precision == "fp8_block" else {}
-
 
 def make(name: str, seed: int = 0, **changes: int) -> PreTrainedModel:
     """A random FP32 model; every weight differs from zero and norms from one, so that no load can be forgotten unseen.
@@ -103,8 +88,8 @@ def wire(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     adapter."""
     import engines  # noqa: F401 - chooses verl's platform, which verl reads once
 
-    from flashrl_verl.bench.shapes import sent_tensors
-    from flashrl_verl.rollout.adapter import cast_for_rollout
+    from flashrl_verl.refit.sender import cast_for_rollout
+    from flashrl_verl.tools.engines.shapes import sent_tensors
 
     named = ((name, tensor.detach().clone()) for name, tensor in sent_tensors(model))
     return dict(cast_for_rollout(named, torch.bfloat16))

@@ -29,13 +29,16 @@ def wandb_history(file: Path) -> dict[int, dict[str, float]]:
         record = Record()
         record.ParseFromString(data)
         if record.WhichOneof("record_type") == "history":
-            items = {(item.key or "/".join(item.nested_key)): json.loads(item.value_json) for item in record.history.item}
+            items = {
+                (item.key or "/".join(item.nested_key)): json.loads(item.value_json) for item in record.history.item
+            }
             steps[record.history.step.num] = {name: value for name, value in items.items() if not name.startswith("_")}
     return steps
 
 
 def _wandb_records(data: bytes) -> Iterator[bytes]:
-    """LevelDB's log format (https://github.com/google/leveldb/blob/main/doc/log_format.md) behind a header of 7 bytes."""
+    """LevelDB's log format (https://github.com/google/leveldb/blob/main/doc/log_format.md) behind a header of 7
+    bytes."""
     block, header = 32768, struct.Struct("<IHB")
     at, whole = 7, b""
     while at + header.size <= len(data):

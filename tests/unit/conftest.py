@@ -3,7 +3,7 @@ import logging
 
 import pytest
 
-from flashrl_verl.quickstart import compose
+from flashrl_verl.tools.recipe_process import compose
 
 
 @pytest.fixture

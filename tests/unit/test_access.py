@@ -57,7 +57,15 @@ def test_no_route_answers_an_outsider(app):
     asked = requests_of(app)
     paths = {path for _, path in asked}
     assert len(asked) > 40
-    expected = {"/health", "/metrics", "/tokenize", "/invocations", "/collective_rpc", "/v1/completions", "/openapi.json"}
+    expected = {
+        "/health",
+        "/metrics",
+        "/tokenize",
+        "/invocations",
+        "/collective_rpc",
+        "/v1/completions",
+        "/openapi.json",
+    }
     assert expected <= paths, "the routes are those of a whole server"
     for method, path in asked:
         answer = client.request(method, path)
@@ -77,7 +85,9 @@ def test_whoever_has_the_key_gets_in_below_v1_and_beside_it(app):
         assert client.get(path, headers=KEY).status_code == 200, path
     assert client.get("/version", headers={"Authorization": f"bearer {access.server_key()}"}).status_code == 200
     assert client.get("/nowhere", headers=KEY).status_code == 404
-    assert client.get("/v1/models", headers=KEY).status_code == 500, "there is no engine, but vLLM's own check let it pass"
+    assert client.get("/v1/models", headers=KEY).status_code == 500, (
+        "there is no engine, but vLLM's own check let it pass"
+    )
 
 
 def test_no_websocket_opens_for_an_outsider(app):

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rejection on the actors is verl's rejection on the driver only for estimators that read the mask for nothing but places."""
+"""Rejection on the actors is verl's rejection on the driver only for estimators that read the mask for nothing but
+places."""
 
 import numpy as np
 import pytest
 import torch
 
-from flashrl_verl.validation_sampling import _ROW_ESTIMATORS, _WEIGHTED_ESTIMATORS
+from flashrl_verl.validation import ROW_ESTIMATORS, WEIGHTED_ESTIMATORS
 
 
 def advantages(estimator: str, mask: torch.Tensor, **more) -> torch.Tensor:
@@ -27,14 +28,15 @@ def advantages(estimator: str, mask: torch.Tensor, **more) -> torch.Tensor:
 
 
 def masks() -> tuple[torch.Tensor, torch.Tensor]:
-    """[8, 6], whole and after rejection of a response, of single tokens and of a last token, which carries the reward."""
+    """[8, 6], whole and after rejection of a response, of single tokens and of a last token, which carries the
+    reward."""
     whole = torch.ones(8, 6)
     kept = whole.clone()
     kept[1], kept[2, 3], kept[5, -1] = 0, 0, 0
     return whole, kept
 
 
-@pytest.mark.parametrize("estimator", _ROW_ESTIMATORS)
+@pytest.mark.parametrize("estimator", ROW_ESTIMATORS)
 def test_accepted_estimators_give_kept_tokens_the_same_advantage_before_and_after_rejection(estimator):
     whole, kept = masks()
     before, after = advantages(estimator, whole), advantages(estimator, kept)
@@ -52,4 +54,4 @@ def test_a_refused_estimator_gives_them_another(estimator):
 def test_the_estimators_named_are_verls():
     from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
 
-    assert {*_ROW_ESTIMATORS, *_WEIGHTED_ESTIMATORS} <= set(ADV_ESTIMATOR_REGISTRY)
+    assert {*ROW_ESTIMATORS, *WEIGHTED_ESTIMATORS} <= set(ADV_ESTIMATOR_REGISTRY)

@@ -7,13 +7,13 @@ from refusals import ROLLOUT, changed, refusal
 
 from flashrl_verl.attention.limits import why_not, why_not_model
 from flashrl_verl.attention.metadata import prefills_of
-from flashrl_verl.bench.shapes import load_config, save_config
-from flashrl_verl.config import KVCache
-from flashrl_verl.plan import gpus
-from flashrl_verl.plan.memory import Engine
-from flashrl_verl.plan.planner import make_plan
-from flashrl_verl.plan.schedule import Work
-from flashrl_verl.plan.shape import shape_of
+from flashrl_verl.settings import KVCache
+from flashrl_verl.tools.engines.shapes import load_config, save_config
+from flashrl_verl.tools.plan import gpus
+from flashrl_verl.tools.plan.memory import Engine
+from flashrl_verl.tools.plan.planner import make_plan
+from flashrl_verl.tools.plan.schedule import Work
+from flashrl_verl.tools.plan.shape import shape_of
 from flashrl_verl.validation import validate_config
 
 MODEL = "actor_rollout_ref.model.path"
@@ -49,8 +49,15 @@ def run(folder, **keys):
 
 def test_such_a_model_is_refused_when_the_run_is_composed_unless_it_has_another_attention(tmp_path):
     said = refusal(run(tmp_path))
-    assert "flashrl.kv_cache=int8_per_token_head" in said and "heads of 96" in said and "attention_backend=TRITON_ATTN" in said
-    assert validate_config(run(tmp_path, **{BACKEND.removeprefix("+"): "TRITON_ATTN"})).kv_cache is KVCache.INT8_PER_TOKEN_HEAD
+    assert (
+        "flashrl.kv_cache=int8_per_token_head" in said
+        and "heads of 96" in said
+        and "attention_backend=TRITON_ATTN" in said
+    )
+    assert (
+        validate_config(run(tmp_path, **{BACKEND.removeprefix("+"): "TRITON_ATTN"})).kv_cache
+        is KVCache.INT8_PER_TOKEN_HEAD
+    )
     validate_config(run(tmp_path, **{"flashrl.kv_cache": "auto"}))
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from flashrl_verl.bench import correction, correction_report
-from flashrl_verl.cli import app
+from benchmarks import correction, correction_report
+from benchmarks.__main__ import app
 from flashrl_verl.errors import ConfigError, FlashRLError
 
 MIB = 2**20
@@ -37,7 +37,9 @@ def test_more_ranks_than_responses_are_refused():
 
 
 def test_a_part_for_which_there_is_no_memory_is_told_with_what_to_lower():
-    with pytest.raises(FlashRLError, match="RuntimeError: .*needs about .* GiB of memory. Lower --responses or --tokens"):
+    with pytest.raises(
+        FlashRLError, match="RuntimeError: .*needs about .* GiB of memory. Lower --responses or --tokens"
+    ):
         correction._in_own_process("padding", 4, 10**14, 1)  # more than any address space
 
 
@@ -54,7 +56,7 @@ def test_a_process_that_was_ended_and_pythons_own_error_are_a_lack_of_memory(kin
 
 @pytest.mark.parametrize("words", ["", "2k", "0", "128,-1"])
 def test_lengths_that_are_none_are_refused(words):
-    result = CliRunner().invoke(app, ["bench", "correction", "--tokens", words])
+    result = CliRunner().invoke(app, ["correction", "--tokens", words])
     assert isinstance(result.exception, ConfigError) and "--tokens" in str(result.exception)
 
 

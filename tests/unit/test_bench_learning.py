@@ -11,20 +11,20 @@ import torch
 from learning_runs import KEY, config, write_metrics, write_record
 from typer.testing import CliRunner
 
-from flashrl_verl.bench import learning, learning_command
-from flashrl_verl.bench.learning import Arm, arms_of, check_settings, lasting, seeds_of, write_settings
-from flashrl_verl.bench.learning_command import DEFAULT_ARMS, UNFINISHED
-from flashrl_verl.bench.learning_run import Status, state_of
-from flashrl_verl.bench.learning_schedule import Schedule
-from flashrl_verl.cli import app
-from flashrl_verl.config import Precision
+from benchmarks import learning, learning_command
+from benchmarks.__main__ import app
+from benchmarks.learning import Arm, arms_of, check_settings, lasting, seeds_of, write_settings
+from benchmarks.learning_command import DEFAULT_ARMS, UNFINISHED
+from benchmarks.learning_run import Status, state_of
+from benchmarks.learning_schedule import Schedule
 from flashrl_verl.errors import ConfigError
-from flashrl_verl.quickstart import compose
-from flashrl_verl.run_directory import LATEST
-from flashrl_verl.toy.chain import ChainConfig
-from flashrl_verl.toy.model import ToyModelConfig
-from flashrl_verl.toy.outliers import OutlierConfig
-from flashrl_verl.toy.warmup import WarmupConfig
+from flashrl_verl.quickstart.chain import ChainConfig
+from flashrl_verl.quickstart.model import ToyModelConfig
+from flashrl_verl.quickstart.outliers import OutlierConfig
+from flashrl_verl.quickstart.warmup import WarmupConfig
+from flashrl_verl.settings import Precision
+from flashrl_verl.tools.recipe_process import compose
+from flashrl_verl.tools.run_directory import LATEST
 
 # ---- words ----
 
@@ -70,21 +70,22 @@ def test_the_first_seed_of_every_arm_comes_first(tmp_path):
 )
 def test_words_that_cannot_be_are_refused_before_anything_is_made(tmp_path, words, part):
     given = ["--hardware", "cpu", *words] if "--hardware" not in words else words
-    result = CliRunner().invoke(app, ["bench", "learning", *given, "--output", str(tmp_path / "out")])
+    result = CliRunner().invoke(app, ["learning", *given, "--output", str(tmp_path / "out")])
     assert result.exit_code == 1 and isinstance(result.exception, ConfigError) and part in str(result.exception)
     assert not (tmp_path / "out").exists()
 
 
 def test_the_exit_code_says_whether_all_is_done(tmp_path, monkeypatch):
-    """3 while a run is unfinished, 1 where one has failed twice, 0 when all are finished; no process is started here."""
+    """3 while a run is unfinished, 1 where one has failed twice, 0 when all are finished; no process is started
+    here."""
     words = ["--hardware", "cpu", "--arm", "bf16:none", "--seed", "0,1", "--steps", "4", "--output", str(tmp_path)]
-    monkeypatch.setattr("flashrl_verl.bench.learning_bf16.LEAST_S", float("inf"))
+    monkeypatch.setattr("benchmarks.learning_bf16.LEAST_S", float("inf"))
     words += ["--hidden-size", "128", "--layers", "1", "--chain-steps", "2", "--target-accuracy", "0"]
     one, other = config(tmp_path, arms=arms_of("bf16:none")).runs()
     monkeypatch.setattr(Schedule, "carry_out", lambda self: None)
 
     def call():
-        result = CliRunner().invoke(app, ["bench", "learning", *words])
+        result = CliRunner().invoke(app, ["learning", *words])
         assert "written: " in result.output, result.output
         return result.exit_code, result.output
 
@@ -111,17 +112,19 @@ def test_the_exit_code_says_whether_all_is_done(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_refused(tmp_path):
-    result = CliRunner().invoke(app, ["bench", "learning", "--hardware", "cuda", "--output", str(tmp_path / "out")])
+    result = CliRunner().invoke(app, ["learning", "--hardware", "cuda", "--output", str(tmp_path / "out")])
     assert isinstance(result.exception, ConfigError) and "no GPU" in str(result.exception)
 
 
 def test_more_runs_at_a_time_than_there_is_memory_for_are_refused_without_a_gpu(tmp_path, monkeypatch):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=24.5 * 2**30))
-    words = ["bench", "learning", "--hardware", "cpu", "--parallel", "6", "--output", str(tmp_path / "out")]
+    words = ["learning", "--hardware", "cpu", "--parallel", "6", "--output", str(tmp_path / "out")]
     result = CliRunner().invoke(app, words)
     assert isinstance(result.exception, ConfigError) and not (tmp_path / "out").exists()
     assert "--parallel 6: " in str(result.exception) and "Remedy: --parallel 3;" in str(result.exception)
-    learning_command._require_memory(config(tmp_path, parallel=6, arms=arms_of("int8:tis")))  # two seeds, no more at a time
+    learning_command._require_memory(
+        config(tmp_path, parallel=6, arms=arms_of("int8:tis"))
+    )  # two seeds, no more at a time
 
 
 # ---- one folder, one experiment ----
@@ -156,7 +159,7 @@ def test_a_warm_up_that_fails_leaves_the_folder_free_for_other_settings(tmp_path
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(learning, "WARMUP", brief)
         result = CliRunner().invoke(
-            app, ["bench", "learning", *words, "--hidden-size", "128", "--layers", "1", "--chain-steps", "2"]
+            app, ["learning", *words, "--hidden-size", "128", "--layers", "1", "--chain-steps", "2"]
         )
     assert "short of 1.00" in str(result.exception)
     assert not (tmp_path / learning.SETTINGS).exists()

@@ -12,11 +12,11 @@ from learning_runs import KEY, config, write_metrics, write_record
 from omegaconf import OmegaConf
 from typer.testing import CliRunner
 
-from flashrl_verl.bench.learning_archive import pack, part_of, parts_of, unpack
-from flashrl_verl.bench.learning_run import Attempt, Status, process_of, state_of, stop_all
-from flashrl_verl.cli import app
+from benchmarks.__main__ import app
+from benchmarks.learning_archive import pack, part_of, parts_of, unpack
+from benchmarks.learning_run import Attempt, Status, process_of, state_of, stop_all
 from flashrl_verl.errors import ConfigError, FlashRLError
-from flashrl_verl.run_directory import LATEST
+from flashrl_verl.tools.run_directory import LATEST
 
 
 def write(path, content=b"x"):
@@ -124,7 +124,10 @@ def test_a_pack_that_fails_in_the_middle_leaves_the_older_archive_as_it_was(cfg,
 @pytest.mark.parametrize(
     ("gone", "named"),
     [
-        ("runs/int8-tis-seed0/checkpoints/global_step_2", "int8-tis-seed0.*names step 2.*is gone.*Put it back, or remove"),
+        (
+            "runs/int8-tis-seed0/checkpoints/global_step_2",
+            "int8-tis-seed0.*names step 2.*is gone.*Put it back, or remove",
+        ),
         ("assets/model", "assets is gone or not whole"),
         ("assets", "assets is gone or not whole"),
     ],
@@ -158,8 +161,8 @@ def test_neither_a_folder_of_something_else_is_packed_nor_one_overwritten(cfg, t
 
 
 def test_the_commands_say_what_was_written(cfg, tmp_path):
-    words = ["bench", "learning-pack", str(cfg.output), str(tmp_path / "a"), "--part-mb", "0.01"]
+    words = ["learning-pack", str(cfg.output), str(tmp_path / "a"), "--part-mb", "0.01"]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0 and "0.0 MB in 2 files" in result.output
-    assert CliRunner().invoke(app, ["bench", "learning-unpack", str(tmp_path / "a"), str(tmp_path / "b")]).exit_code == 0
+    assert CliRunner().invoke(app, ["learning-unpack", str(tmp_path / "a"), str(tmp_path / "b")]).exit_code == 0
     assert (tmp_path / "b" / "settings.json").is_file()

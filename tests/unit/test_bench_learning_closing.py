@@ -11,9 +11,9 @@ import pytest
 from learning_runs import PROGRAM, STEPS, Seen, carry_out, config, limits, write_metrics
 from omegaconf import OmegaConf
 
-from flashrl_verl.bench.learning_run import Status, state_of
-from flashrl_verl.bench.learning_schedule import Event, Schedule
-from flashrl_verl.run_directory import LATEST
+from benchmarks.learning_run import Status, state_of
+from benchmarks.learning_schedule import Event, Schedule
+from flashrl_verl.tools.run_directory import LATEST
 
 
 @pytest.fixture
@@ -39,12 +39,17 @@ def test_what_runs_when_time_is_over_is_ended_and_goes_on_from_its_checkpoint(ru
 
 
 def test_a_run_ends_at_its_next_checkpoint_when_time_is_nearly_over(runs):
-    """Two steps a checkpoint: it is stopped right behind the second one, long before the time is over, but not before the
-    figures of that step are there: it would go on behind it, without them."""
+    """Two steps a checkpoint: it is stopped right behind the second one, long before the time is over, but not before
+    the figures of that step are there: it would go on behind it, without them."""
     program = [sys.executable, str(PROGRAM), str(runs[0].folder), "100", "0.4", "0"]
     seen = Seen()
     schedule = Schedule(
-        runs[:1], 100, limits(seconds=60, closing_s=60), lambda run: (program, {}, OmegaConf.create({})), seen.tell, seen.watch
+        runs[:1],
+        100,
+        limits(seconds=60, closing_s=60),
+        lambda run: (program, {}, OmegaConf.create({})),
+        seen.tell,
+        seen.watch,
     )
     started = time.monotonic()
     schedule.carry_out()
@@ -56,7 +61,9 @@ def test_a_run_ends_at_its_next_checkpoint_when_time_is_nearly_over(runs):
 def test_a_run_that_has_saved_when_time_is_nearly_over_ends_when_it_has_logged_that(runs):
     schedule = Schedule(runs[:1], 100, limits(), lambda run: ([], {}, OmegaConf.create({})))
     stops = []
-    schedule._going = [SimpleNamespace(run=runs[0], checkpoint=None, stop=lambda: stops.append(state_of(runs[0], 100).step))]
+    schedule._going = [
+        SimpleNamespace(run=runs[0], checkpoint=None, stop=lambda: stops.append(state_of(runs[0], 100).step))
+    ]
     write_metrics(runs[0], {0: {}, 1: {}})
     (runs[0].folder / "checkpoints").mkdir()
     (runs[0].folder / "checkpoints" / LATEST).write_text("2")
@@ -71,7 +78,9 @@ def test_a_run_that_has_saved_when_time_is_nearly_over_ends_when_it_has_logged_t
 def test_a_run_that_has_saved_and_logged_when_time_is_nearly_over_may_go_on_to_its_next_checkpoint(runs):
     schedule = Schedule(runs[:1], 100, limits(), lambda run: ([], {}, OmegaConf.create({})))
     stops = []
-    schedule._going = [SimpleNamespace(run=runs[0], checkpoint=None, stop=lambda: stops.append(state_of(runs[0], 100).step))]
+    schedule._going = [
+        SimpleNamespace(run=runs[0], checkpoint=None, stop=lambda: stops.append(state_of(runs[0], 100).step))
+    ]
     (runs[0].folder / "checkpoints").mkdir(parents=True)
     for step in range(2, 5):
         write_metrics(runs[0], {done: {} for done in range(step + 1)})

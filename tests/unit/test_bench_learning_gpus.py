@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`flashrl bench learning` with several GPUs and cores: which run sees which, how soon runs start; what a folder refuses."""
+"""`flashrl bench learning` with several GPUs and cores: which run sees which, how soon runs start; what a folder
+refuses."""
 
 import sys
 from dataclasses import replace
@@ -10,11 +11,11 @@ import torch
 from learning_runs import PROGRAM, STEPS, Seen, carry_out, config, limits
 from omegaconf import OmegaConf
 
-from flashrl_verl.bench import learning_recipe
-from flashrl_verl.bench.learning import arms_of
-from flashrl_verl.bench.learning_schedule import Schedule, stagger
+from benchmarks import learning_recipe
+from benchmarks.learning import arms_of
+from benchmarks.learning_schedule import Schedule, stagger
 from flashrl_verl.errors import ConfigError
-from flashrl_verl.run_directory import CONFIG_FILE
+from flashrl_verl.tools.run_directory import CONFIG_FILE
 
 
 @pytest.fixture
@@ -103,7 +104,8 @@ def test_a_run_that_was_begun_with_other_settings_is_refused_before_anything_run
     before.actor_rollout_ref.rollout.val_kwargs.n = 4
     file.write_text(OmegaConf.to_yaml(before))
     with pytest.raises(
-        ConfigError, match=r"int8:tis seed 1 .*val_kwargs\.n=2 \(was 4\); data\.train_batch_size=64 \(was 128\).*--output"
+        ConfigError,
+        match=r"int8:tis seed 1 .*val_kwargs\.n=2 \(was 4\); data\.train_batch_size=64 \(was 128\).*--output",
     ):
         learning_recipe.check_arms(there)
 

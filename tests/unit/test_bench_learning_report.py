@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from learning_runs import KEY, config, write_metrics, write_record
 
-from flashrl_verl.bench import learning_report
-from flashrl_verl.bench.learning import arms_of
-from flashrl_verl.bench.learning_report import thin, to_json
-from flashrl_verl.bench.learning_results import collect, estimate, paired, t_quantile, welch
-from flashrl_verl.bench.learning_run import state_of
+from benchmarks import learning_report
+from benchmarks.learning import arms_of
+from benchmarks.learning_report import thin, to_json
+from benchmarks.learning_results import collect, estimate, paired, t_quantile, welch
+from benchmarks.learning_run import state_of
 
 STEPS = 4
 ARMS = "bf16:none,bf16:tis,int8:none,int8:tis"
@@ -89,7 +89,11 @@ def test_an_arm_is_the_mean_of_its_finished_runs(report):
 
 
 def test_differences_are_of_one_choice_at_a_time(report):
-    found = {(str(pair.arm), str(pair.baseline)): pair.paired for pair in report.differences() if pair.figure == "final, BF16"}
+    found = {
+        (str(pair.arm), str(pair.baseline)): pair.paired
+        for pair in report.differences()
+        if pair.figure == "final, BF16"
+    }
     assert set(found) == {
         ("bf16:tis", "bf16:none"),
         ("int8:none", "bf16:none"),
@@ -207,13 +211,22 @@ def test_files_are_written_and_small(report):
     read = json.loads(data.read_text())
     first = read["runs"][0]
     assert first["arm"] == "bf16:none" and first["status"] == "finished"
-    assert first["series"]["accuracy"] == {"step": [0, 4], "value": [0.4, 0.82]} and first["bf16"]["mean@8"]["value"] == 0.8
+    assert (
+        first["series"]["accuracy"] == {"step": [0, 4], "value": [0.4, 0.82]}
+        and first["bf16"]["mean@8"]["value"] == 0.8
+    )
     assert first["series"]["k3_kl"] == {"step": [1, 2, 3, 4], "value": [0.001, 0.002, 0.003, 0.004]}
     assert read["settings"]["steps"] == STEPS and read["environment"]["torch"]
     assert first["held_out"] == KEY
     today = datetime.date.today()
-    assert datetime.date.fromisoformat(read["date"]) in (today, today - datetime.timedelta(days=1))  # of before midnight
-    assert read["differences"][0]["paired"]["interval"] == [pytest.approx(-0.685, abs=1e-3), pytest.approx(0.585, abs=1e-3)]
+    assert datetime.date.fromisoformat(read["date"]) in (
+        today,
+        today - datetime.timedelta(days=1),
+    )  # of before midnight
+    assert read["differences"][0]["paired"]["interval"] == [
+        pytest.approx(-0.685, abs=1e-3),
+        pytest.approx(0.585, abs=1e-3),
+    ]
 
 
 def test_without_any_run_there_is_no_picture(tmp_path):
@@ -234,7 +247,7 @@ def test_a_lost_step_moves_no_other_of_a_thinned_series():
 
 
 def test_arms_differ_in_line_or_marker_without_colours(report):
-    from flashrl_verl.bench.learning_plot import _arms
+    from benchmarks.learning_plot import _arms
 
     styles = [arm.style for arm in _arms(to_json(report))]
     assert len({(style.line, style.marker) for style in styles}) == len(styles) == 4

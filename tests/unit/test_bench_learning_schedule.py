@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The schedule of `flashrl bench learning`, with runs that only count (`counting_run.py`): processes, records, metrics."""
+"""The schedule of `flashrl bench learning`, with runs that only count (`counting_run.py`): processes, records,
+metrics."""
 
 import json
 import os
@@ -14,13 +15,13 @@ from learning_runs import KEY, PROGRAM, STEPS, Seen, carry_out, config, limits, 
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from flashrl_verl.bench.learning import arms_of
-from flashrl_verl.bench.learning_board import Board, summary, what_is_left
-from flashrl_verl.bench.learning_run import Attempt, Status, process_of, state_of, states_of, stop_all
-from flashrl_verl.bench.learning_schedule import Event, Schedule
+from benchmarks.learning import arms_of
+from benchmarks.learning_board import Board, summary, what_is_left
+from benchmarks.learning_run import Attempt, Status, process_of, state_of, states_of, stop_all
+from benchmarks.learning_schedule import Event, Schedule
 from flashrl_verl.errors import ConfigError, FlashRLError
-from flashrl_verl.process_tree import Stopped
-from flashrl_verl.run_directory import LATEST
+from flashrl_verl.tools.process_tree import Stopped
+from flashrl_verl.tools.run_directory import LATEST
 
 
 @pytest.fixture
@@ -35,7 +36,9 @@ def states(runs):
 def test_all_runs_are_finished_and_never_more_at_a_time_than_allowed(runs):
     seen = carry_out(runs, limits())
     assert states(runs) == [Status.FINISHED] * 4
-    assert seen.of(Event.STARTED) == [run.name for run in runs] and set(seen.of(Event.FINISHED)) == {r.name for r in runs}
+    assert seen.of(Event.STARTED) == [run.name for run in runs] and set(seen.of(Event.FINISHED)) == {
+        r.name for r in runs
+    }
     assert seen.most == 2
     record = json.loads((runs[3].folder / "run.json").read_text())
     assert record["seed"] == 1 and record["attempts"][-1]["exit_code"] == 0 and "error" not in record["attempts"][-1]
@@ -99,7 +102,9 @@ def scripted(runs, bounds, script):
 
 
 def test_a_fault_before_the_first_step_of_two_runs_stops_everything_where_none_has_trained(runs):
-    with pytest.raises(FlashRLError, match="bf16:none seed 0, int8:tis seed 0 failed before their first step, as any run"):
+    with pytest.raises(
+        FlashRLError, match="bf16:none seed 0, int8:tis seed 0 failed before their first step, as any run"
+    ):
         scripted(runs, limits(parallel=1), "raise ValueError('no such file')")
     assert states(runs) == [Status.UNFINISHED] * 2 + [Status.NEW] * 2, "the same command tries again"
     assert state_of(runs[0], STEPS).error == ("ValueError: no such file",)
@@ -111,7 +116,9 @@ def test_a_run_that_fails_first_ends_none_that_is_still_starting(runs):
 
     def prepare(run):
         fails = run == runs[0] and not seen.of(Event.FAILED)
-        words = ["-c", "raise ValueError('no port')"] if fails else [str(PROGRAM), str(run.folder), str(STEPS), "0.5", "0"]
+        words = (
+            ["-c", "raise ValueError('no port')"] if fails else [str(PROGRAM), str(run.folder), str(STEPS), "0.5", "0"]
+        )
         return [sys.executable, *words], {}, OmegaConf.create({})
 
     Schedule(runs, STEPS, limits(parallel=3), prepare, seen.tell, seen.watch).carry_out()
@@ -146,7 +153,10 @@ def test_a_run_that_never_logs_is_ended_and_has_failed_and_the_only_one_is_tried
     with pytest.raises(FlashRLError, match=r"bf16:none seed 0 \(2 times\) failed before its first step.*--retry"):
         scripted(runs[:1], limits(first_s=1.0), "import time; print('hello', flush=True); time.sleep(99)")
     assert time.monotonic() - started < 30
-    assert state_of(runs[0], STEPS).error == ("ended: it had not logged its first step for 1 s (--first-step-limit)", "hello")
+    assert state_of(runs[0], STEPS).error == (
+        "ended: it had not logged its first step for 1 s (--first-step-limit)",
+        "hello",
+    )
     assert process_of(runs[0].folder) is None
 
 
@@ -188,7 +198,10 @@ def test_ctrl_c_ends_what_runs_and_counts_no_failure(runs):
 def test_ending_several_takes_no_longer_than_ending_one(tmp_path):
     """Each takes two seconds to end: it ignores SIGINT for so long."""
     cfg = config(tmp_path, arms=arms_of("bf16:none,int8:none,fp8:none"), seeds=(0, 1))
-    stubborn = "import signal, sys, time; signal.signal(signal.SIGINT, lambda *_: (time.sleep(2), sys.exit(0))); time.sleep(99)"
+    stubborn = (
+        "import signal, sys, time; signal.signal(signal.SIGINT, lambda *_: (time.sleep(2), sys.exit(0))); "
+        "time.sleep(99)"
+    )
 
     def prepare(_):
         return [sys.executable, "-c", stubborn], {}, OmegaConf.create({})
@@ -228,7 +241,8 @@ def test_plain_lines_tell_each_run_its_step_and_its_error(runs):
 
 
 def test_what_is_left_is_told_in_steps_and_in_minutes_at_this_commands_pace(runs):
-    """Of four runs of four steps one goes on from 1 to its end (3 more), one comes to 2, one fails twice, one is not begun."""
+    """Of four runs of four steps one goes on from 1 to its end (3 more), one comes to 2, one fails twice, one is not
+    begun."""
 
     def saved(run, step):
         (run.folder / "checkpoints").mkdir(parents=True, exist_ok=True)

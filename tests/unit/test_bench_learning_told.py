@@ -4,10 +4,10 @@
 import pytest
 from learning_runs import config
 
-from flashrl_verl.bench import learning_recipe
-from flashrl_verl.bench.learning import arms_of
-from flashrl_verl.bench.learning_command import DEFAULT_ARMS
-from flashrl_verl.toy.chain import ChainConfig
+from benchmarks import learning_recipe
+from benchmarks.learning import arms_of
+from benchmarks.learning_command import DEFAULT_ARMS
+from flashrl_verl.quickstart.chain import ChainConfig
 from flashrl_verl.validation import validate_config
 
 

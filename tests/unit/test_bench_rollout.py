@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`flashrl bench rollout`: figures by hand from measured seconds, what is gone on with after a stop, words that are refused."""
+"""`flashrl bench rollout`: figures by hand from measured seconds, what is gone on with after a stop, words that are
+refused."""
 
 import json
 from dataclasses import asdict, replace
@@ -8,24 +9,25 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from rollout_results import BF16, INT8, INT8_FP8, WORK, answer, config
+from rollout_results import BF16, INT8, INT8_KV8, WORK, answer, config
 from typer.testing import CliRunner
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
-from flashrl_verl.bench import rollout, rollout_report
-from flashrl_verl.bench.rollout import Report, Result, decode_seconds, tokens_per_second
-from flashrl_verl.bench.rollout_engine import Timing
-from flashrl_verl.bench.rollout_worker import kv_tokens
-from flashrl_verl.bench.shapes import load_config, save_config
-from flashrl_verl.cli import app
+from benchmarks import rollout, rollout_report
+from benchmarks.__main__ import app
+from benchmarks.rollout import Report, Result, decode_seconds, tokens_per_second
+from benchmarks.rollout_engine import Timing
+from benchmarks.rollout_worker import kv_tokens
 from flashrl_verl.errors import ConfigError
-from flashrl_verl.plan import gpus
+from flashrl_verl.tools.engines.shapes import load_config, save_config
+from flashrl_verl.tools.plan import gpus
 
 
 @pytest.fixture
 def measured(monkeypatch):
-    """Engines that answer at once, the order in which they were asked, and the device beside whose results they would stand."""
+    """Engines that answer at once, the order in which they were asked, and the device beside whose results they would
+    stand."""
     asked, devices = [], []
 
     def answers(module, questions, folder, places):
@@ -104,7 +106,9 @@ def test_results_of_other_code_of_the_same_version_are_refused(tmp_path, measure
     report = rollout.run(config(tmp_path, rounds=1))
     assert len(report.environment["package"]) == 12
     monkeypatch.setattr(rollout, "package_digest", lambda: "another")
-    with pytest.raises(ConfigError, match=rf"other code .*digest {report.environment['package']}, now another.*--output"):
+    with pytest.raises(
+        ConfigError, match=rf"other code .*digest {report.environment['package']}, now another.*--output"
+    ):
         rollout.run(config(tmp_path))
     assert len(rollout.run(config(tmp_path, rounds=1)).results) == 2  # what is there can be shown again
 
@@ -138,7 +142,7 @@ def test_what_makes_arms_hard_to_compare_is_said(tmp_path, measured):
 def test_weights_that_the_host_cannot_hold_are_refused_before_anything_is_made(tmp_path, monkeypatch, bench):
     """32.8 billion parameters in BF16 are 61 GiB; the training's model of six layers 8, and its gradients as many."""
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=5 * 2**30))
-    words = ["bench", bench, "--model", "qwen2.5-32b", "--output", str(tmp_path / "out")]
+    words = [bench, "--model", "qwen2.5-32b", "--output", str(tmp_path / "out")]
     result = CliRunner().invoke(app, words + (["--layers", "2,6"] if bench == "training" else []))
     assert isinstance(result.exception, ConfigError) and not (tmp_path / "out").exists()
     size = "17 GiB of BF16 weights and gradients" if bench == "training" else "61 GiB of BF16 weights"
@@ -238,9 +242,9 @@ def test_the_memory_that_was_found_is_planned_with_and_not_the_data_sheets(tmp_p
     cfg = config(tmp_path, model="qwen2.5-32b")
     found = rollout.run(cfg)
     tokens = [
-        rollout_report.Prediction(cfg, replace(found, environment={"device": "NVIDIA H200", "memory_bytes": memory})).kv_tokens(
-            INT8
-        )
+        rollout_report.Prediction(
+            cfg, replace(found, environment={"device": "NVIDIA H200", "memory_bytes": memory})
+        ).kv_tokens(INT8)
         for memory in (None, 130 * 2**30, 120 * 2**30)
     ]
     # 64 layers, K and V, 8 heads of 128 in BF16 take 256 KiB a token; 0.9 of 10 GiB
@@ -261,7 +265,7 @@ def test_files_are_written_and_the_json_is_the_report(tmp_path, measured):
     "words, part",
     [
         (["--arm", "int4"], "--arm 'int4'"),
-        (["--arm", "int8:bfloat16"], "--arm 'int8:bfloat16': 'bfloat16' is not one of auto, fp8"),
+        (["--arm", "int8:bfloat16"], "--arm 'int8:bfloat16': 'bfloat16' is not one of auto, int8_per_token_head"),
         (["--arm", "int8:fp9"], "--arm 'int8:fp9'"),
         (["--arm", ","], "--arm ',' names no precision"),
         (["--arm", "int8,bf16,int8:auto"], "--arm names one twice"),
@@ -274,18 +278,21 @@ def test_files_are_written_and_the_json_is_the_report(tmp_path, measured):
     ],
 )
 def test_words_that_cannot_be_are_refused_by_name(tmp_path, words, part, measured):
-    result = CliRunner().invoke(app, ["bench", "rollout", *words, "--output", str(tmp_path / "out")])
+    result = CliRunner().invoke(app, ["rollout", *words, "--output", str(tmp_path / "out")])
     assert result.exit_code == 1 and isinstance(result.exception, ConfigError) and part in str(result.exception)
     assert not measured[0]
 
 
 def test_words_become_arms_and_works(tmp_path, measured):
-    words = ["--arm", "int8:fp8, bf16", "--work", "1x3+4,2x5+6", "--output", str(tmp_path)]
-    result = CliRunner().invoke(app, ["bench", "rollout", *words])
+    words = ["--arm", "int8:int8_per_token_head, bf16", "--work", "1x3+4,2x5+6", "--output", str(tmp_path)]
+    result = CliRunner().invoke(app, ["rollout", *words])
     assert result.exit_code == 0, result.output
-    assert measured[0] == [str(INT8_FP8), "bf16"] and str(INT8_FP8) == "int8 + fp8 KV"
+    assert measured[0] == [str(INT8_KV8), "bf16"] and str(INT8_KV8) == "int8 + int8_per_token_head KV"
     settings = json.loads((tmp_path / rollout.RESULTS).read_text().splitlines()[0])["settings"]
-    assert [(work["sequences"], work["prompt"], work["response"]) for work in settings["works"]] == [(1, 3, 4), (2, 5, 6)]
+    assert [(work["sequences"], work["prompt"], work["response"]) for work in settings["works"]] == [
+        (1, 3, 4),
+        (2, 5, 6),
+    ]
 
 
 def test_the_default_shape_has_heads_that_vllms_cpu_attention_takes():

@@ -7,9 +7,9 @@ import pytest
 import torch
 from rollout_results import answer, config
 
-from flashrl_verl.bench import rollout
-from flashrl_verl.bench.visible_gpus import gpu_groups, visible_gpus
+from benchmarks import rollout
 from flashrl_verl.errors import ConfigError, FlashRLError
+from flashrl_verl.tools.engines.visible_gpus import gpu_groups, visible_gpus
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,9 @@ def test_an_engine_of_more_gpus_than_are_visible_is_refused(count, fits, monkeyp
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     assert gpu_groups(1, fits) == (None,)
     for engines in (1, 2):
-        with pytest.raises(ConfigError, match=f"4 needs as many GPUs, and {count} are visible.*--tensor-parallel {fits}$"):
+        with pytest.raises(
+            ConfigError, match=f"4 needs as many GPUs, and {count} are visible.*--tensor-parallel {fits}$"
+        ):
             gpu_groups(engines, 4)
 
 
@@ -46,9 +48,13 @@ def test_engines_at_a_time_have_gpus_of_their_own_and_results_their_order(tmp_pa
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     report = rollout.run(config(tmp_path, parallel=4, tensor_parallel=2))
     assert seen == [("0,1", "2,3", "4,5", "6,7")]
-    assert [(r.round, r.arm, r.parallel) for r in report.results] == [(i, arm, 4) for i in (0, 1) for arm in ("bf16", "int8")]
+    assert [(r.round, r.arm, r.parallel) for r in report.results] == [
+        (i, arm, 4) for i in (0, 1) for arm in ("bf16", "int8")
+    ]
     assert rollout.load(tmp_path / rollout.RESULTS) == report
-    with pytest.raises(ConfigError, match=r"--parallel 5 with 2 GPU\(s\) each needs 10, and 8 are visible.*--parallel 4"):
+    with pytest.raises(
+        ConfigError, match=r"--parallel 5 with 2 GPU\(s\) each needs 10, and 8 are visible.*--parallel 4"
+    ):
         rollout.run(config(tmp_path / "more", parallel=5, tensor_parallel=2))
 
 

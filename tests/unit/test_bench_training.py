@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`flashrl bench training`: a layer, a head and a whole model from measured seconds by hand, on real passes of a tiny model."""
+"""`flashrl bench training`: a layer, a head and a whole model from measured seconds by hand, on real passes of a tiny
+model."""
 
 import json
 
@@ -7,12 +8,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from flashrl_verl.bench import training
-from flashrl_verl.bench.shapes import load_config
-from flashrl_verl.bench.training import TrainingConfig
-from flashrl_verl.cli import app
+from benchmarks import training
+from benchmarks.__main__ import app
+from benchmarks.training import TrainingConfig
 from flashrl_verl.errors import ConfigError, FlashRLError
-from flashrl_verl.plan.gpus import find
+from flashrl_verl.tools.engines.shapes import load_config
+from flashrl_verl.tools.plan.gpus import find
 
 CONFIG = TrainingConfig(model="tiny", layers=(1, 2), tokens=24, repeats=3, device="cpu")
 
@@ -44,7 +45,8 @@ def test_layers_heads_and_whole_models_by_hand(monkeypatch):
 
 
 def test_the_share_is_of_the_data_sheet(monkeypatch):
-    """An H200 that takes 1 s a layer and 1 s for the head; 2 operations a weight and token, attention over half the length."""
+    """An H200 that takes 1 s a layer and 1 s for the head; 2 operations a weight and token, attention over half the
+    length."""
     monkeypatch.setattr(training, "of_device", lambda name: find("h200"))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     shape = load_config("tiny")
@@ -81,7 +83,9 @@ def test_an_update_has_a_gradient_for_every_weight_and_log_probs_none(monkeypatc
 
 
 def test_what_noise_makes_of_it_is_refused():
-    with pytest.raises(FlashRLError, match="old log-probs: 0.3000 s with 1 layers and 0.2000 s .*--layers further apart"):
+    with pytest.raises(
+        FlashRLError, match="old log-probs: 0.3000 s with 1 layers and 0.2000 s .*--layers further apart"
+    ):
         training._pass(CONFIG, "old log-probs", {1: [0.3], 2: [0.2]}, passes=1)
 
 
@@ -101,18 +105,23 @@ def test_what_noise_makes_of_it_is_refused():
     ],
 )
 def test_words_that_cannot_be_are_refused(tmp_path, words, part):
-    result = CliRunner().invoke(app, ["bench", "training", "--tokens", "8", *words, "--output", str(tmp_path / "out")])
+    result = CliRunner().invoke(app, ["training", "--tokens", "8", *words, "--output", str(tmp_path / "out")])
     assert result.exit_code == 1 and isinstance(result.exception, ConfigError) and part in str(result.exception)
 
 
 def test_the_file_has_everything(tmp_path, monkeypatch):
-    timed(monkeypatch, {(run, depth): [9, depth + 0.25, depth + 0.75] for run in ("_log_probs", "_update") for depth in (1, 2)})
+    timed(
+        monkeypatch,
+        {(run, depth): [9, depth + 0.25, depth + 0.75] for run in ("_log_probs", "_update") for depth in (1, 2)},
+    )
     words = ["--tokens", "8", "--repeats", "2", "--hardware", "cpu", "--output", str(tmp_path)]
-    result = CliRunner().invoke(app, ["bench", "training", *words])
+    result = CliRunner().invoke(app, ["training", *words])
     assert result.exit_code == 0, result.output
     assert "tiny on CPU" in result.output
     record = json.loads((tmp_path / "training.json").read_text())
-    assert record["settings"]["tokens"] == 8 and {"torch", "transformers", "device", "date"} <= set(record["environment"])
+    assert record["settings"]["tokens"] == 8 and {"torch", "transformers", "device", "date"} <= set(
+        record["environment"]
+    )
     assert [one["name"] for one in record["passes"]] == ["old log-probs", "policy update"]
     assert record["passes"][0]["seconds"] == {"1": [1.25, 1.75], "2": [2.25, 2.75]}
     assert record["passes"][1]["head_s"] == 0.5

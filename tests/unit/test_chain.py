@@ -6,11 +6,11 @@ import re
 
 import pytest
 
-from flashrl_verl.bench.learning import CHAIN, WARMUP
+from benchmarks.learning import CHAIN, WARMUP
 from flashrl_verl.errors import ConfigError
-from flashrl_verl.toy.chain import DATA_SOURCE, Chain, ChainConfig
-from flashrl_verl.toy.reward import compute_score
-from flashrl_verl.toy.task import verl_rows
+from flashrl_verl.quickstart.chain import DATA_SOURCE, Chain, ChainConfig
+from flashrl_verl.quickstart.reward import compute_score
+from flashrl_verl.quickstart.task import verl_rows
 
 SMALL = ChainConfig(train=300, probe=40, test=60)
 
@@ -74,7 +74,9 @@ def test_chains_are_refused_from_the_first_one_that_there_is_not(rate, steps):
     there = len({terms for terms, _ in chains})
     sizes = dict(steps=steps, subtraction_rate=rate, max_term=3, probe=1, test=1)
     ChainConfig(**sizes, train=there - 2)
-    with pytest.raises(ConfigError, match=rf"steps={steps} are wanted, and there are {there}\. Remedy: .*--chain-steps"):
+    with pytest.raises(
+        ConfigError, match=rf"steps={steps} are wanted, and there are {there}\. Remedy: .*--chain-steps"
+    ):
         ChainConfig(**sizes, train=there - 1)
 
 
@@ -104,7 +106,10 @@ def test_drawing_ends_where_the_rate_makes_chains_too_rare():
 )
 def test_the_number_behind_the_last_mark_is_rewarded(response, score):
     (row,) = verl_rows([Chain(52, (-38,))], split="test", data_source=DATA_SOURCE)
-    assert compute_score(row["data_source"], response, row["reward_model"]["ground_truth"]) == {"score": score, "acc": score}
+    assert compute_score(row["data_source"], response, row["reward_model"]["ground_truth"]) == {
+        "score": score,
+        "acc": score,
+    }
     assert row["extra_info"] == {"split": "test", "index": 0, "borrows": 1}
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`flashrl check` as a whole: a check that goes wrong is a failure with a remedy, children end in time, calls are checked."""
+"""`flashrl check` as a whole: a check that goes wrong is a failure with a remedy, children end in time, calls are
+checked."""
 
 import errno
 import json
@@ -14,13 +15,13 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from flashrl_verl.check import command, node, subjects
-from flashrl_verl.check.child import run_child
-from flashrl_verl.check.findings import Finding, Verdict, counts, exit_code, fail, guarded, ok, skipped, warn
-from flashrl_verl.check.settings import CheckSettings
 from flashrl_verl.cli import app
-from flashrl_verl.config import Precision
 from flashrl_verl.errors import FlashRLError
+from flashrl_verl.settings import Precision
+from flashrl_verl.tools.check import command, node, subjects
+from flashrl_verl.tools.check.child import run_child
+from flashrl_verl.tools.check.findings import Finding, Verdict, counts, exit_code, fail, guarded, ok, skipped, warn
+from flashrl_verl.tools.check.settings import CheckSettings
 
 
 @pytest.mark.parametrize("verdict", ["warn", "fail"])
@@ -123,7 +124,15 @@ def test_a_node_without_a_gpu_for_ray_is_not_asked_for_what_ranks_need():
     report = run_child("vllm_process", subjects.of_vllm_process(settings), settings, ranks=False)
     verdicts = {finding.name: finding.verdict for finding in report.findings}
     assert verdicts.pop("vLLM plugin") is Verdict.OK
-    assert set(verdicts) == {"driver", "device", "row kernel", "int8 kernel", "int8 numerics", "int8 experts", "INT8 attention"}
+    assert set(verdicts) == {
+        "driver",
+        "device",
+        "row kernel",
+        "int8 kernel",
+        "int8 numerics",
+        "int8 experts",
+        "INT8 attention",
+    }
     assert set(verdicts.values()) == {Verdict.SKIPPED} and report.facts == {"GPUs": "none"}
 
 
@@ -162,7 +171,8 @@ def test_a_wrong_call_is_exit_code_2_and_nothing_is_looked_at(words):
 
 def test_without_a_requirement_the_one_line_names_it_and_the_remedy():
     program = (
-        "import sys; sys.modules['psutil'] = None; from flashrl_verl.cli import main; sys.argv = ['flashrl', 'check']; main()"
+        "import sys; sys.modules['psutil'] = None; from flashrl_verl.cli import main; sys.argv = ['flashrl', 'check']; "
+        "main()"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=400)
     assert done.returncode == 1 and done.stdout.startswith("fail  requirements: psutil is missing")
@@ -192,6 +202,8 @@ def test_a_report_that_finds_no_space_is_one_error_and_leaves_the_older_one(tmp_
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(FlashRLError, match=r"--json .*check\.json cannot be written: No space left on device\. Name a file"):
+    with pytest.raises(
+        FlashRLError, match=r"--json .*check\.json cannot be written: No space left on device\. Name a file"
+    ):
         command.write(path, [])
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The look at our attention: what it says, and the faults that it finds, compiled on a GPU, else in Triton's interpreter."""
+"""The look at our attention: what it says, and the faults that it finds, compiled on a GPU, else in Triton's
+interpreter."""
 
 import os
 import subprocess
@@ -9,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from flashrl_verl.check import attention
-from flashrl_verl.check.findings import Verdict
-from flashrl_verl.compat import Gpu
+from flashrl_verl.tools.check import attention
+from flashrl_verl.tools.check.devices import Gpu
+from flashrl_verl.tools.check.findings import Verdict
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "check_attention_cases.py"
 
@@ -47,7 +48,7 @@ def test_what_is_too_far_or_not_finite_on_one_gpu_of_several_fails(monkeypatch, 
 def test_faults_are_found_and_the_kernels_of_this_gpu_have_none():
     import check_attention_cases
 
-    from flashrl_verl.compat import cuda_gpus
+    from flashrl_verl.tools.check.devices import cuda_gpus
 
     check_attention_cases.check("cuda")
     [finding] = attention.check_attention(cuda_gpus())
@@ -58,5 +59,7 @@ def test_faults_are_found_and_the_kernels_of_this_gpu_have_none():
 def test_faults_are_found_interpreted():
     pytest.importorskip("triton", reason="the CPU environment leaves Triton out")
     env = dict(os.environ, TRITON_INTERPRET="1")
-    done = subprocess.run([sys.executable, str(PROGRAM)], env=env, capture_output=True, text=True, timeout=900, check=False)
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM)], env=env, capture_output=True, text=True, timeout=900, check=False
+    )
     assert done.stdout.endswith("FOUND\n"), done.stdout[-1000:] + done.stderr[-3000:]

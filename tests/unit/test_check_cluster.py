@@ -11,10 +11,10 @@ import pytest
 import ray
 
 import flashrl_verl
-from flashrl_verl.check import cluster, command, memory, node
-from flashrl_verl.check.findings import Verdict
-from flashrl_verl.check.settings import CheckSettings
-from flashrl_verl.compat import DISTRIBUTION, TESTED
+from flashrl_verl.plugins.versions import DISTRIBUTION, TESTED
+from flashrl_verl.tools.check import cluster, command, memory, node
+from flashrl_verl.tools.check.findings import Verdict
+from flashrl_verl.tools.check.settings import CheckSettings
 
 SAME = {"Python": "3.12.3", "vllm": "0.24.0", DISTRIBUTION: "0.1.0 (abc)"}
 
@@ -66,7 +66,9 @@ def test_gpus_of_two_kinds_are_a_warning_and_a_head_without_any_is_none():
 
 
 def test_fewer_gpus_of_the_same_kind_are_a_warning_of_their_number():
-    _, finding = cluster.compare(SAME, {"n1": with_gpus(", ".join(["H200"] * 8)), "n2": with_gpus(", ".join(["H200"] * 4))})
+    _, finding = cluster.compare(
+        SAME, {"n1": with_gpus(", ".join(["H200"] * 8)), "n2": with_gpus(", ".join(["H200"] * 4))}
+    )
     assert finding.verdict is Verdict.WARN and "n1: 8 x H200; n2: 4 x H200" in finding.text
     assert "trainer.n_gpus_per_node" in finding.remedy and "kind" not in finding.remedy
 
@@ -146,5 +148,7 @@ def test_a_node_that_hangs_is_named_before_the_process_that_asks_is_stopped(ray_
     hang.touch()
     findings = command.look(CheckSettings(timeout_s=1, ray_start_s=2, ship_code=False), address)
     failed = [finding for finding in findings if finding.name == "cluster" and finding.verdict is Verdict.FAIL]
-    assert [(f.node.partition(" ")[0], f.text) for f in failed] == [(address.partition(":")[0], "did not answer within 3 s")]
+    assert [(f.node.partition(" ")[0], f.text) for f in failed] == [
+        (address.partition(":")[0], "did not answer within 3 s")
+    ]
     assert [(f.verdict, f.text) for f in findings if f.name == "nodes alike"] == [(Verdict.SKIPPED, "no node answered")]

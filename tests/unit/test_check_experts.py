@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The experts' check passes on vLLM's experts as the rollout loads them, and finds what a kernel or a loader does wrong."""
+"""The experts' check passes on vLLM's experts as the rollout loads them, and finds what a kernel or a loader does
+wrong."""
 
 import pytest
 import torch
 
-from flashrl_verl.check import experts
-from flashrl_verl.check.findings import Verdict
-from flashrl_verl.config import Precision
 from flashrl_verl.errors import ConfigError
-from flashrl_verl.plugin_vllm import register
+from flashrl_verl.plugins.vllm import register
 from flashrl_verl.quantization import config
-from flashrl_verl.quantization.moe import QuantizedMoEMethod
+from flashrl_verl.quantization.experts import QuantizedMoEMethod
+from flashrl_verl.settings import Precision
+from flashrl_verl.tools.check import experts
+from flashrl_verl.tools.check.findings import Verdict
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the loop over experts is for CPUs")
 
-EIGHT_BITS = [Precision.INT8, Precision.FP8, Precision.FP8_BLOCK]
+EIGHT_BITS = [Precision.INT8, Precision.FP8]
 
 
 def look(precision: Precision):
@@ -38,11 +39,13 @@ OUTPUTS = {
 }
 
 
-@pytest.mark.parametrize("precision", [Precision.INT8, Precision.FP8])
+@pytest.mark.parametrize("precision", EIGHT_BITS)
 @pytest.mark.parametrize("fault", OUTPUTS)
 def test_a_kernel_with_another_output_is_found(monkeypatch, fault, precision):
     apply, (change, said) = QuantizedMoEMethod.apply_monolithic, OUTPUTS[fault]
-    monkeypatch.setattr(QuantizedMoEMethod, "apply_monolithic", lambda self, *arguments: change(apply(self, *arguments)))
+    monkeypatch.setattr(
+        QuantizedMoEMethod, "apply_monolithic", lambda self, *arguments: change(apply(self, *arguments))
+    )
     finding = look(precision)
     assert finding.verdict is Verdict.FAIL and said in finding.text and "flashrl.precision=bf16" in finding.remedy
 
@@ -87,9 +90,9 @@ def test_experts_that_are_not_quantized_are_not_called_int8(monkeypatch):
 
 def test_what_refuses_experts_is_a_warning_with_its_remedy(monkeypatch):
     def refuse(self, *arguments, **more):
-        raise ConfigError("activation scales would be powers of two. Set flashrl.precision=fp8")
+        raise ConfigError("experts with biases are not supported. Set flashrl.precision=bf16")
 
     monkeypatch.setattr(QuantizedMoEMethod, "__init__", refuse)
-    finding = look(Precision.FP8_BLOCK)
-    assert finding.verdict is Verdict.WARN and finding.remedy == "set flashrl.precision=fp8"
+    finding = look(Precision.INT8)
+    assert finding.verdict is Verdict.WARN and finding.remedy == "set flashrl.precision=bf16"
     assert "models with experts are refused here" in finding.text

@@ -4,14 +4,14 @@
 import pytest
 import torch
 
-from flashrl_verl.check import gpu, subjects
-from flashrl_verl.check.findings import Verdict
-from flashrl_verl.compat import Gpu
-from flashrl_verl.config import Precision
 from flashrl_verl.quantization.formats import weight_format
 from flashrl_verl.quantization.numerics import as_bytes
+from flashrl_verl.settings import Precision
+from flashrl_verl.tools.check import gpu, subjects
+from flashrl_verl.tools.check.devices import Gpu
+from flashrl_verl.tools.check.findings import Verdict
 
-FORMATS = [Precision.INT8, Precision.FP8, Precision.FP8_BLOCK]
+FORMATS = [Precision.INT8, Precision.FP8]
 OK, WARN, FAIL, SKIPPED = Verdict.OK, Verdict.WARN, Verdict.FAIL, Verdict.SKIPPED
 GIB = 2**30
 
@@ -68,8 +68,6 @@ def test_on_a_cpu_no_gpu_is_called_ok():
         ("int8", "cuda", [90, 90], OK, "cutlass for linear layers, triton"),
         ("int8", "cuda", [100], OK, "triton for linear"),
         ("fp8", "cuda", [80], FAIL, "at least 8.9"),
-        ("fp8_block", "cuda", [90], OK, "cutlass for linear layers, triton"),
-        ("fp8_block", "cuda", [89], OK, "triton for linear layers, triton"),
         ("fp8", "cuda", [90, 80], FAIL, "8.0"),  # one of them is enough
         ("int8", "cuda", [70], FAIL, "7.0"),
     ],
@@ -90,7 +88,7 @@ def test_no_device_is_a_failure_with_vllms_words():
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", FORMATS)
 def test_the_row_kernel_of_this_gpu_is_bit_exact(precision):
-    from flashrl_verl.compat import cuda_gpus
+    from flashrl_verl.tools.check.devices import cuda_gpus
 
     assert only(gpu.check_row_kernel([precision], cuda_gpus())).verdict is OK
 
@@ -98,7 +96,7 @@ def test_the_row_kernel_of_this_gpu_is_bit_exact(precision):
 @pytest.mark.parametrize("precision", FORMATS)
 def test_codes_and_scales_of_whole_rows_and_of_a_ranks_columns_are_compared(monkeypatch, precision):
     """On a CPU, where torch's ops write them: what is compared is right, and one wrong scale or code is seen."""
-    fmt, cpu, quantize = weight_format(precision), torch.device("cpu"), gpu.quantize_into
+    fmt, cpu, quantize = weight_format(precision), torch.device("cpu"), gpu.quantize_rows_into
     assert gpu._same_codes(fmt, cpu)
 
     def wrong(change):
@@ -106,12 +104,10 @@ def test_codes_and_scales_of_whole_rows_and_of_a_ranks_columns_are_compared(monk
             quantize(weight, codes, scales, fmt, first)
             change(codes, scales, first)
 
-        monkeypatch.setattr(gpu, "quantize_into", quantize_wrongly)
+        monkeypatch.setattr(gpu, "quantize_rows_into", quantize_wrongly)
         return not gpu._same_codes(fmt, cpu)
 
     assert wrong(lambda codes, scales, first: scales[-1, -1].mul_(1.0001))
     assert wrong(lambda codes, scales, first: as_bytes(codes)[-1, -1].bitwise_xor_(1))
     assert wrong(lambda codes, scales, first: scales.copy_(scales.flip(0)))
     assert wrong(lambda codes, scales, first: first and as_bytes(codes)[0, 0].bitwise_xor_(1)), "a rank's columns"
-    if fmt.block:
-        assert wrong(lambda codes, scales, first: scales.copy_(scales.flip(1)))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Planted faults of a machine: little shared memory, a full disk, few files, addresses and interfaces that are not there,
-proxies, no token. Each is looked at without the fault too."""
+"""Planted faults of a machine: little shared memory, a full disk, few files, addresses and interfaces that are not
+there, proxies, no token. Each is looked at without the fault too."""
 
 import json
 import os
@@ -13,10 +13,10 @@ import planted
 import pytest
 from local_cluster import can_hide
 
-from flashrl_verl.check import memory, network, node, ray_access
-from flashrl_verl.check.findings import Verdict
-from flashrl_verl.check.settings import CheckSettings
-from flashrl_verl.compat import nvidia_devices
+from flashrl_verl.tools.check import memory, network, node, ray_access
+from flashrl_verl.tools.check.devices import nvidia_devices
+from flashrl_verl.tools.check.findings import Verdict
+from flashrl_verl.tools.check.settings import CheckSettings
 
 OK, WARN, FAIL, SKIPPED = Verdict.OK, Verdict.WARN, Verdict.FAIL, Verdict.SKIPPED
 ROOT = Path(__file__).parents[2]
@@ -80,7 +80,9 @@ def test_a_node_needs_room_for_a_bucket_only_where_it_offers_ray_a_gpu(gpus, nee
 def test_the_default_bucket_is_verls_own_and_the_quickstarts_is_smaller():
     import verl.workers.config
 
-    assert memory.verl_bucket_megabytes() == verl.workers.config.CheckpointEngineConfig().update_weights_bucket_megabytes
+    assert (
+        memory.verl_bucket_megabytes() == verl.workers.config.CheckpointEngineConfig().update_weights_bucket_megabytes
+    )
     assert 0 < memory.quickstart_bucket_megabytes() < memory.verl_bucket_megabytes()
     free = 1 << 40  # no shared memory is as large as a bucket of a PiB
     assert only(memory.check_shared_memory("/dev/shm", free, 0)).verdict is FAIL
@@ -229,7 +231,9 @@ def test_what_the_proxy_check_says_of_clients_is_so(tmp_path):
     def ask(**variables) -> dict:
         clean = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
         words = [sys.executable, str(tmp_path / "program.py")]
-        done = subprocess.run(words, env={**clean, **variables}, capture_output=True, text=True, check=True, timeout=400)
+        done = subprocess.run(
+            words, env={**clean, **variables}, capture_output=True, text=True, check=True, timeout=400
+        )
         return json.loads(done.stdout)
 
     there = 501  # BaseHTTPRequestHandler knows no GET: the server was reached

@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layer check passes on real vLLM layers and finds kernels that give NaN, wrong scales, or the weights of before."""
+"""The layer check passes on real vLLM layers and finds kernels that give NaN, wrong scales, or the weights of
+before."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from flashrl_verl.check import numerics
-from flashrl_verl.check.findings import Verdict
-from flashrl_verl.config import Precision
-from flashrl_verl.plugin_vllm import register
+from flashrl_verl.plugins.vllm import register
 from flashrl_verl.quantization import gemm, parameter
 from flashrl_verl.quantization.linear import QuantizedLinearMethod
+from flashrl_verl.settings import Precision
+from flashrl_verl.tools.check import numerics
+from flashrl_verl.tools.check.findings import Verdict
 
-EIGHT_BITS = [Precision.INT8, Precision.FP8, Precision.FP8_BLOCK]
+EIGHT_BITS = [Precision.INT8, Precision.FP8]
 
 
 def look(precision: Precision):
@@ -104,44 +105,26 @@ def test_storage_that_moves_while_it_is_loaded_is_refused(monkeypatch):
     assert finding.verdict is Verdict.FAIL and "moved" in finding.text
 
 
-@pytest.mark.parametrize("precision, group", [(Precision.INT8, (7,)), (Precision.FP8_BLOCK, (2, 1))])
-def test_one_wrong_scale_of_a_row_or_block_is_found(monkeypatch, precision, group):
+@pytest.mark.parametrize("precision", EIGHT_BITS)
+def test_one_wrong_scale_of_a_row_is_found(monkeypatch, precision):
     """Codes that belong to another scale: what a race in a fused loader would leave."""
-    quantize = parameter.quantize_into
+    quantize = parameter.quantize_rows_into
 
     def one_wrong(weight, codes, scales, *rest):
         quantize(weight, codes, scales, *rest)
-        scales[group if len(scales) > group[0] else 0] *= 3
+        scales[7] *= 3
 
-    monkeypatch.setattr(parameter, "quantize_into", one_wrong)
+    monkeypatch.setattr(parameter, "quantize_rows_into", one_wrong)
     assert look(precision).verdict is Verdict.FAIL
-
-
-LAYOUTS = {
-    "column by column": lambda scales: scales.t().contiguous().view(scales.shape),
-    "rows of blocks in another order": lambda scales: scales.flip(0),
-    "columns of blocks in another order": lambda scales: scales.flip(1),
-    "two blocks exchanged": lambda scales: scales.flatten()[[1, 0, *range(2, scales.numel())]].view(scales.shape),
-}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_kernel_that_reads_the_blocks_scales_in_another_layout_is_found(monkeypatch, layout):
-    apply = gemm.EmulatedGemm.apply
-
-    def elsewhere(self, layer, x, bias):
-        return apply(self, SimpleNamespace(weight=layer.weight, weight_scale=LAYOUTS[layout](layer.weight_scale.data)), x, bias)
-
-    monkeypatch.setattr(gemm.EmulatedGemm, "apply", elsewhere)
-    finding = look(Precision.FP8_BLOCK)
-    assert finding.verdict is Verdict.FAIL and "below 24" in finding.text
 
 
 def test_a_kernel_that_reads_the_scales_of_other_rows_is_found(monkeypatch):
     apply = gemm.EmulatedGemm.apply
 
     def elsewhere(self, layer, x, bias):
-        return apply(self, SimpleNamespace(weight=layer.weight, weight_scale=layer.weight_scale.data.roll(1, 0)), x, bias)
+        return apply(
+            self, SimpleNamespace(weight=layer.weight, weight_scale=layer.weight_scale.data.roll(1, 0)), x, bias
+        )
 
     monkeypatch.setattr(gemm.EmulatedGemm, "apply", elsewhere)
     assert look(Precision.FP8).verdict is Verdict.FAIL

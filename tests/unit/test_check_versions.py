@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Planted metadata: untested and missing versions, stale and doubled dist-info, entry points missing or leading nowhere."""
+"""Planted metadata: untested and missing versions, stale and doubled dist-info, entry points missing or leading
+nowhere."""
 
 import shutil
 from pathlib import Path
@@ -8,9 +9,9 @@ import planted
 import pytest
 
 import flashrl_verl
-from flashrl_verl.check import metadata, versions
-from flashrl_verl.check.findings import Verdict
-from flashrl_verl.compat import DISTRIBUTION, INSTALL_COMMAND, TESTED
+from flashrl_verl.plugins.versions import DISTRIBUTION, INSTALL_COMMAND, TESTED
+from flashrl_verl.tools.check import metadata, versions
+from flashrl_verl.tools.check.findings import Verdict
 
 OK, WARN, FAIL = Verdict.OK, Verdict.WARN, Verdict.FAIL
 VERSION = flashrl_verl.__version__
@@ -155,14 +156,18 @@ def test_code_without_metadata_is_a_failure(site):
 def test_metadata_of_another_version_is_stale_and_named_with_its_folder(site, tmp_path):
     stale = planted.metadata(tmp_path / "stale", DISTRIBUTION, "0.0.1", points=planted.POINTS)
     found = ours(stale, site)
-    assert found.verdict is FAIL and found.text.startswith("stale") and str(stale) in found.text and VERSION in found.text
+    assert (
+        found.verdict is FAIL and found.text.startswith("stale") and str(stale) in found.text and VERSION in found.text
+    )
     behind = ours(site, stale)
     assert behind.verdict is WARN and str(stale) in behind.text, "hidden by the right one"
 
 
 def test_metadata_of_another_checkout_is_a_warning_that_names_both(site, tmp_path):
     (tmp_path / "checkout" / "flashrl_verl").mkdir(parents=True)
-    other = planted.metadata(tmp_path / "other", DISTRIBUTION, VERSION, points=planted.POINTS, editable=tmp_path / "checkout")
+    other = planted.metadata(
+        tmp_path / "other", DISTRIBUTION, VERSION, points=planted.POINTS, editable=tmp_path / "checkout"
+    )
     finding = ours(other, site)
     code = Path(flashrl_verl.__file__).parent
     assert finding.verdict is WARN and str(tmp_path / "checkout") in finding.text and str(code) in finding.text
@@ -208,7 +213,12 @@ def test_a_module_of_another_version_than_its_metadata_is_a_failure(site):
     [fine] = versions.check_imported({"verl": verl, "torch": f"{torch}+cpu"}, [str(site)])
     assert fine.verdict is OK
     [finding] = versions.check_imported({"verl": "0.8.0", "torch": torch}, [str(site)])
-    assert finding.verdict is FAIL and "verl is 0.8.0" in finding.text and verl in finding.text and "torch" not in finding.text
+    assert (
+        finding.verdict is FAIL
+        and "verl is 0.8.0" in finding.text
+        and verl in finding.text
+        and "torch" not in finding.text
+    )
 
 
 def test_this_environment_has_no_failure():

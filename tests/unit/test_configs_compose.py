@@ -15,9 +15,9 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from flashrl_verl import dryrun
-from flashrl_verl.config import Precision
-from flashrl_verl.self_check import sleeps_between_steps
+from flashrl_verl.refit.self_check import sleeps_between_steps
+from flashrl_verl.settings import Precision
+from flashrl_verl.tools import dry_run as dryrun
 from flashrl_verl.validation import validate_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,7 +33,9 @@ SCRIPTED = {
     "dapo_qwen3_30b_a3b_int8",
     "gsm8k_qwen2.5_0.5b_int8",
 }
-OPTIONS = sorted(f"{path.parent.name}={path.stem}" for path in CONFIGS.glob("*/*.yaml") if path.parent.name != "experiment")
+OPTIONS = sorted(
+    f"{path.parent.name}={path.stem}" for path in CONFIGS.glob("*/*.yaml") if path.parent.name != "experiment"
+)
 
 
 def _through_main_flashrl(experiment, *overrides):
@@ -90,9 +92,7 @@ CORRECTIONS = {
 
 def test_every_file_of_the_groups_is_found():
     assert {"base", "quickstart", "smoke"} | SCRIPTED <= set(EXPERIMENTS)
-    assert {"precision=int8", "precision=fp8", "precision=fp8_block", "precision=bf16", "hardware=cpu", "hardware=cuda"} <= set(
-        OPTIONS
-    )
+    assert {"precision=int8", "precision=fp8", "precision=bf16", "hardware=cpu", "hardware=cuda"} <= set(OPTIONS)
     assert {f"correction={name}" for name in CORRECTIONS.values()} <= set(OPTIONS)
 
 
@@ -119,7 +119,8 @@ def test_option_of_a_group_can_be_chosen_on_the_command_line(entry, option):
         "hardware": cfg.trainer.device,
         "correction": CORRECTIONS[
             tuple(
-                cfg.algorithm.rollout_correction[k] for k in ("rollout_is", "rollout_is_threshold", "rollout_rs", "bypass_mode")
+                cfg.algorithm.rollout_correction[k]
+                for k in ("rollout_is", "rollout_is_threshold", "rollout_rs", "bypass_mode")
             )
         ],
     }
@@ -153,11 +154,11 @@ def test_the_self_check_knows_whether_the_engines_sleep(experiment, overrides, e
 def test_workers_get_the_settings_by_reference(composed, experiment):
     cfg = composed[experiment].copy()
     cfg.flashrl.precision = "bf16"
-    cfg.flashrl.receipt_tensors = 32
+    cfg.flashrl.update_timeout_s = 32.0
     cfg.algorithm.rollout_correction.rollout_is_threshold = 4.0
     validate_config(cfg)
     assert cfg.actor_rollout_ref.rollout.custom.flashrl.precision == "bf16"
-    assert cfg.actor_rollout_ref.rollout.custom.flashrl.receipt_tensors == 32
+    assert cfg.actor_rollout_ref.rollout.custom.flashrl.update_timeout_s == 32.0
     assert cfg.actor_rollout_ref.actor.policy_loss.rollout_correction.rollout_is_threshold == 4.0
 
 

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's ``algorithm.rollout_correction`` node is read as verl reads it, and what verl refuses is refused with the key."""
+"""verl's ``algorithm.rollout_correction`` node is read as verl reads it, and what verl refuses is refused with the
+key."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from flashrl_verl.correction_settings import REJECTIONS as REJECTIONS_OF_VERL
-from flashrl_verl.correction_settings import CorrectionSettings, Level, spell
+from flashrl_verl.correction.settings import DIVERGENCE_CRITERIA, RATIO_CRITERIA, CorrectionSettings, Level
 from flashrl_verl.errors import ConfigError
 
 
@@ -41,12 +41,15 @@ def test_bounds_that_drop_tokens_on_which_both_sides_agree_are_refused(spec: str
 def test_criteria_are_read_as_verl_reads_them(options: str, thresholds: float | str) -> None:
     from verl.trainer.ppo.rollout_corr_helper import SUPPORTED_ROLLOUT_RS_OPTIONS, _parse_rollout_rs_thresholds
 
-    assert {spell(*pair) for pair in REJECTIONS_OF_VERL} == SUPPORTED_ROLLOUT_RS_OPTIONS
-    settings = CorrectionSettings.from_config({"rollout_is": None, "rollout_rs": options, "rollout_rs_threshold": thresholds})
+    assert {*RATIO_CRITERIA, *DIVERGENCE_CRITERIA} == SUPPORTED_ROLLOUT_RS_OPTIONS
+    settings = CorrectionSettings.from_config(
+        {"rollout_is": None, "rollout_rs": options, "rollout_rs_threshold": thresholds}
+    )
     names = list(dict.fromkeys(name.strip() for name in options.split(",")))
     expected = _parse_rollout_rs_thresholds(names, thresholds)
     assert {r.option: {"lower": r.lower, "upper": r.upper} for r in settings.rejections} == expected
-    assert [r.option for r in settings.rejections] == names
+    assert settings.rejection_options == ",".join(names)
+    assert _parse_rollout_rs_thresholds(names, settings.rejection_thresholds) == expected
 
 
 @pytest.mark.parametrize(

@@ -18,13 +18,13 @@ from published_data import (
 )
 from pyarrow import parquet
 
-from flashrl_verl.data.catalog import Name, prepared_as
-from flashrl_verl.data.prepare import Request, check, prepare
-from flashrl_verl.data.source import BATCH
-from flashrl_verl.data.verl_file import schema
 from flashrl_verl.errors import ConfigError
-from flashrl_verl.local_paths import check_paths
-from flashrl_verl.quickstart import compose
+from flashrl_verl.tools.data.catalog import CATALOG, Name
+from flashrl_verl.tools.data.prepare import Request, check, prepare
+from flashrl_verl.tools.data.source import BATCH
+from flashrl_verl.tools.data.verl_file import schema
+from flashrl_verl.tools.recipe_process import compose
+from flashrl_verl.validation import check_paths
 
 DAPO, AIME, GSM8K = Name.DAPO_MATH_17K, Name.AIME_2024, Name.GSM8K
 
@@ -51,7 +51,7 @@ def verl_dataset(tmp_path, monkeypatch):
     import datasets
     from verl.utils.dataset.rl_dataset import RLHFDataset
 
-    from flashrl_verl.toy.tokenizer import build_tokenizer
+    from flashrl_verl.quickstart.tokenizer import build_tokenizer
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     config = {"cache_dir": str(tmp_path), "max_prompt_length": 4096, "filter_overlong_prompts_workers": None}
@@ -93,7 +93,10 @@ def test_gsm8k_asks_as_verls_example_does_and_takes_the_commas_from_the_answer(p
     [published, *_], [row, *_] = gsm8k_rows(5, seed=1), parquet.read_table(prepared["gsm8k", "train"]).to_pylist()
     asked = published["question"] + ' Let\'s think step by step and output the final answer after "####".'
     assert row["prompt"] == [{"role": "user", "content": asked}]
-    assert row["reward_model"] == {"style": "rule", "ground_truth": published["answer"].split("#### ")[1].replace(",", "")}
+    assert row["reward_model"] == {
+        "style": "rule",
+        "ground_truth": published["answer"].split("#### ")[1].replace(",", ""),
+    }
     assert "," in published["answer"].split("#### ")[1]
 
 
@@ -107,7 +110,9 @@ def test_published_prompts_styles_and_abilities_stay_as_they_are(prepared):
 def test_leading_zeros_go_because_verl_compares_text(prepared, tmp_path):
     from verl.utils.reward_score import default_compute_score
 
-    truths = {row["reward_model"]["ground_truth"] for row in parquet.read_table(prepared["aime-2024", "test"]).to_pylist()}
+    truths = {
+        row["reward_model"]["ground_truth"] for row in parquet.read_table(prepared["aime-2024", "test"]).to_pylist()
+    }
     assert truths == {"31", "32", "33"} and aime_rows()[0]["reward_model"]["ground_truth"] == "031"
     assert not default_compute_score("math_dapo", "Answer: 31", "031")["acc"]  # when this fails, they may stay
     [file] = make(AIME, write_parquet(tmp_path / "a.parquet", aime_rows()), tmp_path / "out")
@@ -115,20 +120,15 @@ def test_leading_zeros_go_because_verl_compares_text(prepared, tmp_path):
 
 
 def test_the_experiments_look_for_the_names_that_are_written():
-    assert prepared_as() == {
-        "dapo-math-17k.parquet": DAPO,
-        "aime-2024.parquet": AIME,
-        "gsm8k-train.parquet": GSM8K,
-        "gsm8k-test.parquet": GSM8K,
-    }
+    written = {f"data/{file.output}.parquet" for data_set in CATALOG.values() for file in data_set.files}
     for script in (Path(__file__).parents[2] / "recipe" / "flashrl").glob("run_*.sh"):
         data = compose([f"experiment={script.stem.removeprefix('run_')}"]).data
-        assert {data.train_files, data.val_files} <= {f"data/{name}" for name in prepared_as()}, script.name
+        assert {data.train_files, data.val_files} <= written, script.name
 
 
 def test_a_run_without_its_data_says_how_to_make_them(tmp_path):
     cfg = compose(["experiment=dapo_qwen2.5_32b_int8"])
-    with pytest.raises(ConfigError, match="`flashrl data aime-2024`, `flashrl data dapo-math-17k`"):
+    with pytest.raises(ConfigError, match="data.train_files=.*data.val_files=.*`flashrl data --help`"):
         check_paths(cfg, root=tmp_path)
 
 
@@ -163,7 +163,9 @@ def test_a_prompt_with_two_answers_goes_with_the_copies_and_is_counted(tmp_path,
         DAPO, write_parquet(tmp_path / "d.parquet", [*published, other, other]), tmp_path / "out", keep_duplicates=keep
     )
     truth = published[2]["reward_model"]["ground_truth"]
-    assert file.record["findings"]["prompts_with_several_answers"] == [{"first_row": 2, "answers": [truth, "31415"], "rows": 4}]
+    assert file.record["findings"]["prompts_with_several_answers"] == [
+        {"first_row": 2, "answers": [truth, "31415"], "rows": 4}
+    ]
     left = parquet.read_table(file.path).to_pylist()
     assert len(left) == rows and [row["extra_info"]["index"] for row in left[:5]] == list(range(5))
     assert ("31415" in [row["reward_model"]["ground_truth"] for row in left]) == keep
@@ -176,7 +178,9 @@ def test_a_source_of_many_batches_is_read_in_its_order_and_the_prompts_that_come
     source = tmp_path / "d.parquet"
     write_parquet(source, rows[:100] * 2 + rows, group=5000)
     seen = []
-    [file] = prepare(Request(name=DAPO, source=str(source), output=tmp_path / "out"), lambda *progress: seen.append(progress))
+    [file] = prepare(
+        Request(name=DAPO, source=str(source), output=tmp_path / "out"), lambda *progress: seen.append(progress)
+    )
     truths = [row["ground_truth"] for row in parquet.read_table(file.path)["reward_model"].to_pylist()]
     assert truths == [row["reward_model"]["ground_truth"] for row in rows]
     total = BATCH + 250

@@ -4,10 +4,10 @@
 import pytest
 from published_data import dapo_rows, write_lines, write_parquet
 
-from flashrl_verl.data import rows
-from flashrl_verl.data.source import open_rows, sha256
-from flashrl_verl.data.verl_file import temporary_beside
 from flashrl_verl.errors import DataError
+from flashrl_verl.tools.data import rows
+from flashrl_verl.tools.data.source import open_rows, sha256
+from flashrl_verl.tools.data.verl_file import temporary_beside
 
 
 @pytest.mark.parametrize("write, name", [(write_lines, "published.jsonl"), (write_parquet, "published.parquet")])

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prepared files: made once, whole or not at all, never over what is not theirs; the record tells when one was changed."""
+"""Prepared files: made once, whole or not at all, never over what is not theirs; the record tells when one was
+changed."""
 
 import io
 import json
@@ -26,9 +27,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from flashrl_verl.cli import app
-from flashrl_verl.data.bar import PLAIN_INTERVAL, Bar
-from flashrl_verl.data.verl_file import ABANDONED_AFTER
 from flashrl_verl.errors import ConfigError, DataError
+from flashrl_verl.tools.data.bar import PLAIN_INTERVAL, Bar
+from flashrl_verl.tools.data.verl_file import ABANDONED_AFTER
 
 
 def data(*words):
@@ -64,7 +65,8 @@ def test_the_record_says_what_the_file_was_made_of_and_both_checksums(source, ma
         said = subprocess.run(["sha256sum", path], capture_output=True, text=True, check=True).stdout.split()[0]
         assert record[part]["sha256"] == said and record[part]["bytes"] == path.stat().st_size
     assert record["source"] | {"sha256": 0, "bytes": 0} == {
-        "name": str(source), "file": str(source), "revision": None, "sha256": 0, "bytes": 0, "rows": 18, "published": False,
+        "name": str(source), "file": str(source), "revision": None, "sha256": 0, "bytes": 0, "rows": 18,
+        "published": False,
     }  # fmt: skip
     assert (record["dataset"], record["split"]) == ("dapo-math-17k", "train")
     assert (record["output"]["rows"], record["output"]["prompts"]) == (6, 6)
@@ -145,7 +147,9 @@ def test_check_accepts_what_was_prepared(tmp_path, made):
     data("gsm8k", "--source", tmp_path / "gsm8k", "--output", tmp_path / "data")
     paths = [made[0], tmp_path / "data" / "gsm8k-train.parquet", tmp_path / "data" / "gsm8k-test.parquet"]
     result = data(*(word for path in paths for word in ("--check", path)))
-    assert result.exit_code == 0 and [line.split(":")[0] for line in result.output.splitlines()] == list(map(str, paths))
+    assert result.exit_code == 0 and [line.split(":")[0] for line in result.output.splitlines()] == list(
+        map(str, paths)
+    )
 
 
 def test_check_finds_one_changed_byte_and_goes_on_to_the_next_file(tmp_path, made):
@@ -163,7 +167,9 @@ def _with_checksum(made, table):
     """The file with other rows, and a record that agrees: only its rows can betray it."""
     parquet.write_table(table, made[0])
     record = json.loads(made[1].read_text())
-    record["output"]["sha256"] = subprocess.run(["sha256sum", made[0]], capture_output=True, text=True).stdout.split()[0]
+    record["output"]["sha256"] = subprocess.run(["sha256sum", made[0]], capture_output=True, text=True).stdout.split()[
+        0
+    ]
     made[1].write_text(json.dumps(record))
 
 
@@ -173,8 +179,16 @@ def _with_checksum(made, table):
         ("prompt", [], "prompt is []"),
         ("reward_model", {"style": "rule", "ground_truth": "007"}, "reward_model.ground_truth is '007'; expected '7'"),
         ("extra_info", {"split": "test", "index": 2, "source_id": "a"}, "extra_info.split is 'test'; expected train"),
-        ("extra_info", {"split": "train", "index": 1, "source_id": "a"}, "extra_info.index is 1; expected the number of this"),
-        ("extra_info", {"split": "train", "index": 5, "source_id": "a"}, "extra_info.index is 5; expected the number of this"),
+        (
+            "extra_info",
+            {"split": "train", "index": 1, "source_id": "a"},
+            "extra_info.index is 1; expected the number of this",
+        ),
+        (
+            "extra_info",
+            {"split": "train", "index": 5, "source_id": "a"},
+            "extra_info.index is 5; expected the number of this",
+        ),
     ],
 )
 def test_check_reads_the_rows_too(made, column, value, said):
@@ -198,7 +212,9 @@ def test_check_compares_the_columns_types_and_the_number_of_rows(made):
 def test_check_misses_a_file_or_its_record(made, gone):
     made[gone].unlink()
     result = data("--check", made[0])
-    assert result.exit_code == 1 and ("is not there" in result.output if gone == 0 else "has no record" in result.output)
+    assert result.exit_code == 1 and (
+        "is not there" in result.output if gone == 0 else "has no record" in result.output
+    )
 
 
 # ---- interruption, and a full disk ----
@@ -214,9 +230,15 @@ def long_source(tmp_path_factory):
 def _interrupted(long_source, folder, signum):
     """Start to prepare, and end it as soon as the temporary file is there."""
     words = command("dapo-math-17k", "--source", long_source, "--output", folder)
-    process = subprocess.Popen(words, env=environment(), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        words, env=environment(), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     deadline = time.monotonic() + 300
-    while not (folder.is_dir() and list(folder.glob(".*.part"))) and process.poll() is None and time.monotonic() < deadline:
+    while (
+        not (folder.is_dir() and list(folder.glob(".*.part")))
+        and process.poll() is None
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.002)
     process.send_signal(signum)
     said, _ = process.communicate(timeout=400)
@@ -273,7 +295,10 @@ def test_a_disk_that_takes_no_more_is_one_error_and_the_old_file_stays(tmp_path,
     )
     assert done.returncode == 1 and done.stderr.startswith("DataError: ") and "Traceback" not in done.stderr
     assert f"{made[0]} could not be written: File too large" in done.stderr and "--output" in done.stderr
-    assert made[0].read_bytes() == before and names(tmp_path / "data") == ["dapo-math-17k.json", "dapo-math-17k.parquet"]
+    assert made[0].read_bytes() == before and names(tmp_path / "data") == [
+        "dapo-math-17k.json",
+        "dapo-math-17k.parquet",
+    ]
 
 
 # ---- display ----

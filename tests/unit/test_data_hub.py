@@ -8,7 +8,7 @@ import threading
 import pytest
 from published_data import COMMIT, dapo_rows, gsm8k_folder, gsm8k_rows, hub_cache, prepare_data
 
-from flashrl_verl.data.catalog import CATALOG, Name
+from flashrl_verl.tools.data.catalog import CATALOG, Name
 
 
 def test_a_branch_in_the_hubs_cache_is_used_and_recorded_by_its_commit(tmp_path):
@@ -29,7 +29,8 @@ def test_without_a_network_the_error_names_the_way_round_it(tmp_path):
     commit = CATALOG[Name.AIME_2024].revision
     assert done.returncode == 1 and done.stderr.startswith("DataError: BytedTsinghua-SIA/AIME-2024 (revision ")
     assert (
-        f"hf download BytedTsinghua-SIA/AIME-2024 data/aime-2024.parquet --repo-type dataset --revision {commit}" in done.stderr
+        f"hf download BytedTsinghua-SIA/AIME-2024 data/aime-2024.parquet --repo-type dataset --revision {commit}"
+        in done.stderr
     )
     assert "--source FOLDER" in done.stderr and "Traceback" not in done.stderr and not (tmp_path / "data").exists()
 
@@ -102,7 +103,9 @@ def test_what_the_hub_gives_for_the_known_commit_has_to_be_what_was_published(tm
 
 def test_another_repository_of_the_same_format_is_taken_from_the_hub(tmp_path):
     cache = hub_cache(tmp_path / "hub", "me/my-math", COMMIT, {"data/dapo-math-17k.parquet": dapo_rows()})
-    done = prepare_data("dapo-math-17k", "--source", "me/my-math", "--revision", COMMIT, cwd=tmp_path, HF_HUB_CACHE=str(cache))
+    done = prepare_data(
+        "dapo-math-17k", "--source", "me/my-math", "--revision", COMMIT, cwd=tmp_path, HF_HUB_CACHE=str(cache)
+    )
     assert done.returncode == 0 and f"of 18 rows of me/my-math at {COMMIT[:12]}, each prompt 3 times" in done.stdout, (
         done.stderr
     )

@@ -14,9 +14,9 @@ from published_data import (
     write_parquet,
 )
 
-from flashrl_verl.data.catalog import Name, Split
-from flashrl_verl.data.prepare import check
 from flashrl_verl.errors import ConfigError
+from flashrl_verl.tools.data.catalog import Name, Split
+from flashrl_verl.tools.data.prepare import check
 
 DAPO, AIME, GSM8K = Name.DAPO_MATH_17K, Name.AIME_2024, Name.GSM8K
 
@@ -90,7 +90,10 @@ def test_an_answer_that_no_aime_has_is_refused(tmp_path, answer):
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({"question": "How many?", "answer": "It is 5."}, "answer is 'It is 5.'; expected a solution that ends in \"#### \""),
+        (
+            {"question": "How many?", "answer": "It is 5."},
+            "answer is 'It is 5.'; expected a solution that ends in \"#### \"",
+        ),
         ({"question": "How many?", "answer": "It is.\n#### five"}, "answer is 'It is.\\n#### five'"),
         ({"question": "How many?", "answer": "#### 5."}, "answer is '#### 5.'"),
         ({"question": "", "answer": "#### 5"}, "question is ''"),
@@ -107,7 +110,9 @@ def test_a_solution_without_its_number_is_refused_before_either_split_is_written
 def test_many_bad_rows_are_counted_and_their_values_shortened(tmp_path):
     bad = [math_row(f"Problem {n}", "x" * 10_000, f"id-{n}") for n in range(25)]
     message = refused(DAPO, write_parquet(tmp_path / "d.parquet", [GOOD, *bad]), tmp_path / "out")
-    assert "25 of 26 rows" in message and "row 10: " in message and "row 11: " not in message and "and 15 more" in message
+    assert (
+        "25 of 26 rows" in message and "row 10: " in message and "row 11: " not in message and "and 15 more" in message
+    )
     assert len(message) < 3000
 
 

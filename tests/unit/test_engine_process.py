@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process that is asked: its answer or its error comes back, nothing of it stays, and the waiting does not disturb it."""
+"""A process that is asked: its answer or its error comes back, nothing of it stays, and the waiting does not disturb
+it."""
 
 import os
 import signal
@@ -9,9 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from flashrl_verl.bench import engine_process
 from flashrl_verl.errors import FlashRLError
-from flashrl_verl.process_tree import Stopped
+from flashrl_verl.tools.engines import process as engine_process
+from flashrl_verl.tools.process_tree import Stopped
 
 PROGRAMS = Path(__file__).resolve().parents[1] / "programs"
 
@@ -33,8 +34,8 @@ def test_the_answer_comes_back_without_reading_memory_and_nothing_stays(tmp_path
 
     monkeypatch.setattr(psutil.Process, "memory_full_info", read)
     looks = []
-    monkeypatch.setattr("flashrl_verl.process_tree._CHILDREN_S", 1.0)  # within the child's parent's life
-    monkeypatch.setattr("flashrl_verl.process_tree.GRACE", 0.5)
+    monkeypatch.setattr("flashrl_verl.tools.process_tree._CHILDREN_S", 1.0)  # within the child's parent's life
+    monkeypatch.setattr("flashrl_verl.tools.process_tree.GRACE", 0.5)
     job = {"numbers": [1, 2, 4], "seconds": 3.0}
     answer = engine_process.ask("answering", "sum", job, tmp_path, meanwhile=lambda: looks.append(time.monotonic()))
     assert answer == {"total": 7, "folder": str(tmp_path)} and len(looks) > 3
@@ -44,13 +45,14 @@ def test_the_answer_comes_back_without_reading_memory_and_nothing_stays(tmp_path
 
 def jobs(*numbers: list[int], seconds: float) -> list[engine_process.Question]:
     return [
-        engine_process.Question(key=i, name=f"sum{i}", job={"numbers": n, "seconds": seconds}) for i, n in enumerate(numbers)
+        engine_process.Question(key=i, name=f"sum{i}", job={"numbers": n, "seconds": seconds})
+        for i, n in enumerate(numbers)
     ]
 
 
 @pytest.mark.slow
 def test_as_many_are_asked_at_a_time_as_there_are_places(tmp_path, monkeypatch):
-    monkeypatch.setattr("flashrl_verl.process_tree.GRACE", 0.2)
+    monkeypatch.setattr("flashrl_verl.tools.process_tree.GRACE", 0.2)
     started = []
 
     class Tree(engine_process.ProcessTree):
@@ -67,7 +69,9 @@ def test_as_many_are_asked_at_a_time_as_there_are_places(tmp_path, monkeypatch):
 
 def left(folder: Path) -> list[int]:
     """Processes that work on a job of this folder."""
-    return [p.pid for p in psutil.process_iter(["cmdline"]) if any(str(folder) in word for word in p.info["cmdline"] or [])]
+    return [
+        p.pid for p in psutil.process_iter(["cmdline"]) if any(str(folder) in word for word in p.info["cmdline"] or [])
+    ]
 
 
 def wait_for(count: int, folder: Path) -> None:
@@ -87,10 +91,13 @@ def test_where_one_fails_the_others_are_ended(tmp_path):
 
 @pytest.mark.slow
 def test_what_has_ended_beside_a_failure_is_not_lost(tmp_path, monkeypatch):
-    """Both are over at the first look: the failure comes first in line, and the answer is yielded before it is raised."""
-    monkeypatch.setattr("flashrl_verl.process_tree.GRACE", 0.2)
+    """Both are over at the first look: the failure comes first in line, and the answer is yielded before it is
+    raised."""
+    monkeypatch.setattr("flashrl_verl.tools.process_tree.GRACE", 0.2)
     is_over = engine_process._Asked.is_over
-    monkeypatch.setattr(engine_process._Asked, "is_over", lambda self: is_over(self) and len(list(tmp_path.glob("*.done"))) > 0)
+    monkeypatch.setattr(
+        engine_process._Asked, "is_over", lambda self: is_over(self) and len(list(tmp_path.glob("*.done"))) > 0
+    )
 
     def meanwhile():
         if (tmp_path / "sum1.answer.json").is_file() and "is empty" in (tmp_path / "sum0.log").read_text():
@@ -105,7 +112,7 @@ def test_what_has_ended_beside_a_failure_is_not_lost(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_what_runs_is_ended_where_the_caller_closes(tmp_path, monkeypatch):
-    monkeypatch.setattr("flashrl_verl.process_tree.GRACE", 0.2)
+    monkeypatch.setattr("flashrl_verl.tools.process_tree.GRACE", 0.2)
     made = [*jobs([1], seconds=0.0), *jobs([0], [2], [3], seconds=600.0)[1:]]
     asked = engine_process.answers("answering", made, tmp_path, ("0", "1", "2"))
     assert next(asked)[0] == 0
@@ -118,7 +125,9 @@ def test_what_runs_is_ended_where_the_caller_closes(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_ctrl_c_again_while_engines_are_ended_leaves_none(tmp_path, monkeypatch):
     """The second one comes while the first engine's children are looked for."""
-    asked = engine_process.answers("answering", jobs([1], [2], seconds=600.0), tmp_path, ("0", "1"), lambda: interrupt())
+    asked = engine_process.answers(
+        "answering", jobs([1], [2], seconds=600.0), tmp_path, ("0", "1"), lambda: interrupt()
+    )
     looks, remember = [], engine_process.ProcessTree._remember_children
 
     def interrupt():

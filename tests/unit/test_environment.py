@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Python without the environment: every way in says what is missing and what to do, in one line, and hides nothing else."""
+"""A Python without the environment: every way in says what is missing and what to do, in one line, and hides nothing
+else."""
 
 import os
 import shutil
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from flashrl_verl.environment import MODULES, environment_needed
+from flashrl_verl.errors import MODULES, environment_needed
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipe" / "flashrl"

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`flashrl eval` up to its engines: what is asked, what a response is worth, what is refused, and what the report says."""
+"""`flashrl eval` up to its engines: what is asked, what a response is worth, what is refused, and what the report
+says."""
 
 import dataclasses
 import json
@@ -9,14 +10,14 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from flashrl_verl.config import Precision
 from flashrl_verl.errors import ConfigError, DataError, FlashRLError
-from flashrl_verl.evaluate.engine import LOG, Answer, require_engine
-from flashrl_verl.evaluate.evaluate import EvalConfig, longest_of
-from flashrl_verl.evaluate.kept import ANSWER, GENERATED, clear, finished
-from flashrl_verl.evaluate.problems import Problem, read_problems
-from flashrl_verl.evaluate.report import Evaluated, Report
-from flashrl_verl.evaluate.scoring import load_reward, score
+from flashrl_verl.settings import Precision
+from flashrl_verl.tools.evaluate.engine import LOG, Answer, require_engine
+from flashrl_verl.tools.evaluate.evaluate import EvalConfig, longest_of
+from flashrl_verl.tools.evaluate.kept import ANSWER, GENERATED, clear, finished
+from flashrl_verl.tools.evaluate.problems import Problem, read_problems
+from flashrl_verl.tools.evaluate.report import Evaluated, Report
+from flashrl_verl.tools.evaluate.scoring import load_reward, score
 
 
 def row(question: str, answer: str = "1", source: str = "toy_addition", index: int = 0) -> dict:
@@ -34,14 +35,19 @@ def write(path: Path, rows: list[dict]) -> Path:
     return path
 
 
-PROBLEM = Problem(data_source="toy_addition", messages=[{"role": "user", "content": "1+1="}], ground_truth="2", extra_info={})
+PROBLEM = Problem(
+    data_source="toy_addition", messages=[{"role": "user", "content": "1+1="}], ground_truth="2", extra_info={}
+)
 
 
 # ---- problems ----
 
 
 def test_copies_of_a_problem_are_one_problem(tmp_path):
-    files = [write(tmp_path / "a.parquet", [row("x"), row("y"), row("x")]), write(tmp_path / "b.parquet", [row("x"), row("z")])]
+    files = [
+        write(tmp_path / "a.parquet", [row("x"), row("y"), row("x")]),
+        write(tmp_path / "b.parquet", [row("x"), row("z")]),
+    ]
     problems, rows = read_problems(files)
     assert [problem.messages[0]["content"] for problem in problems] == ["x", "y", "z"] and rows == 5
     problems, rows = read_problems(files, limit=1)
@@ -77,7 +83,7 @@ def test_a_file_that_is_no_parquet_or_not_there_is_refused(tmp_path):
 
 
 def test_the_toys_reward_is_loaded_by_path_and_name():
-    import flashrl_verl.toy.reward as toy
+    import flashrl_verl.quickstart.reward as toy
 
     reward = load_reward(f"{toy.__file__}:compute_score")
     assert [score(reward, PROBLEM, text) for text in ("2", "3")] == [1.0, 0.0]
@@ -156,7 +162,7 @@ def test_only_what_an_evaluation_left_is_replaced(tmp_path):
 
 
 def _layers(precision: str, quantized: dict[str, int]) -> dict:
-    cache = {"dtypes": {"auto": 2}, "backends": ["CPU_ATTN"], "unfollowed": {}}
+    cache = {"dtypes": {"auto": 2}, "backends": ["CPU_ATTN"]}
     held = {"precision": precision, "quantized": quantized, "ignore_unused": [], "kv_cache": cache}
     return held | {"unquantized_layers": {}, "kept_layers": [], "kept_numbers": []}
 
@@ -180,18 +186,26 @@ def test_an_engine_that_holds_something_else_than_its_name_says_is_refused():
 def test_an_engine_with_a_layer_that_the_quantizer_does_not_know_is_refused_by_its_name():
     name, held = "model.layers.0.mixer.in_proj", _layers("int8", {"int8": 8})
     half = held | {"unquantized_layers": {name: "ColumnParallelLinear"}}
-    with pytest.raises(FlashRLError, match=rf"--precision int8 would leave 1 layers .*{name}.*ColumnParallelLinear.*--ignore"):
+    with pytest.raises(
+        FlashRLError, match=rf"--precision int8 would leave 1 layers .*{name}.*ColumnParallelLinear.*--ignore"
+    ):
         require_engine(Precision.INT8, [held, half], NONE_KEPT)
     require_engine(Precision.INT8, [half | {"kept_layers": [name]}], NONE_KEPT)
-    require_engine(Precision.INT8, [held | {"unquantized_layers": {"model.layers.0.mlp.gate": "ReplicatedLinear"}}], NONE_KEPT)
-    require_engine(Precision.BF16, [_layers("None", {}) | {"unquantized_layers": {name: "ColumnParallelLinear"}}], NONE_KEPT)
+    require_engine(
+        Precision.INT8, [held | {"unquantized_layers": {"model.layers.0.mlp.gate": "ReplicatedLinear"}}], NONE_KEPT
+    )
+    require_engine(
+        Precision.BF16, [_layers("None", {}) | {"unquantized_layers": {name: "ColumnParallelLinear"}}], NONE_KEPT
+    )
 
 
 def test_layers_to_keep_that_the_model_does_not_have_are_refused():
     kept, held = {"ignore": [], "keep_first_layers": 2, "keep_last_layers": 1}, _layers("int8", {"int8": 8})
     require_engine(Precision.INT8, [held | {"kept_numbers": [0, 1, 27]}], kept)
     require_engine(Precision.BF16, [_layers("None", {})], kept)
-    with pytest.raises(FlashRLError, match="--keep-first-layers 2 and --keep-last-layers 1 keep 1 layers .* instead of 3"):
+    with pytest.raises(
+        FlashRLError, match="--keep-first-layers 2 and --keep-last-layers 1 keep 1 layers .* instead of 3"
+    ):
         require_engine(Precision.INT8, [held | {"kept_numbers": [0]}], kept)
 
 
@@ -202,7 +216,10 @@ def test_layers_to_keep_that_the_model_does_not_have_are_refused():
         ({"rope_type": "default", "rope_theta": 10000.0}, 1000),
         ({"rope_type": "linear", "factor": 2.0}, 2000),
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1000}, 4000),
-        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 250}, 1000),  # given as scaled already
+        (
+            {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 250},
+            1000,
+        ),  # given as scaled already
         ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 125}, 1000),
     ],
 )
@@ -212,7 +229,9 @@ def test_a_model_is_as_long_as_vllm_lets_it_be(rope, expected, tmp_path):
 
     if rope and rope["rope_type"] == "llama3":
         rope = rope | {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    sizes = dict(hidden_size=64, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=1, intermediate_size=64)
+    sizes = dict(
+        hidden_size=64, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=1, intermediate_size=64
+    )
     config = Qwen2Config(max_position_embeddings=1000, vocab_size=32, architectures=["Qwen2ForCausalLM"], **sizes)
     config.save_pretrained(tmp_path)
     file = tmp_path / "config.json"
@@ -247,7 +266,9 @@ def test_the_report_tells_each_source_and_all_of_them_and_differences_from_the_f
     assert gap.value == pytest.approx(-1 / 6) and gap.low < gap.value <= gap.high == 0.0
     told = json.loads(report.write(tmp_path).read_text())
     assert told["step"] == 3 and told["precisions"]["int8"]["values"] == int8
-    assert told["figures"]["all"]["mean@2"]["int8"]["value"] == 0.5 and "bf16" not in told["differences"]["all"]["mean@2"]
+    assert (
+        told["figures"]["all"]["mean@2"]["int8"]["value"] == 0.5 and "bf16" not in told["differences"]["all"]["mean@2"]
+    )
     assert told["precisions"]["bf16"]["truncated"] == 0.5
     table = report.table()
     assert [column.header for column in table.columns][3:] == ["bf16", "int8", "int8 - bf16"] and table.row_count == 6

@@ -12,15 +12,15 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-import flashrl_verl.toy.reward as toy
-from flashrl_verl import whole_file
-from flashrl_verl.config import Precision
+import flashrl_verl.quickstart.reward as toy
 from flashrl_verl.errors import ConfigError, FlashRLError
-from flashrl_verl.evaluate.engine import Answer
-from flashrl_verl.evaluate.evaluate import EvalConfig, _is_export_of, _write_responses, prompts_of, run
-from flashrl_verl.evaluate.kept import ANSWER, GENERATED, finished, read_answer, settings_of, write_answer
-from flashrl_verl.evaluate.problems import read_problems
-from flashrl_verl.export.source import open_checkpoint
+from flashrl_verl.settings import Precision
+from flashrl_verl.tools.evaluate.engine import Answer
+from flashrl_verl.tools.evaluate.evaluate import EvalConfig, _is_export_of, _write_responses, prompts_of, run
+from flashrl_verl.tools.evaluate.kept import ANSWER, GENERATED, finished, read_answer, settings_of, write_answer
+from flashrl_verl.tools.evaluate.problems import read_problems
+from flashrl_verl.tools.export.source import open_checkpoint
+from flashrl_verl.trainer import atomic_write as whole_file
 
 ANSWERED = Answer(
     responses=[[[3], [4]]],
@@ -37,8 +37,8 @@ def model(tmp_path) -> Path:
     """A toy's folder, whose weights nobody reads here."""
     from transformers import GenerationConfig
 
-    from flashrl_verl.toy.model import ToyModelConfig, build_model
-    from flashrl_verl.toy.tokenizer import build_tokenizer
+    from flashrl_verl.quickstart.model import ToyModelConfig, build_model
+    from flashrl_verl.quickstart.tokenizer import build_tokenizer
 
     folder, tokenizer = tmp_path / "checkpoint", build_tokenizer()
     build_model(tokenizer, ToyModelConfig(), seed=0).config.save_pretrained(folder)
@@ -194,9 +194,3 @@ def test_what_was_chosen_otherwise_is_told_by_its_option_and_files_without_their
     os.utime(weights, (1, 1))
     with pytest.raises(ConfigError, match=r"generated otherwise: weights \(another one\)\. Choose"):
         run(done)
-
-
-def test_blocks_that_the_model_does_not_have_are_refused_before_an_engine_starts(config):
-    with pytest.raises(ConfigError, match=r"not whole blocks\. Set .*--precision.*--ignore"):
-        run(dataclasses.replace(config, precisions=(Precision.FP8_BLOCK,)))
-    assert not config.output.exists()

@@ -7,7 +7,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from flashrl_verl.evaluate.metrics import LEVEL, differences, figures, ladder, pass_at_k, per_problem
+from flashrl_verl.tools.evaluate.metrics import LEVEL, differences, figures, ladder, pass_at_k, per_problem
 
 DRAWS = 1000
 """Enough to find out how often an interval covers, in a tenth of the time."""
@@ -52,8 +52,8 @@ def test_k_are_powers_of_two_and_all_samples(n, expected):
 
 
 def test_intervals_cover_a_known_accuracy_as_often_as_they_say():
-    """400 evaluations of 100 problems with 4 samples each: problems differ in difficulty (Beta(1, 1)), samples of one do not.
-    95 % of 400 has a standard error of 1.1 points; percentiles of 100 problems cover about a point less."""
+    """400 evaluations of 100 problems with 4 samples each: problems differ in difficulty (Beta(1, 1)), samples of one
+    do not. 95 % of 400 has a standard error of 1.1 points; percentiles of 100 problems cover about a point less."""
     rng = np.random.default_rng(0)
     covered = naive = 0
     evaluations = 400
@@ -74,7 +74,9 @@ def test_intervals_of_a_difference_cover_it_and_pairing_makes_them_narrower():
     covered, widths = 0, []
     for _ in range(200):
         chance = rng.beta(0.5, 0.5, size=150)
-        one, other = ((rng.random((150, 4)) < np.clip(chance - loss, 0, 1)[:, None]).mean(axis=1) for loss in (0.02, 0.0))
+        one, other = (
+            (rng.random((150, 4)) < np.clip(chance - loss, 0, 1)[:, None]).mean(axis=1) for loss in (0.02, 0.0)
+        )
         truth = np.mean(np.clip(chance - 0.02, 0, 1) - chance)
         (gap,) = differences([one], [other], seed=0, resamples=DRAWS)
         covered += gap.low <= truth <= gap.high

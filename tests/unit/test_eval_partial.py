@@ -5,11 +5,20 @@ import json
 
 import pytest
 
-from flashrl_verl.config import Precision
 from flashrl_verl.errors import ConfigError
-from flashrl_verl.evaluate.engine import Answer
-from flashrl_verl.evaluate.kept import ANSWER, BEGUN, GENERATED, begin, begun, finished, read_responses, write_answer
-from flashrl_verl.evaluate.partial import PARTIAL, Response, kept_in, read
+from flashrl_verl.settings import Precision
+from flashrl_verl.tools.evaluate.engine import Answer
+from flashrl_verl.tools.evaluate.kept import (
+    ANSWER,
+    BEGUN,
+    GENERATED,
+    begin,
+    begun,
+    finished,
+    read_responses,
+    write_answer,
+)
+from flashrl_verl.tools.evaluate.partial import PARTIAL, Response, kept_in, read
 
 FIRST, SECOND = Response(token_ids=[3, 4], truncated=False), Response(token_ids=[], truncated=True)
 CUT_OFF = b"[2,[7,8"
@@ -92,7 +101,9 @@ def test_a_folder_without_a_whole_response_begins_anew_with_any_settings(folder,
 def test_responses_of_other_settings_are_refused_until_they_are_forced_away(folder):
     keep_one(folder)
     other = SETTINGS | {"seed": 1}
-    with pytest.raises(ConfigError, match=r"generated otherwise: --seed 0 \(now 1\)\. Choose another --output, or --force"):
+    with pytest.raises(
+        ConfigError, match=r"generated otherwise: --seed 0 \(now 1\)\. Choose another --output, or --force"
+    ):
         is_begun(folder, other)
     assert read_responses(folder) == {0: FIRST}
     assert not is_begun(folder, other, force=True)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every setting of an experiment with a launch script names where it was taken from, or says that it is our judgement."""
+"""Every setting of an experiment with a launch script names where it was taken from, or says that it is our
+judgement."""
 
 import re
 from pathlib import Path

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a folder made of a checkpoint is called when nobody names it: another checkpoint's folder must not have that name."""
+"""What a folder made of a checkpoint is called when nobody names it: another checkpoint's folder must not have that
+name."""
 
 from pathlib import Path
 
 import pytest
 
-from flashrl_verl.export.source import Checkpoint
+from flashrl_verl.tools.export.source import Checkpoint
 
 
 def name_of(path: str, ranks: int | None) -> str:

@@ -4,7 +4,7 @@
 import pytest
 from result_pages import drawn
 
-from flashrl_verl.report.figure import new_figure, save
+from flashrl_verl.tools.report.figure import new_figure, save
 
 
 def picture(

@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from flashrl_verl.import_hooks import after_import
+from flashrl_verl.plugins.import_hooks import after_import
 
 
 @pytest.fixture

@@ -113,13 +113,10 @@ def test_dashboard_address_submits_the_words_unchanged(tmp_path, ray_command, va
     ]
 
 
-def test_a_misspelt_key_is_told_what_it_may_have_been(tmp_path):
-    # Hydra's advice is to add the key with a +, which nobody would read; a group comes along with it.
-    words = ["correction=icepop", "trainer.n_gpus_pernode=4", "data.nothing_like_it=1", "trainer.nnodes=2"]
-    done = _run(RECIPE, *words, cwd=tmp_path)
+def test_a_misspelt_key_is_named_by_hydra(tmp_path):
+    done = _run(RECIPE, "correction=icepop", "trainer.n_gpus_pernode=4", "trainer.nnodes=2", cwd=tmp_path)
     assert done.returncode == 1 and done.stdout == ""
-    (said,) = [line for line in done.stderr.splitlines() if line.startswith("There is no")]
-    assert said.startswith("There is no trainer.n_gpus_pernode. Did you mean trainer.n_gpus_per_node?")
+    assert "Could not override 'trainer.n_gpus_pernode'" in done.stderr and "Traceback" not in done.stderr
 
 
 def _code(script):

@@ -10,13 +10,13 @@ import pytest
 from result_pages import RESULTS, drawn
 from typer.testing import CliRunner
 
-from flashrl_verl.bench.learning_plot import _draw_final, _metrics, plot
-from flashrl_verl.bench.learning_report import thin
-from flashrl_verl.cli import app
+from benchmarks.__main__ import app
+from benchmarks.learning_plot import _draw_final, _metrics, plot
+from benchmarks.learning_report import thin
 from flashrl_verl.errors import ConfigError
-from flashrl_verl.report.figure import new_figure
-from flashrl_verl.report.metrics import MISMATCH_KL, STEP_TIME
-from flashrl_verl.report.palette import style
+from flashrl_verl.tools.report.figure import new_figure
+from flashrl_verl.tools.report.metrics import MISMATCH_KL, STEP_TIME
+from flashrl_verl.tools.report.palette import style
 
 PICTURES = ("outliers-32", "outliers-32-again", "outliers-32-third", "outliers-16", "constant-rate")
 
@@ -29,7 +29,7 @@ def series(**found) -> dict:
 @pytest.mark.parametrize("name", PICTURES)
 def test_the_pages_pictures_are_of_their_raw_data(name, tmp_path):
     picture = tmp_path / "learning.png"
-    done = CliRunner().invoke(app, ["bench", "learning-figure", f"{RESULTS}/learning/{name}.json", "--output", str(picture)])
+    done = CliRunner().invoke(app, ["learning-figure", f"{RESULTS}/learning/{name}.json", "--output", str(picture)])
     assert done.exit_code == 0 and drawn(picture) == drawn(RESULTS / "learning" / f"{name}.png")
 
 
@@ -59,7 +59,8 @@ def test_last_weights_are_drawn_whole_and_within_what_an_accuracy_can_be():
     axes = new_figure(4, 3).subplots()
     ends, estimate = [0.2, 0.9, 0.95], {"mean": 0.683, "standard_error": 0.242, "seeds": 3, "freedom": 2}
     runs = [
-        {"arm": "int8:none", "status": "finished", "bf16": {"mean@8": {"value": end}, "pass@8": {"value": 1.0}}} for end in ends
+        {"arm": "int8:none", "status": "finished", "bf16": {"mean@8": {"value": end}, "pass@8": {"value": 1.0}}}
+        for end in ends
     ]
     record = {"arms": [{"arm": "int8:none", "accuracy": estimate}], "runs": runs, "start": {"mean@8": {"value": 0.1}}}
     _draw_final(axes, record, {"INT8, no correction": style(0)})
@@ -91,7 +92,7 @@ def comments(folder) -> str:
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"runs": [], "arms": 3}'])
 def test_what_is_no_result_is_named(text, tmp_path):
     (tmp_path / "learning.json").write_text(text)
-    done = CliRunner().invoke(app, ["bench", "learning-figure", str(tmp_path), "--output", str(tmp_path / "x.png")])
+    done = CliRunner().invoke(app, ["learning-figure", str(tmp_path), "--output", str(tmp_path / "x.png")])
     assert isinstance(done.exception, ConfigError) and str(tmp_path / "learning.json") in str(done.exception)
 
 
@@ -104,5 +105,5 @@ def test_what_has_nothing_to_draw_and_no_format_are_refused(tmp_path):
         ("learning.json/x.png", "cannot be written"),
         ("a.png", "is a folder"),
     ):
-        done = CliRunner().invoke(app, ["bench", "learning-figure", str(tmp_path), "--output", str(tmp_path / output)])
+        done = CliRunner().invoke(app, ["learning-figure", str(tmp_path), "--output", str(tmp_path / output)])
         assert isinstance(done.exception, ConfigError) and words in str(done.exception)

@@ -5,8 +5,8 @@ import pytest
 import torch
 from verl.utils import torch_functional
 
-from flashrl_verl import log_probs as ours
-from flashrl_verl import patches
+from flashrl_verl.plugins import log_probs as ours
+from flashrl_verl.plugins import patches
 
 
 @pytest.fixture

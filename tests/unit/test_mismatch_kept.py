@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from flashrl_verl.bench.mismatch_engine import Answer, Job
-from flashrl_verl.bench.mismatch_kept import KeptAnswers, forget
+from benchmarks.mismatch_kept import KeptAnswers, forget
+from flashrl_verl.tools.engines.mismatch_engine import Answer, Job
 
 JOB = Job(
     model="",
@@ -21,7 +21,13 @@ JOB = Job(
     common=[[3]],
 )
 ANSWER = Answer(
-    responses=[[3]], log_probs=[[-0.5]], common_log_probs=[[-0.25]], layers={}, kernels={}, updated=1, seconds={"start": 1.5}
+    responses=[[3]],
+    log_probs=[[-0.5]],
+    common_log_probs=[[-0.25]],
+    layers={},
+    kernels={},
+    updated=1,
+    seconds={"start": 1.5},
 )
 
 
@@ -41,7 +47,14 @@ def test_an_engines_answer_is_there_after_a_stop_and_gone_after_the_report(job, 
 
 @pytest.mark.parametrize(
     "change",
-    [{"seed": 1}, {"common": [[4]]}, {"kv_cache": "fp8"}, {"precision": "bf16"}, {"prompts": [[2]]}, {"tokens": 3}],
+    [
+        {"seed": 1},
+        {"common": [[4]]},
+        {"kv_cache": "int8"},
+        {"precision": "bf16"},
+        {"prompts": [[2]]},
+        {"tokens": 3},
+    ],
     ids=str,
 )
 def test_an_answer_to_another_question_is_not_taken(job, tmp_path, change):

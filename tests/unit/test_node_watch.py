@@ -1,118 +1,85 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A lost node raises in the thread that trains, once it is left nothing does, and other errors stay what they are."""
+"""A lost node ends the process that waits for it, by one line that names it; nothing else does."""
 
-import threading
-import time
-from contextlib import suppress
+import subprocess
+import sys
 
 import pytest
-from ray.exceptions import RayError
 
-from flashrl_verl import node_watch
-from flashrl_verl.errors import NodeLostError
-from flashrl_verl.node_watch import NodeWatch
+PROGRAM = """
+import time
+import ray
+from flashrl_verl.trainer import node_watch
 
-NODES = {"a" * 56: "10.0.0.1", "b" * 56: "10.0.0.2"}
+node_watch.INTERVAL_S, node_watch.SETTLING_S, node_watch._TELLING_S = 0.05, 1.0, 0.1
+lost, broken, asked = False, 0, 0
 
+def nodes():
+    global asked
+    asked += 1
+    if asked <= broken:
+        raise ConnectionError("busy")
+    alive = [{"NodeID": "a" * 56, "Alive": True}, {"NodeID": "b" * 56, "Alive": not lost}]
+    return alive
 
-class Cluster:
-    """The ids of the nodes that are alive; answers may be errors."""
-
-    def __init__(self):
-        self.alive, self.broken, self.asked_by = set(NODES), 0, set()
-
-    def __call__(self):
-        self.asked_by.add(threading.current_thread())
-        if self.broken:
-            self.broken -= 1
-            raise ConnectionError("busy")
-        return self.alive
-
-    def lose(self):
-        self.alive = {"a" * 56}
+ray.nodes = nodes
+needed = {"a" * 56: "10.0.0.1", "b" * 56: "10.0.0.2"}
+"""
 
 
-@pytest.fixture
-def cluster(monkeypatch):
-    monkeypatch.setattr(node_watch, "INTERVAL_S", 0.02)
-    monkeypatch.setattr(node_watch, "SETTLING_S", 0.5)
-    return Cluster()
+def ends(body: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-c", PROGRAM + body], capture_output=True, text=True, timeout=300)
 
 
-def poll(seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        time.sleep(0.001)
+@pytest.mark.parametrize("broken", [0, 3])
+def test_a_process_that_polls_for_ever_is_ended_with_node_and_remedy(broken):
+    ended = ends(f"""
+broken = {broken}
+with node_watch.watching(needed, "Replace it."):
+    lost = True
+    while True:
+        try:
+            time.sleep(0.01)
+        except BaseException:
+            pass
+""")
+    assert ended.returncode == 1
+    told = (
+        "flashrl_verl.errors.NodeLostError: 10.0.0.2 (bbbbbbbb) left the Ray cluster, and its workers with it. Replace "
+        "it.\n"
+    )
+    assert ended.stderr.endswith(told) and ended.stderr.count("ConnectionError") == broken
 
 
-def test_a_thread_that_polls_is_told_with_node_and_remedy(cluster):
-    with pytest.raises(NodeLostError, match=r"^10\.0\.0\.2 \(bbbbbbbb\) left the Ray cluster.*how to go on$"):
-        with NodeWatch(NODES, cluster, "how to go on").watching():
-            cluster.lose()
-            poll()
+def test_an_error_waits_for_the_name_of_the_node_and_stays_what_it_is_without():
+    body = """
+import threading
+from flashrl_verl.errors import GuardError
+began = time.monotonic()
+try:
+    with node_watch.watching(needed, "Replace it."):
+        {lose}
+        raise {error}
+finally:
+    print("waited" if time.monotonic() - began > 0.9 else "at once", flush=True)
+"""
+    lose = "threading.Timer(0.3, lambda: globals().update(lost=True)).start()"
+    assert "NodeLostError: 10.0.0.2" in ends(body.format(lose=lose, error="RuntimeError('of verl')")).stderr
+    for error, said in (("ray.exceptions.RayError('x')", "waited"), ("GuardError('x')", "at once")):
+        ended = ends(body.format(lose="", error=error))
+        assert ended.stdout == f"{said}\n" and "NodeLostError" not in ended.stderr
 
 
-def test_code_that_catches_every_exception_does_not_hide_it(cluster):
-    with pytest.raises(NodeLostError):
-        with NodeWatch(NODES, cluster, "").watching():
-            cluster.lose()
-            for _ in range(2000):
-                try:
-                    poll(0.01)
-                except Exception:
-                    pass
-
-
-def test_what_swallows_it_once_is_told_again(cluster):
-    swallowed = 0
-    with pytest.raises(NodeLostError):
-        with NodeWatch(NODES, cluster, "").watching():
-            cluster.lose()
-            try:
-                poll()
-            except BaseException:  # as asyncio does in its callbacks
-                swallowed += 1
-            poll()
-    assert swallowed == 1
-
-
-def test_after_the_block_nothing_is_raised_any_more(cluster):
-    for _ in range(50):
-        cluster.alive = set(NODES)
-        with suppress(NodeLostError), NodeWatch(NODES, cluster, "").watching():
-            time.sleep(0.015)
-            cluster.lose()  # about when the watcher looks, which may still be within the block
-    poll(0.2)
-    assert not [thread for thread in threading.enumerate() if thread.name == "node-watch"]
-
-
-def test_an_actors_error_before_the_node_is_known_to_be_gone_becomes_the_nodes(cluster):
-    threading.Timer(0.1, cluster.lose).start()
-    with pytest.raises(NodeLostError) as caught:
-        with NodeWatch(NODES, cluster, "").watching():
-            raise RayError("the actor died")
-    assert "the actor died" in str(caught.value.__cause__)
-
-
-@pytest.mark.parametrize("error", [RayError("died of itself"), ValueError("ours"), KeyboardInterrupt()])
-def test_other_errors_stay_what_they_are(cluster, error):
-    with pytest.raises(type(error)) as caught:
-        with NodeWatch(NODES, cluster, "").watching():
-            raise error
-    assert caught.value is error
-    waited = threading.current_thread() in cluster.asked_by
-    assert waited == isinstance(error, RayError), "only after Ray's errors is the cluster looked at once more"
-
-
-def test_a_question_that_is_not_answered_is_asked_again(cluster):
-    cluster.broken = 3
-    with pytest.raises(NodeLostError):
-        with NodeWatch(NODES, cluster, "").watching():
-            cluster.lose()
-            poll()
-
-
-def test_without_nodes_nothing_is_watched(cluster):
-    cluster.lose()
-    with NodeWatch({}, cluster, "").watching():
-        poll(0.1)
+def test_nothing_is_watched_without_nodes_or_after_the_block():
+    ended = ends("""
+with node_watch.watching({}, ""):
+    lost = True
+    time.sleep(0.3)
+lost = False
+with node_watch.watching(needed, ""):
+    time.sleep(0.2)
+lost = True
+time.sleep(0.5)
+print("ended by itself")
+""")
+    assert ended.stdout == "ended by itself\n", ended.stderr

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The wheel holds the package and its YAML only, the lock is whole, and the CPU build of vLLM answers to vLLM's name."""
+"""The wheel holds the package and its YAML only, the lock is whole, and the CPU build of vLLM answers to vLLM's
+name."""
 
 import base64
 import configparser
@@ -77,8 +78,8 @@ def test_entry_points_are_the_three_that_verl_vllm_and_people_use(wheel):
     parser.read_string(wheel.read(name).decode())
     assert {section: dict(parser[section]) for section in parser.sections()} == {
         "console_scripts": {"flashrl": "flashrl_verl.cli:main"},
-        "verl.plugins": {"flashrl": "flashrl_verl.plugin_verl"},
-        "vllm.general_plugins": {"flashrl": "flashrl_verl.plugin_vllm:register"},
+        "verl.plugins": {"flashrl": "flashrl_verl.plugins.verl"},
+        "vllm.general_plugins": {"flashrl": "flashrl_verl.plugins.vllm:register"},
     }
 
 

@@ -4,8 +4,8 @@
 import pytest
 import torch
 
-from flashrl_verl.plan.schedule import Work, simulate
-from flashrl_verl.plan.step import StepTime
+from flashrl_verl.tools.plan.schedule import Work, simulate
+from flashrl_verl.tools.plan.step import StepTime
 
 
 class SteadyClock:
@@ -35,7 +35,9 @@ def test_a_rollout_takes_as_many_steps_as_its_waves(tokens, limit, seconds, larg
 @pytest.mark.parametrize("seed", range(20))
 def test_the_schedule_is_that_of_a_loop_over_single_steps(seed):
     generator = torch.Generator().manual_seed(seed)
-    sequences, prompt, response, limit = (int(torch.randint(1, high, (), generator=generator)) for high in (40, 30, 50, 30))
+    sequences, prompt, response, limit = (
+        int(torch.randint(1, high, (), generator=generator)) for high in (40, 30, 50, 30)
+    )
     tokens = prompt + response + int(torch.randint(0, sequences * (prompt + response), (), generator=generator))
     work = Work(sequences=sequences, prompt=prompt, response=response)
     line = simulate(SteadyClock(), work, tokens, limit)

@@ -1,27 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """`flashrl plan`: sizes against tensors that exist, memory and schedule by hand, speeds against what was measured."""
 
-import io
-import math
 import re
 
 import pytest
 import torch
 from transformers import Gemma3TextConfig, GPT2Config, MistralConfig, Starcoder2Config
 
-from flashrl_verl.bench.shapes import load_config, random_weights, tensor_shapes
-from flashrl_verl.config import KVCache, Precision
 from flashrl_verl.errors import ConfigError
-from flashrl_verl.plan import gpus
-from flashrl_verl.plan.advice import WORTH, advise
-from flashrl_verl.plan.memory import Choice, Engine, memory_of, weight_bytes
-from flashrl_verl.plan.planner import choices, make_plan
-from flashrl_verl.plan.schedule import Work
-from flashrl_verl.plan.shape import shape_of
-from flashrl_verl.plan.step import Clock
+from flashrl_verl.settings import KVCache, Precision
+from flashrl_verl.tools.engines.shapes import load_config, random_weights, tensor_shapes
+from flashrl_verl.tools.plan import gpus
+from flashrl_verl.tools.plan.advice import WORTH, advise
+from flashrl_verl.tools.plan.memory import Choice, Engine, memory_of, weight_bytes
+from flashrl_verl.tools.plan.planner import choices, make_plan
+from flashrl_verl.tools.plan.schedule import Work
+from flashrl_verl.tools.plan.shape import shape_of
+from flashrl_verl.tools.plan.step import Clock
 
 BF16, INT8, FP8 = (Choice(precision=precision) for precision in (Precision.BF16, Precision.INT8, Precision.FP8))
-INT8_KV8 = Choice(precision=Precision.INT8, kv_cache=KVCache.FP8)
 H200 = gpus.find("h200")
 
 
@@ -55,33 +52,6 @@ def test_bytes_are_those_of_tensors_that_exist():
     assert weight_bytes(shape, INT8) == rest + sum(t.numel() + 4 * t.shape[0] for t in projections)
 
 
-def test_bytes_of_fp8_block_have_a_scale_for_every_block_of_the_formats_size(qwen32b):
-    from flashrl_verl.quantization.formats.fp8_block import FORMAT
-
-    config = load_config("qwen2.5-32b")
-    projections = [tensor.shape for name, tensor in tensor_shapes(config) if name.endswith("_proj.weight")]
-    scales = 4 * sum(math.prod(FORMAT.scale_shape(*shape)) for shape in projections)
-    without = weight_bytes(qwen32b, INT8) - 4 * qwen32b.linear_rows
-    assert weight_bytes(qwen32b, Choice(precision=Precision.FP8_BLOCK)) == without + scales
-
-
-def test_fp8_block_has_bytes_and_no_speed(qwen32b):
-    from rich.console import Console
-
-    from flashrl_verl.plan.table import render
-
-    def said(gpu: str) -> str:
-        engine, work = Engine(tensor_parallel=2), Work(sequences=64, prompt=256, response=512)
-        plan = make_plan("qwen2.5-32b", qwen32b, gpus.find(gpu), 2, engine, work)
-        assert all(outcome.choice.precision is not Precision.FP8_BLOCK for outcome in plan.outcomes)
-        console = Console(width=400, record=True, file=io.StringIO())
-        console.print(render(plan))
-        return console.export_text()
-
-    assert "fp8_block: 16.0 GiB of weights; its speed is not measured" in said("h200")
-    assert "fp8_block:" not in said("a100-80gb")
-
-
 def test_active_parameters_of_a_mixture_are_those_of_its_name():
     shape = shape_of(load_config("qwen3-30b-a3b"))
     active = shape.parameters - shape.expert * (1 - shape.experts_per_token / shape.experts)
@@ -109,7 +79,6 @@ def test_memory_is_divided_as_vllm_does_by_hand(qwen32b):
     for sequences, activations in ((1024, sampling), (256, layer)):
         left = 139.8 * 2**30 * 0.9 - 2 * qwen32b.parameters - activations - 0.43 * 2**30 - 64 * 16 * 2**20
         assert memory_of(qwen32b, BF16, H200, Engine(max_num_seqs=sequences)).tokens == int(left // (256 * 1024))
-    assert memory_of(qwen32b, INT8_KV8, H200, Engine()).kv_per_token == 128 * 1024
 
 
 def test_a_prompt_passes_the_head_once_by_hand():
@@ -138,7 +107,10 @@ def test_long_responses_are_told_of_the_8_bit_kv_cache_by_the_row_that_is_fastes
     first, second = made.advice[:2]
     fastest = max(made.outcomes, key=lambda outcome: outcome.speedup)
     assert first.startswith("Stay with BF16 weights") and fastest.choice.eight_bit_kv
-    assert f"With {fastest.choice} it would be {fastest.speedup:.2f}x" in second and "no long run has been trained" in second
+    assert (
+        f"With {fastest.choice} it would be {fastest.speedup:.2f}x" in second
+        and "no long run has been trained" in second
+    )
 
 
 def test_a_weight_update_sends_what_verls_engine_sends_a_tied_head_too():
@@ -151,10 +123,15 @@ def test_a_weight_update_sends_what_verls_engine_sends_a_tied_head_too():
     "config, part",
     [
         (
-            Starcoder2Config(num_hidden_layers=2, hidden_size=64, intermediate_size=256, num_attention_heads=4, vocab_size=99),
+            Starcoder2Config(
+                num_hidden_layers=2, hidden_size=64, intermediate_size=256, num_attention_heads=4, vocab_size=99
+            ),
             "c_fc",
         ),
-        (Gemma3TextConfig(num_hidden_layers=2, hidden_size=64, intermediate_size=128, vocab_size=99), "sliding_attention"),
+        (
+            Gemma3TextConfig(num_hidden_layers=2, hidden_size=64, intermediate_size=128, vocab_size=99),
+            "sliding_attention",
+        ),
         (MistralConfig(sliding_window=4096, num_hidden_layers=2), "a sliding window"),
         (GPT2Config(n_layer=2), "intermediate_size"),
     ],

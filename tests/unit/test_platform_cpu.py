@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CPU platform is used when it is chosen and only then; the one patch behaves as the ledger says. Each case is a process:
-verl decides its platform once."""
+"""The CPU platform is used when it is chosen and only then; the one patch behaves as the ledger says. Each case is a
+process: verl decides its platform once."""
 
 import subprocess
 import sys
@@ -18,7 +18,7 @@ def run(code: str, **variables: str) -> subprocess.CompletedProcess:
 def test_it_is_never_chosen_because_no_accelerator_was_found():
     code = (
         "import torch; torch.cuda.is_available = lambda: False\n"
-        "import flashrl_verl.plugin_verl\n"
+        "import flashrl_verl.plugins.verl\n"
         "from verl.plugin.platform import get_platform; print('PLATFORM', get_platform().device_name)"
     )
     assert "PLATFORM cuda" in run(code).stdout
@@ -26,7 +26,7 @@ def test_it_is_never_chosen_because_no_accelerator_was_found():
 
 def test_it_is_chosen_by_name_and_the_patched_group_is_gloo():
     code = (
-        "import functools, flashrl_verl.plugin_verl\n"
+        "import functools, flashrl_verl.plugins.verl\n"
         "from verl.plugin.platform import get_platform\n"
         "import verl.utils.distributed as d\n"
         "p = d.initialize_global_process_group_ray\n"
@@ -41,7 +41,7 @@ def test_it_is_chosen_by_name_and_the_patched_group_is_gloo():
 
 def test_verl_is_left_alone_on_other_platforms():
     code = (
-        "import functools, flashrl_verl.plugin_verl, verl.utils.distributed as d\n"
+        "import functools, flashrl_verl.plugins.verl, verl.utils.distributed as d\n"
         "print('PATCHED', isinstance(d.initialize_global_process_group_ray, functools.partial))"
     )
     assert "PATCHED False" in run(code, VERL_PLATFORM="nvidia").stdout

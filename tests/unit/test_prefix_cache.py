@@ -4,8 +4,8 @@
 import pytest
 from vllm.v1.core.block_pool import BlockPool
 
-from flashrl_verl.bench.engine_child import drop_prefix_cache
 from flashrl_verl.errors import FlashRLError
+from flashrl_verl.tools.engines.child import drop_prefix_cache
 
 
 def test_a_prefix_cache_that_is_still_in_use_is_an_error():

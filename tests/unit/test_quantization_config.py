@@ -8,13 +8,13 @@ from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.quantization import get_quantization_config
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-from flashrl_verl.config import FlashRLConfig, Precision
 from flashrl_verl.errors import ConfigError
-from flashrl_verl.plugin_vllm import register
+from flashrl_verl.plugins.vllm import register
 from flashrl_verl.quantization.config import FlashRLQuantizationConfig, quantization_config_dict
 from flashrl_verl.quantization.head import Fp32HeadMethod
 from flashrl_verl.quantization.linear import QuantizedLinearMethod
 from flashrl_verl.quantization.selection import LayerSelection
+from flashrl_verl.settings import FlashRLConfig, Precision
 
 
 def layer(kind: type) -> torch.nn.Module:
@@ -27,7 +27,7 @@ def method(kind: type, precision: Precision, prefix: str = "model.layers.0.x", *
 
 
 QUANTIZED = ["ColumnParallelLinear", "MergedColumnParallelLinear", "QKVParallelLinear", "RowParallelLinear"]
-QUANTIZING = [Precision.INT8, Precision.FP8, Precision.FP8_BLOCK]
+QUANTIZING = [Precision.INT8, Precision.FP8]
 
 
 @pytest.mark.parametrize("precision", QUANTIZING)

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parameter's four loaders at tensor-parallel sizes 1, 2 and 4: the ranks' codes and scales joined are one rank's."""
+"""The parameter's four loaders at tensor-parallel sizes 1, 2 and 4: the ranks' codes and scales joined are one
+rank's."""
 
 import pytest
 import torch
 
 from flashrl_verl.quantization import numerics
-from flashrl_verl.quantization.formats.int8 import FORMAT
+from flashrl_verl.quantization.formats import INT8 as FORMAT
 from flashrl_verl.quantization.parameter import QuantizedExperts, QuantizedWeight
 
 
@@ -69,7 +70,11 @@ def test_merged_columns_lie_behind_each_other_on_every_rank(size):
         assert torch.equal(weight.data, codes) and torch.equal(weight.scales.data, scales)
 
 
-@pytest.mark.parametrize("size, kv_heads", [(1, 2), (2, 2), (4, 2)], ids=["TP 1", "TP 2", "TP 4 with KV replicas"])
+@pytest.mark.parametrize(
+    "size, kv_heads",
+    [(1, 2), (2, 2), (4, 2), (1, 4), (2, 4)],
+    ids=["TP 1", "TP 2", "TP 4 with KV replicas", "TP 1, as many KV heads", "TP 2, as many KV heads"],
+)
 def test_ranks_that_share_a_kv_head_hold_the_same_rows(size, kv_heads):
     heads, head_dim, columns = 4, 6, 10
     q = random(heads * head_dim, columns, 5)
@@ -99,7 +104,9 @@ def test_a_tensor_of_another_shape_is_refused_and_nothing_is_written(rows, colum
 
 def experts(shape: tuple[int, int, int], rank: int, size: int) -> QuantizedExperts:
     scales = torch.nn.Parameter(torch.full((*shape[:2], 1), float("nan")), requires_grad=False)
-    return QuantizedExperts(data=torch.zeros(shape, dtype=torch.int8), scales=scales, format=FORMAT, tp_rank=rank, tp_size=size)
+    return QuantizedExperts(
+        data=torch.zeros(shape, dtype=torch.int8), scales=scales, format=FORMAT, tp_rank=rank, tp_size=size
+    )
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

@@ -3,9 +3,9 @@
 
 import pytest
 
-from flashrl_verl.config import FlashRLConfig, Precision
 from flashrl_verl.errors import ConfigError
-from flashrl_verl.replicas import bf16_replicas, describe, precisions, settings_of
+from flashrl_verl.rollout.replicas import bf16_replicas, describe, precisions, settings_of
+from flashrl_verl.settings import FlashRLConfig, Precision
 
 INT8, FP8, BF16 = Precision.INT8, Precision.FP8, Precision.BF16
 
@@ -16,7 +16,17 @@ def mixed(fraction: float, precision: Precision = INT8) -> FlashRLConfig:
 
 @pytest.mark.parametrize(
     ("fraction", "replicas", "count"),
-    [(0.5, 2, 1), (0.5, 3, 2), (0.5, 5, 3), (0.5, 4, 2), (0.25, 4, 1), (0.75, 4, 3), (0.1, 8, 1), (0.0, 1, 0), (0.0, 8, 0)],
+    [
+        (0.5, 2, 1),
+        (0.5, 3, 2),
+        (0.5, 5, 3),
+        (0.5, 4, 2),
+        (0.25, 4, 1),
+        (0.75, 4, 3),
+        (0.1, 8, 1),
+        (0.0, 1, 0),
+        (0.0, 8, 0),
+    ],
 )
 def test_halves_are_rounded_up(fraction, replicas, count):
     assert bf16_replicas(mixed(fraction), replicas) == count
@@ -39,11 +49,11 @@ def test_the_last_replicas_are_in_bf16():
 
 
 def test_each_replica_gets_settings_of_its_own_and_nothing_else_changes():
-    settings = FlashRLConfig(bf16_replica_fraction=0.5, ignore=("a",), receipt_tensors=-1, kv_cache="fp8")
+    settings = FlashRLConfig(bf16_replica_fraction=0.5, ignore=("a",), ship_code=False, kv_cache="int8_per_token_head")
     own = [settings_of(settings, replica, 4) for replica in range(4)]
     assert [s.precision for s in own] == [INT8, INT8, BF16, BF16]
-    assert [s.kv_cache.value for s in own] == ["fp8", "fp8", "auto", "auto"]
-    assert all(s.bf16_replica_fraction == 0 and s.ignore == ("a",) and s.receipt_tensors == -1 for s in own)
+    assert [s.kv_cache.value for s in own] == ["int8_per_token_head"] * 2 + ["auto"] * 2
+    assert all(s.bf16_replica_fraction == 0 and s.ignore == ("a",) and not s.ship_code for s in own)
     assert settings_of(FlashRLConfig(), 0, 1) == FlashRLConfig()
 
 

@@ -8,11 +8,11 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from flashrl_verl import report
 from flashrl_verl.errors import FlashRLError
-from flashrl_verl.guard_settings import GuardConfig
-from flashrl_verl.log_excerpt import last_error
-from flashrl_verl.report import palette
+from flashrl_verl.settings import GuardConfig
+from flashrl_verl.tools import report
+from flashrl_verl.tools.log_excerpt import last_error
+from flashrl_verl.tools.report import palette
 
 HELD_OUT = "val-core/toy_addition/acc/mean@1"
 KL, REJECTED = "rollout_corr/k3_kl", "rollout_corr/rollout_rs_masked_fraction"
@@ -233,7 +233,7 @@ ray.exceptions.RayTaskError(RuntimeError): ray::TaskRunner.run() (pid=4242, ip=1
 RuntimeError: the worker died
 
 Set the environment variable HYDRA_FULL_ERROR=1 for a complete stack trace.
-"""
+"""  # noqa: E501
 
 
 def test_of_a_failed_run_our_own_error_is_shown_before_its_consequences():
@@ -251,7 +251,7 @@ def test_without_an_error_of_ours_the_last_exception_is_shown():
 def test_of_a_failed_engine_its_own_error_is_shown_before_those_that_point_to_it():
     log = """(FlashRLHttpServer pid=77) (EngineCore_DP0 pid=88) ERROR 11-21 11:37:23 [core.py:9] AssertionError: in profiling
 (FlashRLHttpServer pid=77) RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}
-ray.exceptions.RayTaskError(RuntimeError): ray::TaskRunnerV1.run() (pid=70)"""
+ray.exceptions.RayTaskError(RuntimeError): ray::TaskRunnerV1.run() (pid=70)"""  # noqa: E501
     assert last_error(log) == ["AssertionError: in profiling"]
     assert last_error(log.split("\n", 1)[1])[0].startswith("RuntimeError: Engine core initialization failed")
 

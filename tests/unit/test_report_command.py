@@ -8,9 +8,9 @@ import subprocess
 import pytest
 from report_runs import make_run, metrics
 
-from flashrl_verl import report
-from flashrl_verl.report import comparison, markdown
-from flashrl_verl.report.command import broken_at_overrides
+from flashrl_verl.tools import report
+from flashrl_verl.tools.report import comparison, markdown
+from flashrl_verl.tools.report.command import broken_at_overrides
 
 RECORDED = [
     "python",

@@ -7,7 +7,7 @@ import re
 import pytest
 from report_runs import CUT, DROPPED, HELD_OUT, KL, REJECTED, cells, make_run, metrics, two_runs
 
-from flashrl_verl.report import arms, comparison, panels, step_time
+from flashrl_verl.tools.report import arms, comparison, panels, step_time
 
 
 @pytest.fixture
@@ -71,7 +71,9 @@ def test_smoothing_is_the_mean_of_the_last_values_and_leaves_held_out_values_alo
 def test_a_group_is_drawn_as_mean_and_range_where_all_of_it_has_values(tmp_path):
     runs = [make_run(tmp_path / str(s), metrics(s / 10, (s,) * (s + 1)), seed=s) for s in (2, 4)]
     [arm] = arms.load_arms(runs, group=True)
-    assert arm.label == "INT8, TIS C=2" and [run.label for run in arm.runs] == [f"INT8, TIS C=2, seed {s}" for s in (2, 4)]
+    assert arm.label == "INT8, TIS C=2" and [run.label for run in arm.runs] == [
+        f"INT8, TIS C=2, seed {s}" for s in (2, 4)
+    ]
     drawn = arms.curve(arm, arms.of_key("critic/score/mean"), against_time=False)
     assert drawn.x == [1.0, 2.0, 3.0] and drawn.y == pytest.approx([0.3] * 3)
     assert (drawn.low, drawn.high) == ([0.2] * 3, [0.4] * 3)
@@ -138,7 +140,10 @@ def test_what_only_some_runs_log_has_a_column_and_a_picture_where_any_does(two, 
 
 
 def test_values_that_are_not_finite_or_not_positive_are_drawn_and_said(tmp_path):
-    lines = metrics(0.5, (4.0, 6.0)) + [json.dumps({"step": 3, "data": {KL: None}}), json.dumps({"step": 4, "data": {KL: 0.0}})]
+    lines = metrics(0.5, (4.0, 6.0)) + [
+        json.dumps({"step": 3, "data": {KL: None}}),
+        json.dumps({"step": 4, "data": {KL: 0.0}}),
+    ]
     result = comparison.compare([make_run(tmp_path / "run", lines)])
     assert any("at 1 steps the mismatch KL is not above 0" in note for note in result.notes)
     broken = comparison.compare([make_run(tmp_path / "nan", [*lines, json.dumps({"step": 5, "data": {KL: None}})])])

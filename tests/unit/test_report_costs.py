@@ -5,12 +5,13 @@ import json
 
 from report_runs import make_run, metrics, two_runs
 
-from flashrl_verl.report import comparison
-from flashrl_verl.report.costs import TITLE
+from flashrl_verl.tools.report import comparison
+from flashrl_verl.tools.report.costs import TITLE
 
 
 def gpu_run(tmp_path, name: str, **more):
-    """Three steps of 10, 20 and 30 s; in the refit gathering takes 10, 40 and 20 ms, and 5.5, 7.25 and 6 GiB are allocated."""
+    """Three steps of 10, 20 and 30 s; in the refit gathering takes 10, 40 and 20 ms, and 5.5, 7.25 and 6 GiB are
+    allocated."""
     rows = [json.loads(line) for line in metrics(0.5, (10.0, 20.0, 30.0))]
     for row, gather, allocated in zip(rows[1:], (0.010, 0.040, 0.020), (5.5, 7.25, 6.0), strict=True):
         row["data"] |= {"flashrl/refit_gather_seconds": gather, "actor/perf/max_memory_allocated_gb": allocated}

@@ -5,7 +5,7 @@ import pytest
 from report_runs import REJECTED, cells, make_run, metrics, two_runs
 
 from flashrl_verl.errors import FlashRLError
-from flashrl_verl.report import arms, comparison
+from flashrl_verl.tools.report import arms, comparison
 
 
 @pytest.fixture

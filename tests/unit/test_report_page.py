@@ -16,7 +16,7 @@ from report_runs import two_runs
 from typer.testing import CliRunner
 
 from flashrl_verl.cli import app
-from flashrl_verl.report import comparison, markdown, page, palette
+from flashrl_verl.tools.report import comparison, markdown, page, palette
 
 VOID = {"meta", "link", "img", "rect", "line"}
 
@@ -108,7 +108,9 @@ def test_names_and_commands_cannot_become_markup(two):
 def test_a_command_is_a_block_that_scrolls_and_the_keyboard_reaches(two):
     parsed = Page(page.render(comparison.compare(two)))
     [block] = parsed.all("pre")  # the second run has no command
-    assert (block["class"], block["tabindex"], block["role"]) == ("scroll", "0", "region") and "TIS" in block["aria-label"]
+    assert (block["class"], block["tabindex"], block["role"]) == ("scroll", "0", "region") and "TIS" in block[
+        "aria-label"
+    ]
     assert "python -m x 'a|b' \\\n    y.z=1" in parsed.words
 
 

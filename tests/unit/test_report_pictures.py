@@ -11,9 +11,9 @@ from matplotlib.colors import to_hex, to_rgb
 from report_runs import cells, make_run, metrics, two_runs
 
 from flashrl_verl.errors import FlashRLError
-from flashrl_verl.report import arms, comparison, markdown, page, palette, panels
-from flashrl_verl.report.figure import new_figure
-from flashrl_verl.report.pictures import Drawing
+from flashrl_verl.tools.report import arms, comparison, markdown, page, palette, panels
+from flashrl_verl.tools.report.figure import new_figure
+from flashrl_verl.tools.report.pictures import Drawing
 
 
 @pytest.fixture
@@ -118,7 +118,9 @@ def test_legends_cover_no_data_and_no_text_is_cut(tmp_path, runs):
 def test_figures_are_set_up_in_one_place_which_says_the_remedy_without_matplotlib(monkeypatch):
     package = Path(comparison.__file__).parents[1]
     makers = [
-        path.name for path in package.rglob("*.py") if re.search(r"backend_agg|matplotlib\.(pyplot|use)", path.read_text())
+        path.name
+        for path in package.rglob("*.py")
+        if re.search(r"backend_agg|matplotlib\.(pyplot|use)", path.read_text())
     ]
     assert makers == ["figure.py"]
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)

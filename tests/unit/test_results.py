@@ -8,10 +8,10 @@ import statistics
 import pytest
 from result_pages import RESULTS, page, raw, tables
 
-from flashrl_verl.bench import rollout as bench
-from flashrl_verl.bench import rollout_report, rollout_steps
-from flashrl_verl.config import Precision
-from flashrl_verl.report import comparison
+from benchmarks import rollout as bench
+from benchmarks import rollout_report, rollout_steps
+from flashrl_verl.settings import Precision
+from flashrl_verl.tools.report import comparison
 
 OUR_ATTENTION = "h200-int8-kv.json"
 """Of ``mismatch``; in the older ones ``int8_per_token_head`` was read by vLLM's Triton attention."""
@@ -41,7 +41,7 @@ def test_every_refit_is_in_the_table_with_its_figures():
 
 
 def test_every_cost_of_the_correction_is_in_the_table_with_its_figures():
-    from flashrl_verl.bench.correction import PARTS
+    from benchmarks.correction import PARTS
 
     expected = []
     for report in raw("correction"):
@@ -106,36 +106,33 @@ def test_signal_to_noise_ratios_are_the_raw_datas(kv_heads, table, row):
 def test_the_page_on_kv_caches_quotes_these_results():
     table = next(rows for rows in tables("../kv_cache.md") if "INT8 weights" in rows[0][0])
     kinds = [cell.strip("`") for cell in table[0][1:]]
-    for row, (heads, ours) in zip(table[1:3], ((4, False), (2, True)), strict=True):
-        (report,) = mismatches(kv_heads=heads, our_attention=ours)
-        own = {r["kv_cache"]: r["own"]["rollout_corr/k3_kl"] for r in report["results"] if r["precision"] == "int8"}
-        assert row[1:] == [f"{own[kind]:.1e}" if kind in own else "" for kind in kinds]
+    (report,) = mismatches(kv_heads=2, our_attention=True)
+    own = {r["kv_cache"]: r["own"]["rollout_corr/k3_kl"] for r in report["results"] if r["precision"] == "int8"}
+    assert table[1][1:] == [f"{own[kind]:.1e}" for kind in kinds]
+    said = page("../kv_cache.md")
+    assert f"added {own['fp8'] / own['auto']:.0f} times the mismatch" in said
     shown = set()
     for name in ("qwen2.5-32b-kv", "qwen2.5-32b-int8-kv"):
         config, measured = bench.measured(RESULTS / "rollout" / f"{name}.jsonl")
         for step in rollout_steps.steps(config, measured):
             if step.arm.precision is Precision.INT8:
                 column = 1 + kinds.index(step.arm.kv_cache.value)
-                assert table[3][column] == str(measured.of(step.arm)[0].memory["kv_tokens"])
-                assert table[4][column].split(",")[0] == f"{step.whole:.2f}"
+                assert table[2][column] == str(measured.of(step.arm)[0].memory["kv_tokens"])
+                assert table[3][column].split(",")[0] == f"{step.whole:.2f}"
                 shown.add(step.arm.kv_cache.value)
-    assert shown == {"auto", "fp8", "int8_per_token_head"}
-
-
-def test_the_page_on_scales_by_block_quotes_these_results():
-    table = next(rows for rows in tables("../fp8_block.md") if rows[1][0].startswith("k3 KL"))
-    (report,) = mismatches(kv_heads=4)
-    for column, precision in enumerate(("fp8", "fp8_block"), start=1):
-        (result,) = [r for r in report["results"] if r["precision"] == precision]
-        (noise,) = [noise for noise in result["noise"] if noise["kind"] == "up_proj"]
-        said = [*far(result)[:2], *(f"{noise[part]['median']:.1f}" for part in ("weight", "output"))]
-        assert [row[column] for row in table[1:]] == said
+    assert shown == {"auto", "int8_per_token_head"}
+    kept = bench.load(RESULTS / "rollout" / "qwen2.5-32b-kv.jsonl")
+    (timing,) = next(result.answer.timings for result in kept.results if result.arm == "int8 + fp8 KV")
+    step = 1e3 * statistics.median(bench.decode_seconds(timing)) / (timing.work[2] - 1)
+    assert f"a step of {step:.2f} ms with `fp8`" in said
 
 
 def test_the_quickstarts_are_in_the_table_with_their_figures():
     runs = sorted(path for path in (RESULTS / "quickstart").iterdir() if path.is_dir())
     summary = comparison.compare(runs).summary
-    shown = [[cell.replace("\\", "") for cell in row] for row in tables("quickstart.md")[0]]  # without Markdown's escapes
+    shown = [
+        [cell.replace("\\", "") for cell in row] for row in tables("quickstart.md")[0]
+    ]  # without Markdown's escapes
     assert shown == [summary.header, *summary.rows]
 
 
@@ -143,7 +140,9 @@ def test_the_recipes_runs_are_in_the_tables_with_their_figures():
     runs = sorted(path for path in (RESULTS / "recipe").iterdir() if path.is_dir())
     compared = comparison.compare(runs)
     mismatch, costs = tables("recipe.md")
-    assert sorted(mismatch[1:]) == sorted([run.label.replace("_", "\\_"), *_mismatch(run.metrics)] for run in compared.runs)
+    assert sorted(mismatch[1:]) == sorted(
+        [run.label.replace("_", "\\_"), *_mismatch(run.metrics)] for run in compared.runs
+    )
     assert costs[0] == compared.costs.header
     assert sorted(costs[1:]) == sorted([row[0].replace("_", "\\_"), *row[1:]] for row in compared.costs.rows)
 
@@ -168,8 +167,13 @@ def _mismatch(metrics) -> list[str]:
 
 def test_how_far_the_recipes_runs_are_in_words():
     runs = sorted(path for path in (RESULTS / "recipe").iterdir() if path.is_dir())
-    far = {run.label: statistics.mean(run.metrics.series("rollout_corr/k3_kl")[1][:4]) for run in comparison.compare(runs).runs}
-    words = re.search(r"INT8 is (\d+) times .* BF16, INT8 with an FP8 KV cache (\d+) times, FP8 (\d+)", page("recipe.md"), re.S)
+    far = {
+        run.label: statistics.mean(run.metrics.series("rollout_corr/k3_kl")[1][:4])
+        for run in comparison.compare(runs).runs
+    }
+    words = re.search(
+        r"INT8 is (\d+) times .* BF16, INT8 with an FP8 KV cache (\d+) times, FP8 (\d+)", page("recipe.md"), re.S
+    )
     for said, name in zip(words.groups(), ("int8", "int8-kv-fp8", "fp8"), strict=True):
         assert float(said) == pytest.approx(far[name] / far["bf16"], rel=0.05)
 
@@ -183,9 +187,13 @@ def test_every_rollout_is_in_the_tables_with_its_figures():
         if rows := rollout_steps.rows(config, report):
             headers.add(tuple(rollout_steps.columns(config, report)))
             steps += rows
-    shown_memory, shown_speed, shown_steps, *_ = tables("rollout.md")
+    shown_memory, shown_speed, shown_steps = (  # without the KV cache that was removed
+        [row for row in rows if "int8 + fp8 KV" not in row] for rows in tables("rollout.md")[:3]
+    )
     assert shown_memory[0] == [*rollout_report.MEMORY_COLUMNS]
-    assert sorted(shown_memory[1:]) == sorted(map(list, set(map(tuple, memory))))  # two measurements have the same of an arm
+    assert sorted(shown_memory[1:]) == sorted(
+        map(list, set(map(tuple, memory)))
+    )  # two measurements have the same of an arm
     assert shown_speed[0] == [*rollout_report.SPEED_COLUMNS]
     assert sorted(shown_speed[1:]) == sorted(speed)
     assert {tuple(shown_steps[0])} == headers and sorted(shown_steps[1:]) == sorted(steps)
@@ -195,7 +203,7 @@ def test_how_fast_a_decode_step_reads_is_in_words_what_the_profile_has():
     answers = {}
     for name in ("qwen2.5-32b-int8-kv", "qwen2.5-32b-kv"):  # of BF16, which both have, the latter is quoted
         config, report = bench.measured(RESULTS / "rollout" / f"{name}.jsonl")
-        answers |= {str(arm): report.of(arm)[0] for arm in config.arms}
+        answers |= {result.arm: result.answer for result in report.results}
     (work,), shape = config.works, report.settings["config.json"]
     profiles = {arm: answer.timings[0].profile for arm, answer in answers.items()}
     heads, size = shape["num_key_value_heads"], shape["hidden_size"] // shape["num_attention_heads"]

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What docs/results/learning_differences.md says of the last weights asked in BF16 and in INT8 is what the raw data have."""
+"""What docs/results/learning_differences.md says of the last weights asked in BF16 and in INT8 is what the raw data
+have."""
 
 import statistics
 from collections import defaultdict
@@ -34,7 +35,9 @@ def test_every_arm_of_every_model_is_in_the_table(rows):
 def test_the_words_are_those_of_the_runs(rows):
     words = " ".join(page("learning_differences.md").split())
     assert all(row["int8_minus_bf16"]["value"] == pytest.approx(row["int8"] - row["bf16"], abs=2e-4) for row in rows)
-    assert all(row["int8_minus_bf16"]["low"] < row["int8_minus_bf16"]["value"] < row["int8_minus_bf16"]["high"] for row in rows)
+    assert all(
+        row["int8_minus_bf16"]["low"] < row["int8_minus_bf16"]["value"] < row["int8_minus_bf16"]["high"] for row in rows
+    )
     worse = {arm: sum(r["int8_minus_bf16"]["high"] < 0 for r in rows if r["arm"] == arm) for arm in ARMS}
     assert worse == {"bf16:tis": 6, "int8:none": 6, "int8:tis": 9}
     assert f"{sum(worse.values())} of {len(rows)} runs are worse in INT8 by a 95 % interval" in words
@@ -68,6 +71,11 @@ def test_the_words_are_those_of_the_runs(rows):
             on_gpu = by_seed(record_of(model), arm, "final, BF16")
             ours = {row["seed"]: row["bf16"] for row in rows if (row["experiment"], row["arm"]) == (model, arm)}
             moved += [ours[seed] - on_gpu[seed] for seed in on_gpu]
-    assert f"BF16 itself is {statistics.mean(moved):+.3f} ± {error(moved):.3f} from what an H200" in words and len(moved) == 27
-    assert f"With vLLM {record_of('asked-in-int8')['environment']['vllm'].removesuffix('+cpu')} there BF16 itself" in words
+    assert (
+        f"BF16 itself is {statistics.mean(moved):+.3f} ± {error(moved):.3f} from what an H200" in words
+        and len(moved) == 27
+    )
+    assert (
+        f"With vLLM {record_of('asked-in-int8')['environment']['vllm'].removesuffix('+cpu')} there BF16 itself" in words
+    )
     assert f"gave for the same runs, {min(moved):+.3f} to {max(moved):+.3f} by run." in words

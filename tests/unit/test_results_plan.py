@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 from result_pages import RESULTS, page
 
-from flashrl_verl.bench import rollout as bench
-from flashrl_verl.bench import rollout_report
-from flashrl_verl.bench.arms import Arm
-from flashrl_verl.bench.rollout_engine import Timing
-from flashrl_verl.bench.shapes import load_config
-from flashrl_verl.config import Precision
-from flashrl_verl.plan import gpus
-from flashrl_verl.plan.memory import Choice
-from flashrl_verl.plan.shape import shape_of
-from flashrl_verl.plan.step import HOST_S, Clock, StepTime
+from benchmarks import rollout as bench
+from benchmarks import rollout_report
+from benchmarks.rollout_engine import Timing
+from flashrl_verl.settings import Precision
+from flashrl_verl.tools.engines.arms import Arm
+from flashrl_verl.tools.engines.shapes import load_config
+from flashrl_verl.tools.plan import gpus
+from flashrl_verl.tools.plan.memory import Choice
+from flashrl_verl.tools.plan.shape import shape_of
+from flashrl_verl.tools.plan.step import HOST_S, Clock, StepTime
 
 AGAIN = sorted(RESULTS.glob("throughput/again/*.jsonl"))
 FILES = [*sorted(RESULTS.glob("[rt]*/*.jsonl")), RESULTS / "rollout" / "inductor" / "custom-op.jsonl", *AGAIN]
@@ -26,8 +26,8 @@ PAGE = " ".join(page("../precision_and_cap.md").split())
 
 
 def with_room(file: Path) -> Iterator[tuple[Timing, Clock, StepTime]]:
-    """Of each arm and work whose sequences fit at a time, so that a decode step has one size: its timing, the plan's clock, and
-    the plan's step in the middle of the response."""
+    """Of each arm and work whose sequences fit at a time, so that a decode step has one size: its timing, the plan's
+    clock, and the plan's step in the middle of the response."""
     config, report = bench.measured(file)
     shape = shape_of(load_config(config.model))
     for arm in config.arms:
@@ -39,7 +39,9 @@ def with_room(file: Path) -> Iterator[tuple[Timing, Clock, StepTime]]:
 
 NOISY = [RESULTS / "throughput" / name for name in ("qwen2.5-7b-71gib.jsonl", "again/qwen2.5-7b.jsonl")]
 """Two repeats of one of the engines differ by 12 and 17 %."""
-LITTLE = [RESULTS / "throughput" / name for name in ("qwen2.5-32b-71gib-two-arms.jsonl", "again/qwen2.5-32b-71gib.jsonl")]
+LITTLE = [
+    RESULTS / "throughput" / name for name in ("qwen2.5-32b-71gib-two-arms.jsonl", "again/qwen2.5-32b-71gib.jsonl")
+]
 """BF16's KV cache is the smallest here, 6.3 GiB: three sequences of 8192 tokens at a time."""
 
 
@@ -51,7 +53,9 @@ def named(file: Path) -> str:
 def test_the_plan_is_within_1_percent_of_every_measured_kv_cache(file):
     for row in rollout_report.memory_rows(*bench.measured(file)):
         if file in LITTLE and row[0] == "bf16":
-            assert row[-1] == "1.011" and "KV caches are within 1 %, BF16's of 6.3 GiB 1.1 % larger than planned" in PAGE
+            assert (
+                row[-1] == "1.011" and "KV caches are within 1 %, BF16's of 6.3 GiB 1.1 % larger than planned" in PAGE
+            )
             continue
         assert float(row[-1]) == pytest.approx(1, abs=0.01), row
 
@@ -85,7 +89,8 @@ def test_ratios_are_planned_within_8_percent_but_where_repeats_differ():
         rest += [*wholes, *decodes]
     assert 1.08 < min(of_int8) and max(of_int8) < 1.12
     high = (
-        "but {:.0f} and {:.0f} % high in two measurements for decoding alone of INT8 where BF16 holds three of 28 long prompts"
+        "but {:.0f} and {:.0f} % high in two measurements for decoding alone of INT8 where BF16 holds three of 28 long "
+        "prompts"
     )
     assert high.format(*(100 * (ratio - 1) for ratio in of_int8)) in PAGE
     assert len(noisy) == 16 and len(rest) > 115
@@ -118,7 +123,8 @@ def test_steps_are_planned_within_7_percent_but_where_repeats_differ_and_prompts
 
 @pytest.mark.parametrize("file", WITH_PROFILE, ids=named)
 def test_the_parts_of_profiled_steps_are_planned(file):
-    """Products and attention within 6 %, quantization and the rest, of a tenth of a step or less, within 17 and 15 %."""
+    """Products and attention within 6 %, quantization and the rest, of a tenth of a step or less, within 17 and 15
+    %."""
     found = list(with_room(file))
     assert found
     for timing, clock, step in found:

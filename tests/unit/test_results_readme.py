@@ -9,12 +9,12 @@ import sys
 from learning_figures import over_models, pairs
 from result_pages import RESULTS, drawn, page, tables
 
-from flashrl_verl.bench.shapes import load_config
-from flashrl_verl.plan import gpus
-from flashrl_verl.plan.memory import Engine
-from flashrl_verl.plan.planner import make_plan
-from flashrl_verl.plan.schedule import Work
-from flashrl_verl.plan.shape import shape_of
+from flashrl_verl.tools.engines.shapes import load_config
+from flashrl_verl.tools.plan import gpus
+from flashrl_verl.tools.plan.memory import Engine
+from flashrl_verl.tools.plan.planner import make_plan
+from flashrl_verl.tools.plan.schedule import Work
+from flashrl_verl.tools.plan.shape import shape_of
 
 README = (RESULTS.parents[1] / "README.md").read_text()
 SUMMARY = RESULTS.parent / "summary.png"
@@ -40,10 +40,13 @@ def test_the_readmes_words_about_speed_are_those_of_the_raw_data():
         for memories in (["126"], ["73", "71"])
     )
     said = (
-        "in INT8 is {:.1f} to {:.1f} times as fast as in BF16, with little memory and one GPU an engine {:.1f} to {:.1f} times"
+        "in INT8 is {:.1f} to {:.1f} times as fast as in BF16, with little memory and one GPU an engine {:.1f} to "
+        "{:.1f} times"
     )
     assert said.format(min(with_all), max(with_all), min(with_little), max(with_little)) in words
-    smaller = [float(r[6]) for r in tables("throughput.md")[0][1:] if "32b" not in r[0] and (r[2], r[4]) == ("126", "int8")]
+    smaller = [
+        float(r[6]) for r in tables("throughput.md")[0][1:] if "32b" not in r[0] and (r[2], r[4]) == ("126", "int8")
+    ]
     assert f"28 prompts of 8192 tokens gain {min(with_little):.2f} x with 71 GiB" in words
     assert f"14B and 7B gain {min(smaller):.1f} to {max(smaller):.1f} times with all of the memory" in words
     for place in (
@@ -53,17 +56,23 @@ def test_the_readmes_words_about_speed_are_those_of_the_raw_data():
         ("71", "28 x (8192 -> 192)"),
     ):
         beside_bf16 = [
-            row for row in tables("throughput.md")[0][1:] if "32b" in row[0] and (row[2], row[3]) == place and row[6] != "-"
+            row
+            for row in tables("throughput.md")[0][1:]
+            if "32b" in row[0] and (row[2], row[3]) == place and row[6] != "-"
         ]
         fit = {row[4]: int(row[8]) for row in beside_bf16}
         assert 4.7 < fit["int8"] / fit["bf16"] < 5.7
     assert "room for about five times as many sequences" in words
     refits = {
-        (row[0], row[2]): f"{float(row[3].split()[0]):.0f} ms" for row in tables("refit.md")[0][1:] if row[1] == "bfloat16"
+        (row[0], row[2]): f"{float(row[3].split()[0]):.0f} ms"
+        for row in tables("refit.md")[0][1:]
+        if row[1] == "bfloat16"
     }
     ours = refits["qwen2.5-14b", "flashrl int8"], refits["qwen2.5-32b", "flashrl int8"]
     theirs = refits["qwen2.5-14b", "vllm fp8_per_tensor layerwise"]
-    assert "take an engine {} at 14B and {} at 32B, vLLM's layerwise FP8 reload {} at 14B".format(*ours, theirs) in words
+    assert (
+        "take an engine {} at 14B and {} at 32B, vLLM's layerwise FP8 reload {} at 14B".format(*ours, theirs) in words
+    )
 
 
 def test_the_readmes_words_about_accuracy_and_mismatch_are_those_of_the_pages():
@@ -74,7 +83,9 @@ def test_the_readmes_words_about_accuracy_and_mismatch_are_those_of_the_pages():
     of_bf16, without = ([cell.split()[0] for cell in cells] for cells in gaps)
     mean, spread, low, high = over_models(pairs("bf16:tis"))
     said = "minus BF16 with TIS {}, {} and {} in three models with outliers 32 times as large".format(*of_bf16)
-    over = f"({mean:+.3f} ± {spread:.3f} over models, 95 % interval [{low:+.3f}, {high:+.3f}]), {rows[less][0]} with 16;"
+    over = (
+        f"({mean:+.3f} ± {spread:.3f} over models, 95 % interval [{low:+.3f}, {high:+.3f}]), {rows[less][0]} with 16;"
+    )
     assert f"{said} {over}" in words
     said = "minus INT8 without TIS {} (one of three stayed behind), {}, {}".format(*without)
     assert f"{said}, and {rows[less][1].split()[0]} with 16." in words
@@ -94,11 +105,15 @@ def test_the_readme_says_what_the_plan_says_of_its_own_rows():
     ratios = [*little, *least]
     assert f"where BF16 takes two GPUs the plan computes {min(ratios)} to {max(ratios)} x for the same works" in words
     assert (
-        f"where BF16 takes two GPUs an engine, INT8 is {min(ratios):.1f} to {max(ratios):.1f} times as fast, computed" in words
+        f"where BF16 takes two GPUs an engine, INT8 is {min(ratios):.1f} to {max(ratios):.1f} times as fast, computed"
+        in words
     )
     throughput = " ".join(page("throughput.md").split())
     assert f"`flashrl plan` computes {min(ratios)} to {max(ratios)} times for the same work" in throughput
-    assert "{} times with 128 sequences of 512 tokens a GPU, {} with 64 of 1024, computed".format(*ratios[:2]) in throughput
+    assert (
+        "{} times with 128 sequences of 512 tokens a GPU, {} with 64 of 1024, computed".format(*ratios[:2])
+        in throughput
+    )
     assert "with 71 GiB {:.2f} with 256 of 384 and {} with 28 long prompts (0.51;".format(*ratios[2:]) in throughput
     step = json.loads((RESULTS / "step" / "h200.json").read_text())
     assert step["advice"][0].startswith("Stay with BF16 weights: eight bits alone make the rollout 1.08x as fast")

@@ -8,7 +8,7 @@ from result_pages import RESULTS, drawn, page, tables
 from typer.testing import CliRunner
 
 from flashrl_verl.cli import app
-from flashrl_verl.plan.whole_step import FORWARD, UPDATE
+from flashrl_verl.tools.plan.whole_step import FORWARD, UPDATE
 
 
 def test_every_whole_step_is_in_the_table_as_it_is_planned_today(tmp_path):
@@ -20,11 +20,15 @@ def test_every_whole_step_is_in_the_table_as_it_is_planned_today(tmp_path):
         words += ["--figure", str(planned.with_suffix(".png"))]
         assert CliRunner().invoke(app, words).exit_code == 0
         record = json.loads(planned.read_text())
-        assert record == json.loads((RESULTS / "step" / f"{gpu}.json").read_text())
+        kept = json.loads((RESULTS / "step" / f"{gpu}.json").read_text())
+        del kept["blocks_refused"], kept["written_bytes"]["fp8_block"]  # a precision that was removed since
+        assert record == kept
         bf16 = record["outcomes"][0]["whole"]["seconds"]
         for outcome in record["outcomes"]:
             if whole := outcome["whole"]:
-                name = "{precision}{}".format(" + INT8 KV" * (outcome["choice"]["kv_cache"] != "auto"), **outcome["choice"])
+                name = "{precision}{}".format(
+                    " + INT8 KV" * (outcome["choice"]["kv_cache"] != "auto"), **outcome["choice"]
+                )
                 seconds = [f"{whole[part]:.0f}" for part in ("rollout", "log_probs", "update", "refit", "seconds")]
                 ratio = f"{bf16 / whole['seconds']:.2f}"
                 expected.append([f"64 x {gpu}", name, *seconds, f"{3600 / whole['seconds']:.3g}", ratio])
@@ -51,7 +55,9 @@ def test_the_trainers_part_of_a_step_is_what_was_measured_and_what_is_planned_wi
         for one in record["passes"]:
             each = [f"{one['layer_s'] * 1e3:.2f}", f"{one['head_s'] * 1e3:.2f}", f"{one['whole_s']:.2f}"]
             wholes = [
-                low + (64 - few) * (high - low) / (many - few) for low in one["seconds"]["2"] for high in one["seconds"]["6"]
+                low + (64 - few) * (high - low) / (many - few)
+                for low in one["seconds"]["2"]
+                for high in one["seconds"]["6"]
             ]
             least, most = (one["share"] * one["whole_s"] / seconds for seconds in (max(wholes), min(wholes)))
             share = f"{one['share']:.0%} ({least:.0%}-{most:.0%})"

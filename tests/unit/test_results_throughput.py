@@ -7,15 +7,15 @@ from dataclasses import replace
 
 from result_pages import RESULTS, drawn, page, tables
 
-from flashrl_verl.bench import rollout as bench
-from flashrl_verl.bench import rollout_figure, rollout_report, rollout_steps_figure
-from flashrl_verl.bench.rollout_figure import Bar
-from flashrl_verl.bench.shapes import load_config
-from flashrl_verl.plan import gpus
-from flashrl_verl.plan.memory import Engine
-from flashrl_verl.plan.planner import make_plan
-from flashrl_verl.plan.schedule import Work
-from flashrl_verl.plan.shape import shape_of
+from benchmarks import rollout as bench
+from benchmarks import rollout_figure, rollout_report, rollout_steps_figure
+from benchmarks.rollout_figure import Bar
+from flashrl_verl.tools.engines.shapes import load_config
+from flashrl_verl.tools.plan import gpus
+from flashrl_verl.tools.plan.memory import Engine
+from flashrl_verl.tools.plan.planner import make_plan
+from flashrl_verl.tools.plan.schedule import Work
+from flashrl_verl.tools.plan.shape import shape_of
 
 WORDS = " ".join(page("throughput.md").split())
 
@@ -44,7 +44,10 @@ def test_every_throughput_is_in_the_table_with_its_figures():
 
 
 def test_the_days_of_measuring_are_on_the_page():
-    days = {file.stem: bench.measured(file)[1].environment["date"] for file in sorted((RESULTS / "throughput").glob("*.jsonl"))}
+    days = {
+        file.stem: bench.measured(file)[1].environment["date"]
+        for file in sorted((RESULTS / "throughput").glob("*.jsonl"))
+    }
     assert days.pop("qwen2.5-32b-71gib-two-arms") == "2026-11-23" and set(days.values()) == {"2026-11-22"}
     assert '2026-11-22, "two-arms" at 71 GiB 2026-11-23, one run of each measurement' in WORDS
 
@@ -52,11 +55,18 @@ def test_the_days_of_measuring_are_on_the_page():
 def test_what_8_bit_keys_and_values_bring_where_memory_is_short_is_in_words():
     found = rollout_figure.bars(RESULTS / "throughput" / "qwen2.5-32b-71gib-three-arms.jsonl")
     short, long = ({str(bar.arm): bar for bar in found if bar.work.sequences == n} for n in (256, 28))
-    ratios = [statistics.median(of["int8"].seconds) / statistics.median(of[kv].seconds) for kv, of in
-              (("int8 + int8_per_token_head KV", short), ("int8 + int8_per_token_head KV", long), ("fp8", short))]  # fmt: skip
+    ratios = [
+        statistics.median(of["int8"].seconds) / statistics.median(of[kv].seconds)
+        for kv, of in
+        # fmt: skip
+        (("int8 + int8_per_token_head KV", short), ("int8 + int8_per_token_head KV", long), ("fp8", short))
+    ]
     words = " ".join(page("throughput.md").split())
     assert f"is {ratios[0]:.2f} times as fast as INT8 alone with 256 short sequences" in words
-    assert f"and {ratios[1]:.2f} times with long prompts. FP8 is {1 - ratios[2]:.0%} behind INT8".replace("%", " %") in words
+    assert (
+        f"and {ratios[1]:.2f} times with long prompts. FP8 is {1 - ratios[2]:.0%} behind INT8".replace("%", " %")
+        in words
+    )
     held = short["int8 + int8_per_token_head KV"].fit, short["int8"].fit
     assert "the one cache holds {} and the other {}".format(*held) in words
 
@@ -65,7 +75,10 @@ def test_what_int8_gains_where_32b_bf16_hardly_fits_is_in_words():
     found = rollout_figure.bars(RESULTS / "throughput" / "qwen2.5-32b-71gib-two-arms.jsonl")
     (short, few), (long, fewer) = ((the(found, "int8", n), the(found, "bf16", n)) for n in (256, 28))
     gains = [rollout_figure.speed_up(bar, found) for bar in (short, long)]
-    said = "INT8 is {:.2f} times as fast with 256 short sequences, of which it holds {} at a time and BF16 {}, and {:.2f} times"
+    said = (
+        "INT8 is {:.2f} times as fast with 256 short sequences, of which it holds {} at a time and BF16 {}, and {:.2f} "
+        "times"
+    )
     assert said.format(gains[0], short.fit, few.fit, gains[1]) in WORDS
     assert f"with 28 long prompts, of which it holds {long.fit} and BF16 {fewer.fit}." in WORDS
     others = rollout_figure.bars(RESULTS / "throughput" / "qwen2.5-32b-71gib-three-arms.jsonl")
@@ -73,7 +86,10 @@ def test_what_int8_gains_where_32b_bf16_hardly_fits_is_in_words():
         statistics.median(the(others, "int8", bar.work.sequences).seconds) / statistics.median(bar.seconds) - 1
         for bar in (short, long)
     ]
-    assert [f"{100 * ratio:.0f}" for ratio in faster] == ["2", "2"] and "INT8 itself was 2 % faster than in the run" in WORDS
+    assert [f"{100 * ratio:.0f}" for ratio in faster] == [
+        "2",
+        "2",
+    ] and "INT8 itself was 2 % faster than in the run" in WORDS
     of_73 = rollout_figure.bars(RESULTS / "throughput" / "qwen2.5-32b-73gib.jsonl")
     fits = {arm: [bar.fit for bar in [*of_73, short, few] if str(bar.arm) == arm] for arm in ("bf16", "int8")}
     said = "for {} to {} short sequences at a time, or {} of 8192 tokens, INT8's for {} to {}, or {}:"
@@ -136,14 +152,17 @@ def test_what_the_plan_makes_of_the_small_memory_is_in_words():
     config, report = bench.measured(RESULTS / "throughput" / "qwen2.5-32b-73gib.jsonl")
     rows = [row for row in rollout_report.speed_rows(config, report) if row[1] == "int8"]
     said = (
-        "With the KV cache that was measured the plan has {} and {} for the whole rollouts with 73 GiB, {} and {} for decoding;"
+        "With the KV cache that was measured the plan has {} and {} for the whole rollouts with 73 GiB, {} and {} for "
+        "decoding;"
     )
     assert said.format(*(row[column] for column in (4, 7) for row in rows)) in WORDS
     alone = []
     for work in config.works:
         engine = Engine(gpu_memory_utilization=config.gpu_memory_utilization)
         made = make_plan("qwen2.5-32b", shape_of(load_config("qwen2.5-32b")), gpus.find("h200"), 1, engine, work)
-        alone += [re.search(r"Take int8: ([\d.]+)x of BF16's rollout", line)[1] for line in made.advice if "Take int8" in line]
+        alone += [
+            re.search(r"Take int8: ([\d.]+)x of BF16's rollout", line)[1] for line in made.advice if "Take int8" in line
+        ]
     assert "with a KV cache of its own planning, `flashrl plan` says {} and {}.".format(*alone) in WORDS
     noisy = rollout_report.speed_rows(*bench.measured(RESULTS / "throughput" / "qwen2.5-7b-71gib.jsonl"))
     worst = max(float(row[at + 1]) / float(row[at]) for row in noisy for at in (3, 6))
@@ -157,7 +176,8 @@ def test_what_the_plan_makes_of_the_small_memory_is_in_words():
     short = max(float(row[at + 1]) / float(row[at]) for row in again["7b"] if "256 x" in row[0] for at in (3, 6))
     (long,) = (float(row[7]) / float(row[6]) for row in again["32b-71gib"] if (row[0][:4], row[1]) == ("28 x", "int8"))
     said = (
-        f"there, {more:.0f} % more; [again](throughput_again.md) it had up to {100 * (short - 1):.0f} % more than was measured "
+        f"there, {more:.0f} % more; [again](throughput_again.md) it had up to {100 * (short - 1):.0f} % more than was "
+        "measured "
         f"for 7B's short sequences with the whole memory, and {100 * (long - 1):.0f} % more for those long prompts."
     )
     assert f"and for decoding alone of 32B's long prompts {said}" in WORDS
@@ -166,15 +186,24 @@ def test_what_the_plan_makes_of_the_small_memory_is_in_words():
 def test_what_the_plan_says_of_gpus_that_were_not_measured_is_in_words():
     gains, shape = [], shape_of(load_config("qwen2.5-32b"))
     for name in ("a100-80gb", "h100"):
-        made = make_plan("qwen2.5-32b", shape, gpus.find(name), 1, Engine(), Work(sequences=256, prompt=256, response=384))
-        gains += [match[1] for line in made.advice if (match := re.search(r"Take int8: ([\d.]+)x of BF16's rollout", line))]
-    said = "--gpu a100-80gb --gpus 1 --sequences 256 --prompt-length 256 --response-length 384` computes INT8 at {} times BF16"
+        made = make_plan(
+            "qwen2.5-32b", shape, gpus.find(name), 1, Engine(), Work(sequences=256, prompt=256, response=384)
+        )
+        gains += [
+            match[1] for line in made.advice if (match := re.search(r"Take int8: ([\d.]+)x of BF16's rollout", line))
+        ]
+    said = (
+        "--gpu a100-80gb --gpus 1 --sequences 256 --prompt-length 256 --response-length 384` computes INT8 at {} times "
+        "BF16"
+    )
     assert f"{said.format(gains[0])} on an A100-80GB and {gains[1]} times on an H100 (`--gpu h100`)," in WORDS
 
 
 def test_what_14b_and_7b_gain_with_little_memory_is_in_words():
     whole = whole_memory()
-    little = {size: rollout_figure.bars(RESULTS / "throughput" / f"qwen2.5-{size}-71gib.jsonl") for size in ("14b", "7b")}
+    little = {
+        size: rollout_figure.bars(RESULTS / "throughput" / f"qwen2.5-{size}-71gib.jsonl") for size in ("14b", "7b")
+    }
 
     def gain(of: dict[str, list[Bar]], size: str, sequences: int, arm: str = "int8") -> str:
         return f"{rollout_figure.speed_up(the(of[size], arm, sequences), of[size]):.2f}"

@@ -7,8 +7,8 @@ from collections import defaultdict
 import pytest
 from result_pages import RESULTS, drawn, page, tables
 
-from flashrl_verl.bench import rollout as bench
-from flashrl_verl.bench import rollout_figure
+from benchmarks import rollout as bench
+from benchmarks import rollout_figure
 
 TWO, THREE = (f"throughput/qwen2.5-32b-71gib-{which}-arms.jsonl" for which in ("two", "three"))
 EARLIER = {
@@ -90,7 +90,10 @@ def test_the_table_has_both_measurements():
 def test_how_far_they_are_apart_is_in_words(steady, unsteady):
     said = "medians are within {} of earlier ones, 7B's short sequences within {}"
     assert said.format(apart(steady)["whole"], apart(unsteady)["whole"]) in WORDS
-    said = "of whole rollouts are within {whole} of earlier ones, of prompts within {prompts}, of decoding within {decoding},"
+    said = (
+        "of whole rollouts are within {whole} of earlier ones, of prompts within {prompts}, of decoding within "
+        "{decoding},"
+    )
     assert said.format(**apart(steady)) in WORDS
     assert "Single rollouts of the same work and arm are up to {single} apart.".format(**apart(steady)) in WORDS
     farthest = max(steady, key=lambda at: spread(*(parts(timing)["whole"] for timing in steady[at])))
@@ -112,11 +115,19 @@ def test_what_is_unsteady_is_in_words(steady, unsteady):
     assert f"It is in decoding, which differs by up to {decoding:.0f} %, prompts by {prompts:.1f} %" in WORDS
     steps = [1e3 * parts(timing)["decoding"] / 191 for at, (_, timing) in steady.items() if at[0] == "qwen2.5-7b"]
     long = max(spread(*bench.decode_seconds(x)) for at, pair in steady.items() if at[0] == "qwen2.5-7b" for x in pair)
-    said = f"long prompts have steps of {min(steps):.0f} to {max(steps):.0f} ms, and their decoding repeats within {long:.1f} %"
+    said = (
+        f"long prompts have steps of {min(steps):.0f} to {max(steps):.0f} ms, and their decoding repeats within "
+        f"{long:.1f} %"
+    )
     assert said in WORDS
-    said = "of whole rollouts are up to {whole} apart, of prompts {prompts}, of decoding {decoding}, single rollouts {single}."
+    said = (
+        "of whole rollouts are up to {whole} apart, of prompts {prompts}, of decoding {decoding}, single rollouts "
+        "{single}."
+    )
     assert said.format(**apart(unsteady)) in WORDS
-    overlap = {at[1]: min(a.seconds) <= max(b.seconds) and min(b.seconds) <= max(a.seconds) for at, (a, b) in unsteady.items()}
+    overlap = {
+        at[1]: min(a.seconds) <= max(b.seconds) and min(b.seconds) <= max(a.seconds) for at, (a, b) in unsteady.items()
+    }
     assert overlap == {"bf16": True, "int8": False, "fp8": True, KV: True}
     (int8,) = [parts(a)["whole"] / parts(b)["whole"] - 1 for at, (a, b) in unsteady.items() if at[1] == "int8"]
     assert f"Ranges overlap with the earlier ones but for INT8's, which is {100 * int8:.1f} % faster" in WORDS
@@ -141,7 +152,10 @@ def test_how_far_ratios_are_apart_is_in_words():
                     ahead = statistics.median(before.seconds) / statistics.median(bar.seconds) - 1
                     faster[place, str(bar.arm), bar.work.sequences] = 100 * ahead
     bounds = [f"{-min(of):.2f} lower to {max(of):.2f} higher" for kind in moved.values() for of in kind]
-    said = f"To BF16 of the same measurement, beside those of the table's first ones: {bounds[0]}, of decoding {bounds[1]};"
+    said = (
+        f"To BF16 of the same measurement, beside those of the table's first ones: {bounds[0]}, of decoding "
+        f"{bounds[1]};"
+    )
     assert f"{said} with 7B's short sequences {bounds[2]} and {bounds[3]}." in WORDS
     short = {row[3]: row for row in ROWS if row[:3] == ["qwen2.5-32b", "126", "256 x (256 -> 384)"]}
     assert "INT8 is {7} times as fast as BF16 with 32B's short sequences, for {6} times".format(*short["int8"]) in WORDS
@@ -157,7 +171,10 @@ def test_what_71_gib_give_is_in_words():
         "INT8 with an INT8 KV cache {} and {} times."
     )
     assert said.format(*found) in WORDS
-    assert "INT8 {} and {} times, FP8 {} and {} times, INT8 with an INT8 KV cache {} and {} times".format(*found) in THROUGHPUT
+    assert (
+        "INT8 {} and {} times, FP8 {} and {} times, INT8 with an INT8 KV cache {} and {} times".format(*found)
+        in THROUGHPUT
+    )
     fit = [bar.fit for bar in rollout_figure.bars(RESULTS / AGAIN["qwen2.5-32b, 71 GiB"]) if str(bar.arm) == "bf16"]
     assert "BF16 has room for {} of the 256 short sequences at a time and {} of the 28 long ones".format(*fit) in WORDS
 
@@ -200,7 +217,8 @@ def test_one_engine_had_the_gpu_at_a_time_and_as_many_tokens_as_before():
     }
     assert together.pop(THREE) == {4} and '"three-arms" four engines on four GPUs' in WORDS
     assert (
-        together.pop(EARLIER["qwen2.5-32b"][1]) == {1} and '"two-arms" with 126 GiB one engine, beside other programs' in WORDS
+        together.pop(EARLIER["qwen2.5-32b"][1]) == {1}
+        and '"two-arms" with 126 GiB one engine, beside other programs' in WORDS
     )
     assert set(map(tuple, together.values())) == {(2,)}
 
@@ -232,7 +250,12 @@ def test_what_is_quoted_elsewhere_is_that_of_the_runs():
 
 
 def test_the_pictures_are_of_these_measurements(tmp_path):
-    for name, places in (("throughput", ("qwen2.5-32b", "qwen2.5-14b")), ("more", ("qwen2.5-7b", "qwen2.5-32b, 71 GiB"))):
+    for name, places in (
+        ("throughput", ("qwen2.5-32b", "qwen2.5-14b")),
+        ("more", ("qwen2.5-7b", "qwen2.5-32b, 71 GiB")),
+    ):
         files = [file for place in places for file in (EARLIER[place][0], AGAIN[place])]
-        rollout_figure.write([bar for file in files for bar in rollout_figure.bars(RESULTS / file)], tmp_path / "again.png")
+        rollout_figure.write(
+            [bar for file in files for bar in rollout_figure.bars(RESULTS / file)], tmp_path / "again.png"
+        )
         assert drawn(RESULTS / "throughput" / "again" / f"{name}.png") == drawn(tmp_path / "again.png")

@@ -8,22 +8,27 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from flashrl_verl.bench.rollout_figure import COLUMNS, LABEL_WIDTH, _draw, bars, notes, rows, unit_of
-from flashrl_verl.bench.rollout_files import names
-from flashrl_verl.cli import app
+from benchmarks.__main__ import app
+from benchmarks.rollout_figure import COLUMNS, LABEL_WIDTH, _draw, bars, notes, rows, unit_of
+from benchmarks.rollout_files import names
 from flashrl_verl.errors import ConfigError
-from flashrl_verl.report.figure import new_figure
+from flashrl_verl.tools.report.figure import new_figure
 
 WORKS = [{"sequences": 10, "prompt": 100, "response": 51}, {"sequences": 2, "prompt": 8, "response": 3}]
 
 
-def results(folder: Path, model="qwen2.5-7b", share=0.9, arms=("bf16", "int8 + fp8 KV"), seconds=(6.0, 3.0)) -> Path:
+def results(
+    folder: Path, model="qwen2.5-7b", share=0.9, arms=("bf16", "int8 + int8_per_token_head KV"), seconds=(6.0, 3.0)
+) -> Path:
     """As `flashrl bench rollout` writes them; the prefill of the second work took as long as the whole."""
     settings = dict(
         model=model, works=WORKS, repeats=1, gpu_memory_utilization=share, tensor_parallel=1, max_num_seqs=64,
         max_num_batched_tokens=512, layers=None, seed=0,
     )  # fmt: skip
-    head = {"settings": settings | {"config.json": {}}, "environment": {"device": "NVIDIA H200", "memory_bytes": 100 << 30}}
+    head = {
+        "settings": settings | {"config.json": {}},
+        "environment": {"device": "NVIDIA H200", "memory_bytes": 100 << 30},
+    }
     lines = [head]
     for arm, s in zip(arms, seconds, strict=True):
         timings = [
@@ -42,9 +47,17 @@ def test_ratios_are_to_bf16_at_the_same_model_memory_and_work(tmp_path):
     table = [dict(zip(COLUMNS, row, strict=True)) for row in rows([*bars(full), *bars(small)])]
     assert [row["memory GiB"] for row in table] == ["90"] * 4 + ["50"] * 4
     first, second, _, unknown = table[:4]
-    assert (first["tokens/s"], first["x BF16"], first["sequences fit"]) == ("85 (85-85)", "1.00", "39")  # 510 / 6; 6000 / 151
+    assert (first["tokens/s"], first["x BF16"], first["sequences fit"]) == (
+        "85 (85-85)",
+        "1.00",
+        "39",
+    )  # 510 / 6; 6000 / 151
     # 6 s for 3, and 5 s of decoding for 2.
-    assert (second["arm"], second["x BF16"], second["decode x BF16"]) == ("int8 + fp8 KV", "2.00", "2.50")
+    assert (second["arm"], second["x BF16"], second["decode x BF16"]) == (
+        "int8 + int8_per_token_head KV",
+        "2.00",
+        "2.50",
+    )
     assert (unknown["x BF16"], unknown["decode x BF16"]) == ("1.00", "-")
     assert (table[5]["x BF16"], table[5]["decode x BF16"]) == ("4.00", "5.50")
 
@@ -52,7 +65,9 @@ def test_ratios_are_to_bf16_at_the_same_model_memory_and_work(tmp_path):
 def test_ratios_are_to_bf16_of_the_same_measurement(tmp_path):
     first, again = results(tmp_path / "first"), results(tmp_path / "again", seconds=(8.0, 2.0))
     alone = results(tmp_path / "alone", model="qwen2.5-14b", arms=("int8",), seconds=(1.0,))
-    table = [dict(zip(COLUMNS, row, strict=True)) for row in rows([b for path in (first, again, alone) for b in bars(path)])]
+    table = [
+        dict(zip(COLUMNS, row, strict=True)) for row in rows([b for path in (first, again, alone) for b in bars(path)])
+    ]
     assert [(row["model"], row["x BF16"]) for row in table if row["work"].startswith("10 x")] == [
         ("qwen2.5-7b (first)", "1.00"),
         ("qwen2.5-7b (first)", "2.00"),
@@ -65,7 +80,9 @@ def test_ratios_are_to_bf16_of_the_same_measurement(tmp_path):
 def test_only_what_was_measured_twice_is_called_by_its_measurement(tmp_path):
     first, again = bars(results(tmp_path / "first")), bars(results(tmp_path / "again"))
     found = [*first, *(bar for bar in again if bar.work.sequences == 2)]
-    assert [row[0] for row in rows(found)] == ["qwen2.5-7b"] * 2 + ["qwen2.5-7b (first)"] * 2 + ["qwen2.5-7b (again)"] * 2
+    assert [row[0] for row in rows(found)] == ["qwen2.5-7b"] * 2 + ["qwen2.5-7b (first)"] * 2 + [
+        "qwen2.5-7b (again)"
+    ] * 2
 
 
 def test_without_bf16_there_is_no_ratio(tmp_path):
@@ -123,7 +140,7 @@ def test_one_folder_may_be_named_from_here_and_the_other_from_the_root(tmp_path,
 
 def test_the_command_writes_picture_and_table(tmp_path):
     folders = [str(results(tmp_path / name, model=name)) for name in ("qwen2.5-7b", "qwen2.5-14b")]
-    done = CliRunner().invoke(app, ["bench", "rollout-figure", *folders, "--output", str(tmp_path / "out" / "r.png")])
+    done = CliRunner().invoke(app, ["rollout-figure", *folders, "--output", str(tmp_path / "out" / "r.png")])
     assert done.exit_code == 0, done.output
     assert (tmp_path / "out" / "r.png").stat().st_size > 10_000
     assert (tmp_path / "out" / "r.md").read_text().count("qwen2.5-14b") == 4
@@ -131,7 +148,7 @@ def test_the_command_writes_picture_and_table(tmp_path):
 
 def figure(*words: object) -> str:
     """What the command refuses."""
-    done = CliRunner().invoke(app, ["bench", "rollout-figure", *map(str, words)])
+    done = CliRunner().invoke(app, ["rollout-figure", *map(str, words)])
     assert done.exit_code != 0
     return f"{done.output}{done.exception}"
 
@@ -148,9 +165,7 @@ def test_a_page_beside_the_picture_is_not_replaced_by_the_table(tmp_path):
     assert page.read_text() == "# A page\n" and not (tmp_path / "r.png").exists()
     page.unlink()
     for _ in range(2):  # the table itself is made anew
-        assert (
-            CliRunner().invoke(app, ["bench", "rollout-figure", str(run), "--output", str(tmp_path / "r.png")]).exit_code == 0
-        )
+        assert CliRunner().invoke(app, ["rollout-figure", str(run), "--output", str(tmp_path / "r.png")]).exit_code == 0
     page.unlink()
     page.mkdir()
     assert "Is a directory" in figure(run, "--output", tmp_path / "r.png")
@@ -198,9 +213,13 @@ def test_long_names_below_the_bars_stay_apart(tmp_path):
     _draw(axes, found, unit_of(found), 0.3, 4)
     labels = [label.get_text().splitlines() for label in axes.get_xticklabels()]
     assert (
-        max(map(len, sum(labels, []))) <= LABEL_WIDTH and labels[0][0] == "qwen2.5-7b" and labels[0][-1] == "10 x (100 -> 51)"
+        max(map(len, sum(labels, []))) <= LABEL_WIDTH
+        and labels[0][0] == "qwen2.5-7b"
+        and labels[0][-1] == "10 x (100 -> 51)"
     )
-    assert "".join(labels[0][1:-1]) == "(near/a-long-name-of-one)" and "".join(labels[-1][1:-1]).startswith("(of/another/")
+    assert "".join(labels[0][1:-1]) == "(near/a-long-name-of-one)" and "".join(labels[-1][1:-1]).startswith(
+        "(of/another/"
+    )
 
 
 def test_measurements_of_the_same_work_stand_beside_each_other(tmp_path):

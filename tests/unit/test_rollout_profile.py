@@ -9,15 +9,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flashrl_verl.bench import rollout_steps, rollout_steps_figure
-from flashrl_verl.bench.arms import Arm
-from flashrl_verl.bench.rollout import Report, Result, RolloutConfig
-from flashrl_verl.bench.rollout_engine import Answer, Timing
-from flashrl_verl.bench.rollout_kernels import class_of, regrouped
-from flashrl_verl.bench.rollout_profile import StepRecorder
-from flashrl_verl.bench.rollout_report import Prediction
-from flashrl_verl.config import Precision
-from flashrl_verl.plan.schedule import Work
+from benchmarks import rollout_steps, rollout_steps_figure
+from benchmarks.rollout import Report, Result, RolloutConfig
+from benchmarks.rollout_engine import Answer, Timing
+from benchmarks.rollout_kernels import class_of, regrouped
+from benchmarks.rollout_profile import StepRecorder
+from benchmarks.rollout_report import Prediction
+from flashrl_verl.settings import Precision
+from flashrl_verl.tools.engines.arms import Arm
+from flashrl_verl.tools.plan.schedule import Work
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,9 @@ def test_a_recorded_profile_gets_inductors_kernels_in_their_class():
     grouped = regrouped({"steps": 8, "kernels": kernels, "milliseconds": sums, "launches": dict.fromkeys(sums, 9.0)})
     assert grouped["milliseconds"] == {quantizing: 2.0, products: 5.0, between: 1.75}
     assert grouped["launches"] == {quantizing: 6.0, products: 8.0, between: 13.0}
-    assert [kind for kind, *_ in grouped["kernels"]] == [quantizing, between, products, between] and grouped["steps"] == 8
+    assert [kind for kind, *_ in grouped["kernels"]] == [quantizing, between, products, between] and grouped[
+        "steps"
+    ] == 8
     assert regrouped(grouped) == grouped and kernels[1][0] == quantizing
 
 
@@ -185,11 +187,14 @@ def recorded(folder, parts, **timing) -> tuple[RolloutConfig, Report]:
     """One arm at one work: 10 sequences of 125 tokens, whose steps have these milliseconds by class."""
     arm, work = Arm(precision=Precision.BF16), Work(sequences=10, prompt=100, response=51)
     config = RolloutConfig(
-        model="qwen2.5-7b", arms=(arm,), works=(work,), rounds=1, repeats=1, gpu_memory_utilization=0.9, tensor_parallel=1,
+        model="qwen2.5-7b", arms=(arm,), works=(work,), rounds=1, repeats=1, gpu_memory_utilization=0.9,
+        tensor_parallel=1,
         max_num_seqs=64, max_num_batched_tokens=512, layers=None, seed=0, output=folder,
     )  # fmt: skip
     profile = {"steps": 8, "sequences": 10, "context": 125.0, "milliseconds": parts, "launches": {}, "kernels": []}
-    timings = [Timing(**{"work": [10, 100, 51], "seconds": [1.1], "prefill_seconds": [0.1], "profile": profile} | timing)]
+    timings = [
+        Timing(**{"work": [10, 100, 51], "seconds": [1.1], "prefill_seconds": [0.1], "profile": profile} | timing)
+    ]
     answer = Answer(layers={}, memory={}, weights={}, device={}, timings=timings)
     environment = {"device": "NVIDIA H200", "memory_bytes": None}
     return config, Report(settings={}, environment=environment, results=[Result(round=0, arm="bf16", answer=answer)])
@@ -198,7 +203,17 @@ def recorded(folder, parts, **timing) -> tuple[RolloutConfig, Report]:
 def test_the_table_has_the_step_its_floor_and_what_no_kernel_is_by_hand(tmp_path):
     config, report = recorded(tmp_path, {"attention": 2.0, "linear layers": 15.5, "sampling": 0.0})
     (arm,) = config.arms
-    columns = ["work", "arm", "context", "step ms", "floor ms", "floor / step", "attention", "linear layers", "no kernel"]
+    columns = [
+        "work",
+        "arm",
+        "context",
+        "step ms",
+        "floor ms",
+        "floor / step",
+        "attention",
+        "linear layers",
+        "no kernel",
+    ]
     assert rollout_steps.columns(config, report) == columns
     floor = Prediction(config, report).floor_seconds(arm, 10, 125.0)
     # 7.07e9 parameters of the layers and the head in 2 bytes, and 28 layers x 4 heads x 128 x 2 x 2 bytes a token.

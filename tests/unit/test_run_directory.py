@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from flashrl_verl import run_directory
 from flashrl_verl.errors import ConfigError, FlashRLError
-from flashrl_verl.quickstart import QuickstartConfig, check
+from flashrl_verl.quickstart.run import QuickstartConfig, check
+from flashrl_verl.tools import run_directory
 
 
 def _tree(folder: Path) -> list[str]:
@@ -57,7 +57,13 @@ def test_earlier_results_are_numbered_and_never_deleted(tmp_path):
     for number, text in ((1, "first"), (2, "second")):
         assert _tree(tmp_path / f"previous-{number}") == kept
         assert (tmp_path / f"previous-{number}" / "checkpoints" / "global_step_2" / "model.pt").read_text() == text
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["assets", "checkpoints", "notes.txt", "previous-1", "previous-2"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "assets",
+        "checkpoints",
+        "notes.txt",
+        "previous-1",
+        "previous-2",
+    ]
 
 
 def test_of_a_checkpoint_folder_elsewhere_only_verls_entries_are_moved(tmp_path):
@@ -98,7 +104,9 @@ def test_a_link_out_of_the_directory_makes_no_checkpoints_its_own(tmp_path):
 def test_a_folder_that_an_earlier_run_of_the_directory_named_is_its_own(tmp_path):
     output, shared = tmp_path / "out", tmp_path / "shared"
     _recorded(output, f"trainer.default_local_dir={shared}", checkpoints=shared)
-    assert run_directory.move_aside(output, output / "checkpoints") == output / "previous-1"  # the next run saves in its own
+    assert (
+        run_directory.move_aside(output, output / "checkpoints") == output / "previous-1"
+    )  # the next run saves in its own
     _recorded(output)
     assert run_directory.move_aside(output, shared) == output / "previous-2"
     assert _tree(output / "previous-2" / "checkpoints") == ["global_step_2/model.pt", run_directory.LATEST]
@@ -139,7 +147,12 @@ def test_resuming_needs_a_checkpoint(tmp_path):
 
 
 def test_more_steps_other_loggers_and_more_memory_are_the_same_run(trained):
-    words = ["trainer.total_training_steps=50", "trainer.logger=[console]", "trainer.save_freq=5", "trainer.test_freq=5"]
+    words = [
+        "trainer.total_training_steps=50",
+        "trainer.logger=[console]",
+        "trainer.save_freq=5",
+        "trainer.test_freq=5",
+    ]
     _attempt(trained, *words, "actor_rollout_ref.rollout.max_num_seqs=64", resume=True)
     assert (trained / "metrics.jsonl").read_text() == "old"
 
@@ -149,7 +162,11 @@ def test_more_steps_other_loggers_and_more_memory_are_the_same_run(trained):
     [
         (["flashrl.precision=bf16"], 0, ["flashrl.precision=bf16 (was int8)"]),
         ([], 1, ["--seed=1 (was 0)", "data.seed=1 (was 0)"]),
-        (["algorithm.rollout_correction.rollout_is=null"], 0, ["algorithm.rollout_correction.rollout_is=null (was token)"]),
+        (
+            ["algorithm.rollout_correction.rollout_is=null"],
+            0,
+            ["algorithm.rollout_correction.rollout_is=null (was token)"],
+        ),
         (["actor_rollout_ref.actor.optim.lr=1e-3"], 0, ["actor_rollout_ref.actor.optim.lr=0.001 (was 0.0005)"]),
         (["data.train_batch_size=64"], 0, ["data.train_batch_size=64 (was 32)"]),
     ],
@@ -181,7 +198,9 @@ def test_what_is_another_runs_is_refused_by_key(trained, tmp_path, key, value):
 @pytest.mark.parametrize("mode", ["disable", "resume_path", "null"])
 def test_resuming_is_verls_auto_or_refused(trained, tmp_path, mode):
     words = (f"trainer.resume_mode={mode}", f"trainer.resume_from_path={tmp_path}/theirs/checkpoints/global_step_2")
-    with pytest.raises(ConfigError, match=f"^trainer.resume_mode={mode} is refused: .* Remedy: leave trainer.resume_mode out"):
+    with pytest.raises(
+        ConfigError, match=f"^trainer.resume_mode={mode} is refused: .* Remedy: leave trainer.resume_mode out"
+    ):
         _attempt(trained, *words, resume=True)
     _attempt(trained, "trainer.resume_mode=auto", resume=True)
 

@@ -13,6 +13,7 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks.__main__ import app as benchmarks
 from flashrl_verl.cli import app
 
 ROOT = Path(__file__).parents[2]
@@ -48,7 +49,8 @@ def test_setup_refuses_an_unknown_device(tmp_path):
 
 # ---- set-up with a Python that installs nothing ----
 
-# It answers the questions about its version, makes an environment that holds itself, and runs a file of the test for pip.
+# It answers the questions about its version, makes an environment that holds itself, and runs a file of the test for
+# pip.
 FAKE_PYTHON = """#!/usr/bin/env bash
 case "$*" in
   "-c import platform"*) echo 3.11.9 ;;
@@ -170,11 +172,14 @@ def _runs(pid: int) -> bool:
 @pytest.mark.parametrize("status", [0, 7])
 def test_a_watched_command_keeps_its_status_under_set_e(status):
     script = f"""set -euo pipefail; source {ROOT}/scripts/lib.sh; tell() {{ echo "after $1 s"; }}
-        watched 1 tell bash -c 'sleep 1.5; exit {status}' && echo good || echo "status $?"; watched 1 tell true; echo end"""
+        watched 1 tell bash -c 'sleep 1.5; exit {status}' && echo good || echo "status $?"; watched 1 tell true; echo end"""  # noqa: E501
     process = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=400)
     said = process.stdout.splitlines()
     assert re.fullmatch(r"after \d+ s", said[0])
-    assert [line for line in said if not line.startswith("after")] == ["good" if status == 0 else f"status {status}", "end"]
+    assert [line for line in said if not line.startswith("after")] == [
+        "good" if status == 0 else f"status {status}",
+        "end",
+    ]
     assert process.stderr == ""
 
 
@@ -265,17 +270,19 @@ def test_scripts_are_executable_bash(script):
 
 @pytest.mark.parametrize("script", ["figure_throughput.sh", "figure_learning.sh", "figure_step.sh"])
 def test_the_commands_of_a_figures_script_are_commands_with_these_options(tmp_path, script):
-    """A Python that only writes down what it is asked; then every line is parsed by the command line, and ends at --help."""
+    """A Python that only writes down what it is asked; then every line is parsed by the command line, and ends at
+    --help."""
     python = tmp_path / "python"
     python.write_text(f'#!/usr/bin/env bash\nprintf "%s\\n" "$*" >>{tmp_path}/asked\n')
     python.chmod(0o755)
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "FIGURE_OUTPUT": str(tmp_path / "out")}
     subprocess.run(["bash", ROOT / "scripts" / script], env=environment, check=True, timeout=100)
     lines = asked(tmp_path)
-    assert lines and all(line.startswith("-m flashrl_verl ") for line in lines)
+    applications = {"flashrl_verl": app, "benchmarks": benchmarks}
+    assert lines and all(line.startswith("-m ") for line in lines)
     for line in lines:
-        words = line.split()[2:]
-        result = CliRunner().invoke(app, [*words, "--help"], env={"COLUMNS": "200"})
+        _, module, *words = line.split()
+        result = CliRunner().invoke(applications[module], [*words, "--help"], env={"COLUMNS": "200"})
         assert result.exit_code == 0, (line, result.output)
         for option in filter(lambda word: word.startswith("--"), words):
             assert option in result.output, (option, line)

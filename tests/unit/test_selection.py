@@ -60,7 +60,9 @@ def test_a_pattern_for_a_fused_name_keeps_the_fused_layer():
     assert kept(LayerSelection(ignore=["re:.*1.*qkv_proj"])) == ["model.layers.1.self_attn.qkv_proj"]
 
 
-@pytest.mark.parametrize("first, last, numbers", [(0, 0, []), (2, 0, [0, 1]), (0, 1, [5]), (1, 2, [0, 4, 5]), (3, 3, range(6))])
+@pytest.mark.parametrize(
+    "first, last, numbers", [(0, 0, []), (2, 0, [0, 1]), (0, 1, [5]), (1, 2, [0, 4, 5]), (3, 3, range(6))]
+)
 def test_the_first_and_last_layers_are_kept_whole(first, last, numbers):
     selection = LayerSelection(keep_first=first, keep_last=last)
     assert kept(selection) == [name for name in NAMES if int(name.split(".")[2]) in numbers]

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from flashrl_verl.errors import FlashRLError
-from flashrl_verl.self_check import EngineState, differences, prompt, require_same
+from flashrl_verl.refit.self_check import EngineState, differences, prompt, require_same
 
 STATE = EngineState(
     workers=[{"a.weight": (11, 0x1000), "a.scale": (12, 0x2000)}, {"a.weight": (21, 0x3000)}],

@@ -3,7 +3,7 @@
 
 import hashlib
 
-from flashrl_verl.software import machine_digest, package_digest
+from flashrl_verl.tools.software import machine_digest, package_digest
 
 
 def test_the_packages_digest_is_of_what_its_modules_say_and_are_called(tmp_path):
@@ -17,7 +17,13 @@ def test_the_packages_digest_is_of_what_its_modules_say_and_are_called(tmp_path)
     one = package("one", {"a.py": "x = 1", "b/c.py": "y = 2"})
     assert one == package("two", {"a.py": "x = 1", "b/c.py": "y = 2", "b/notes.txt": "no module"})
     assert (
-        len({one, package("three", {"a.py": "x = 2", "b/c.py": "y = 2"}), package("four", {"a.py": "x = 1", "c.py": "y = 2"})})
+        len(
+            {
+                one,
+                package("three", {"a.py": "x = 2", "b/c.py": "y = 2"}),
+                package("four", {"a.py": "x = 1", "c.py": "y = 2"}),
+            }
+        )
         == 3
     )
     assert len(package_digest()) == 12

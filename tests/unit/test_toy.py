@@ -10,12 +10,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flashrl_verl.errors import ConfigError, FlashRLError
-from flashrl_verl.toy.assets import MANIFEST, AssetsConfig, make_assets
-from flashrl_verl.toy.model import ToyModelConfig, build_model
-from flashrl_verl.toy.reward import compute_score
-from flashrl_verl.toy.task import DATA_SOURCE, Problem, TaskConfig, split_problems
-from flashrl_verl.toy.tokenizer import ROLES, TURN_END, build_tokenizer
-from flashrl_verl.toy.warmup import Encoder, WarmupConfig, evaluate, warm_up
+from flashrl_verl.quickstart.assets import MANIFEST, AssetsConfig, make_assets
+from flashrl_verl.quickstart.model import ToyModelConfig, build_model
+from flashrl_verl.quickstart.reward import compute_score
+from flashrl_verl.quickstart.task import DATA_SOURCE, Problem, TaskConfig, split_problems
+from flashrl_verl.quickstart.tokenizer import ROLES, TURN_END, build_tokenizer
+from flashrl_verl.quickstart.warmup import Encoder, WarmupConfig, evaluate, warm_up
 
 # Stops at the first probe, after one update: for what does not depend on how good the model is.
 BRIEF = AssetsConfig(

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from flashrl_verl.errors import ConfigError
-from flashrl_verl.toy.assets import MANIFEST, AssetsConfig, make_assets
-from flashrl_verl.toy.model import ToyModelConfig, build_model
-from flashrl_verl.toy.outliers import OutlierConfig, plant
-from flashrl_verl.toy.tokenizer import build_tokenizer
-from flashrl_verl.toy.warmup import WarmupConfig
+from flashrl_verl.quickstart.assets import MANIFEST, AssetsConfig, make_assets
+from flashrl_verl.quickstart.model import ToyModelConfig, build_model
+from flashrl_verl.quickstart.outliers import OutlierConfig, plant
+from flashrl_verl.quickstart.tokenizer import build_tokenizer
+from flashrl_verl.quickstart.warmup import WarmupConfig
 
 
 @pytest.fixture(scope="module")

@@ -50,7 +50,7 @@ def result(process: subprocess.Popen) -> list:
 
 
 def send(handle: str, weights, timeout_s: float = 200.0, receiver_ended=lambda: None) -> None:
-    from flashrl_verl.rollout.transfer import WatchedSender
+    from flashrl_verl.refit.transfer import WatchedSender
 
     sender = WatchedSender(
         timeout_s=timeout_s,

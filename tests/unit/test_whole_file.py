@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from flashrl_verl.whole_file import write_whole
+from flashrl_verl.trainer.atomic_write import write_whole
 
 
 def test_the_new_content_replaces_the_old_and_is_alone(tmp_path):
@@ -30,7 +30,8 @@ def test_a_file_that_does_not_fit_leaves_the_old_one(tmp_path):
     path = tmp_path / "state.json"
     path.write_bytes(b"old")
     code = (
-        "import resource, signal, sys; from pathlib import Path; from flashrl_verl.whole_file import write_whole\n"
+        "import resource, signal, sys; from pathlib import Path; from flashrl_verl.trainer.atomic_write import "
+        "write_whole\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
         "try: write_whole(Path(sys.argv[1]), bytes(100_000))\n"
         "except OSError as error: print(error.strerror)"
@@ -43,8 +44,8 @@ def test_a_file_that_does_not_fit_leaves_the_old_one(tmp_path):
 def test_a_stop_in_the_middle_leaves_nothing_beside_the_file(tmp_path):
     path = tmp_path / "state.json"
     code = (
-        "import signal, sys; from pathlib import Path; from flashrl_verl.process_tree import Stopped\n"
-        "from flashrl_verl.whole_file import write_whole\n"
+        "import signal, sys; from pathlib import Path; from flashrl_verl.tools.process_tree import Stopped\n"
+        "from flashrl_verl.trainer.atomic_write import write_whole\n"
         "def stop(number, frame): raise Stopped(number)\n"
         "signal.signal(signal.SIGALRM, stop); content = bytes(50_000_000)\n"
         "try:\n"

@@ -7,15 +7,15 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 from typer.testing import CliRunner
 
-from flashrl_verl.bench.shapes import load_config
 from flashrl_verl.cli import app
 from flashrl_verl.errors import ConfigError
-from flashrl_verl.plan import gpus
-from flashrl_verl.plan.memory import Engine
-from flashrl_verl.plan.planner import make_plan
-from flashrl_verl.plan.schedule import Work
-from flashrl_verl.plan.shape import shape_of
-from flashrl_verl.plan.whole_step import FORWARD, UPDATE, forward_operations, whole_step
+from flashrl_verl.tools.engines.shapes import load_config
+from flashrl_verl.tools.plan import gpus
+from flashrl_verl.tools.plan.memory import Engine
+from flashrl_verl.tools.plan.planner import make_plan
+from flashrl_verl.tools.plan.schedule import Work
+from flashrl_verl.tools.plan.shape import shape_of
+from flashrl_verl.tools.plan.whole_step import FORWARD, UPDATE, forward_operations, whole_step
 
 H200 = gpus.find("h200")
 
@@ -26,11 +26,14 @@ def qwen32b():
 
 
 def test_a_whole_step_by_hand(qwen32b):
-    """64 H200s, 8192 sequences of 4096 tokens; 31.2 billion weights of projections and 0.78 of the head pass a token."""
+    """64 H200s, 8192 sequences of 4096 tokens; 31.2 billion weights of projections and 0.78 of the head pass a
+    token."""
     step = whole_step(qwen32b, H200, 64, rollout=100.0, sequences=8192, length=4096)
     tokens = 8192 * 4096
     products = 2 * tokens * (64 * (5120 * 5120 * 2 + 2 * 5120 * 1024 + 3 * 5120 * 27648) + 5120 * 152064)
-    attention = 64 * 4 * 5120 * (4096 / 2) * tokens  # queries x keys and weights x values, half of them behind the token
+    attention = (
+        64 * 4 * 5120 * (4096 / 2) * tokens
+    )  # queries x keys and weights x values, half of them behind the token
     forward = (products + attention) / (64 * 989e12)
     assert step.log_probs == pytest.approx(forward / FORWARD, rel=1e-3)
     assert step.update == pytest.approx(4 * forward / UPDATE, rel=1e-3)
@@ -51,21 +54,46 @@ def test_where_bf16_does_not_fit_steps_have_no_ratio():
     assert any(outcome.whole is not None for outcome in plan.outcomes)
 
 
-WORDS = ["plan", "--model", "qwen2.5-7b", "--gpu", "h200", "--gpus", "4", "--sequences", "64", "--response-length", "1000"]
+WORDS = [
+    "plan",
+    "--model",
+    "qwen2.5-7b",
+    "--gpu",
+    "h200",
+    "--gpus",
+    "4",
+    "--sequences",
+    "64",
+    "--response-length",
+    "1000",
+]
 
 
 def test_the_table_the_json_and_the_picture_have_the_same_steps(tmp_path):
-    result = CliRunner().invoke(app, [*WORDS, "--json", str(tmp_path / "a.json"), "--figure", str(tmp_path / "new" / "a.svg")])
+    result = CliRunner().invoke(
+        app, [*WORDS, "--json", str(tmp_path / "a.json"), "--figure", str(tmp_path / "new" / "a.svg")]
+    )
     assert result.exit_code == 0, result.output
     record = json.loads((tmp_path / "a.json").read_text())
     said = result.output[result.output.index("A step of RL with 64 sequences") :].splitlines()
     for outcome in record["outcomes"]:
         whole = outcome["whole"]
-        assert whole["seconds"] == pytest.approx(sum(whole[part] for part in ("rollout", "log_probs", "update", "refit")))
+        assert whole["seconds"] == pytest.approx(
+            sum(whole[part] for part in ("rollout", "log_probs", "update", "refit"))
+        )
         ratio = record["outcomes"][0]["whole"]["seconds"] / whole["seconds"]
-        expected = [f"{whole['rollout']:.1f}", f"{whole['seconds']:.1f}", f"{3600 / whole['seconds']:.3g}", f"{ratio:.2f}"]
-        assert any([cells[i] for i in (-7, -3, -2, -1)] == expected for cells in map(str.split, said) if len(cells) >= 8)
-    bars = [part for part in ElementTree.parse(tmp_path / "new" / "a.svg").iter() if part.get("id", "").startswith("patch_")]
+        expected = [
+            f"{whole['rollout']:.1f}",
+            f"{whole['seconds']:.1f}",
+            f"{3600 / whole['seconds']:.3g}",
+            f"{ratio:.2f}",
+        ]
+        assert any(
+            [cells[i] for i in (-7, -3, -2, -1)] == expected for cells in map(str.split, said) if len(cells) >= 8
+        )
+    bars = [
+        part for part in ElementTree.parse(tmp_path / "new" / "a.svg").iter() if part.get("id", "").startswith("patch_")
+    ]
     assert len(bars) >= 4 * len(record["outcomes"])
 
 

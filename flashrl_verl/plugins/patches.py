@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ledger of everything this package changes in verl outside a subclass or a registry. One entry a function.
+
+=====================================  =================================================================================
+target                                 ``verl.utils.distributed.initialize_global_process_group_ray``
+why                                    it joins "cpu:gloo" and "<device>:<backend>"; on the CPU platform that is
+                                       "cpu:gloo,cpu:gloo", which torch refuses. It takes ``backend=``, but its caller
+                                       (``TrainingWorker.__init__``) passes none
+applied                                only when VERL_PLATFORM=cpu, when the module is imported
+upstream                               https://github.com/verl-project/verl/blob/main/verl/utils/distributed.py
+versions                               verl 0.9.1
+drop it when                           the function leaves out a repeated device
+tested by                              tests/unit/test_platform_cpu.py, every end-to-end run on CPU
+=====================================  =================================================================================
+
+=====================================  =================================================================================
+target                                 ``verl.utils.torch_functional.logprobs_from_logits_v2``
+why                                    without the package flash-attn it takes the log-softmax of every token by itself,
+                                       thousands of kernels a micro-batch, and of BF16 logits in BF16: ``log_probs.py``
+                                       takes many at a time, in float32
+applied                                in trainers' workers (``worker.py``), and without effect where flash-attn is
+installed
+upstream                               https://github.com/verl-project/verl/blob/main/verl/utils/torch_functional.py
+versions                               verl 0.9.1
+drop it when                           the function takes a batch of tokens at a time
+tested by                              tests/unit/test_log_probs.py
+=====================================  =================================================================================
+"""
+
+import functools
+import inspect
+import types
+
+from flashrl_verl.errors import FlashRLError
+
+
+def default_to_gloo(distributed: types.ModuleType) -> None:
+    """Apply the entry above to ``verl.utils.distributed``.
+
+    Raises:
+        FlashRLError: the function is no longer what the entry describes.
+    """
+    original = distributed.initialize_global_process_group_ray
+    if "backend" not in inspect.signature(original).parameters:
+        raise FlashRLError(
+            "verl.utils.distributed.initialize_global_process_group_ray has no argument `backend` any more; see the "
+            "entry in "
+            "flashrl_verl/plugins/patches.py and use verl 0.9.1"
+        )
+    distributed.initialize_global_process_group_ray = functools.partial(original, backend="gloo")
+
+
+def many_tokens_at_once(torch_functional: types.ModuleType) -> None:
+    """Apply the second entry to ``verl.utils.torch_functional``.
+
+    Raises:
+        FlashRLError: it has no such function any more.
+    """
+    from flashrl_verl.plugins.log_probs import log_probs
+
+    name = "logprobs_from_logits_v2"
+    if not hasattr(torch_functional, name):
+        raise FlashRLError(
+            f"verl.utils.torch_functional has no {name} any more; see the entry in "
+            "flashrl_verl/plugins/patches.py and use verl 0.9.1"
+        )
+    setattr(torch_functional, name, log_probs)

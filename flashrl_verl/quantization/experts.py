@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM methods for fused mixture-of-experts layers: W8A8 experts that are quantized on load, and BF16 ones for the CPU.
+
+The router is a linear layer of its own (``ReplicatedLinear``) and stays as it is.
+"""
+
+from collections.abc import Callable
+
+import torch
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEQuantConfig
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+from flashrl_verl.errors import ConfigError
+from flashrl_verl.quantization.formats import Kernel
+from flashrl_verl.quantization.gemm import device_kernels, emulated_multiply, onednn_handle, onednn_multiply
+from flashrl_verl.quantization.numerics import WeightFormat
+from flashrl_verl.quantization.parameter import QuantizedExperts
+
+ExpertMultiply = Callable[[int, torch.Tensor], torch.Tensor]
+"""(expert, x [tokens, K]) -> [tokens, N]: one projection of one expert."""
+
+
+def expert_loop(
+    layer: torch.nn.Module, x: torch.Tensor, router_logits: torch.Tensor, gate_up: ExpertMultiply, down: ExpertMultiply
+) -> torch.Tensor:
+    """A mixture-of-experts layer, expert by expert: for a CPU, where vLLM's fused kernels want weights packed for them.
+
+    Args:
+        layer: vLLM's ``RoutedExperts``: how tokens are routed.
+        x: [tokens, hidden].
+        router_logits: [tokens, experts].
+        gate_up: first projection of an expert.
+        down: second; its input is float32.
+
+    Returns:
+        [tokens, hidden] in x's dtype: sum over the chosen experts of router weight times down(act(gate_up(x))).
+    """
+    from vllm.model_executor.layers.fused_moe.cpu_fused_moe import _CPU_MOE_ACT_FN, select_experts
+
+    if layer.apply_router_weight_on_input:
+        raise ConfigError(
+            "this model applies router weights to the experts' input, which hardware=cpu does not compute; use "
+            "hardware=cuda"
+        )
+    weights, chosen = select_experts(
+        hidden_states=x,
+        router_logits=router_logits,
+        use_grouped_topk=layer.use_grouped_topk,
+        top_k=layer.top_k,
+        renormalize=layer.renormalize,
+        topk_group=layer.topk_group,
+        num_expert_group=layer.num_expert_group,
+        custom_routing_function=layer.custom_routing_function,
+        scoring_func=layer.scoring_func,
+        routed_scaling_factor=layer.routed_scaling_factor,
+        e_score_correction_bias=layer.e_score_correction_bias,
+    )
+    activation = _CPU_MOE_ACT_FN[layer.activation]
+    out = torch.zeros_like(x, dtype=torch.float32)
+    for expert in chosen.unique().tolist():
+        tokens, slots = (chosen == expert).nonzero(as_tuple=True)
+        hidden = activation(gate_up(expert, x[tokens]).float())
+        out.index_add_(0, tokens, down(expert, hidden).float() * weights[tokens, slots].unsqueeze(1))
+    return out.to(x.dtype)
+
+
+def expert_quant_config(fmt: WeightFormat, w13_scales: torch.Tensor, w2_scales: torch.Tensor) -> FusedMoEQuantConfig:
+    """vLLM's description of W8A8 experts, channel / token; scales [E, N, 1] float32."""
+    return FusedMoEQuantConfig.make(
+        fmt.dtype,
+        w1_scale=w13_scales,
+        w2_scale=w2_scales,
+        per_act_token_quant=True,
+        per_out_ch_quant=not fmt.rounds_to_integers,  # vLLM's own INT8 config says False and means the same
+    )
+
+
+class QuantizedMoEMethod(FusedMoEMethodBase):
+    """Experts with symmetric 8-bit weights, a scale per output channel, and dynamic 8-bit activations per token.
+
+    Raises:
+        ConfigError: the layer has something that no kernel here computes.
+    """
+
+    def __init__(self, fmt: WeightFormat, moe: FusedMoEConfig, prefix: str):
+        super().__init__(moe)
+        self.format = fmt
+        self.kernel = device_kernels(fmt).experts
+        unsupported = {
+            "biases": moe.has_bias,
+            "no gated activation": not moe.is_act_and_mul,
+            "expert parallelism": moe.moe_parallel_config.use_ep,
+            "data parallelism": moe.moe_parallel_config.dp_size > 1,
+        }
+        for what, present in unsupported.items():
+            if present:
+                raise ConfigError(
+                    f"{prefix}: flashrl.precision={fmt.name} does not support experts with {what}; add 're:.*experts' "
+                    "to "
+                    "flashrl.ignore, or set flashrl.precision=bf16"
+                )
+
+    @property
+    def is_monolithic(self) -> bool:
+        return self.kernel is not Kernel.TRITON
+
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs,
+    ) -> None:
+        parallel = self.moe.moe_parallel_config
+        shapes = {
+            "w13_weight": (num_experts, 2 * intermediate_size_per_partition, hidden_size),
+            "w2_weight": (num_experts, hidden_size, intermediate_size_per_partition),
+        }
+        for name, shape in shapes.items():
+            scales = torch.nn.Parameter(torch.ones(*shape[:2], 1, dtype=torch.float32), requires_grad=False)
+            weight = QuantizedExperts(
+                data=torch.zeros(shape, dtype=self.format.dtype),
+                scales=scales,
+                format=self.format,
+                tp_rank=parallel.tp_rank,
+                tp_size=parallel.tp_size,
+            )
+            layer.register_parameter(name, weight)
+            layer.register_parameter(f"{name}_scale", scales)
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        if self.kernel is Kernel.ONEDNN:
+            for name in ("w13_weight", "w2_weight"):
+                weight = getattr(layer, name)
+                handles = f"{name}_handles"
+                setattr(layer, handles, None)  # free the old packed copies before the new ones are made
+                pairs = zip(weight.data, weight.scales.data, strict=True)
+                # float32 between the projections: rounding to BF16 there would cost 12 dB against exact W8A8.
+                setattr(layer, handles, [onednn_handle(codes, scales, torch.float32) for codes, scales in pairs])
+
+    def packed_products(self, layer: torch.nn.Module) -> list[torch.Tensor]:
+        """Products of ones with what is computed with in the place of the parameters; empty where they are used
+        directly."""
+        if self.kernel is not Kernel.ONEDNN:
+            return []
+        products = []
+        for name in ("w13_weight", "w2_weight"):
+            _, rows, columns = getattr(layer, name).shape
+            products += [onednn_multiply(h, torch.ones(1, columns), rows) for h in getattr(layer, f"{name}_handles")]
+        return products
+
+    def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> FusedMoEQuantConfig:
+        return expert_quant_config(self.format, layer.w13_weight_scale, layer.w2_weight_scale)
+
+    def apply(
+        self,
+        layer: torch.nn.Module,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        shared_experts=None,
+        shared_experts_input: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        # The function and not vLLM's TritonExperts class, whose assertion on the activations' dtype leaves INT8 out
+        # (0.24 to 0.27): there "INT8 experts" are weight-only.
+        from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
+
+        return fused_experts(
+            x,
+            layer.w13_weight,
+            layer.w2_weight,
+            topk_weights,
+            topk_ids,
+            activation=layer.activation,
+            apply_router_weight_on_input=layer.apply_router_weight_on_input,
+            global_num_experts=layer.global_num_experts,
+            quant_config=self.moe_quant_config,
+        )
+
+    def apply_monolithic(
+        self,
+        layer: torch.nn.Module,
+        x: torch.Tensor,
+        router_logits: torch.Tensor,
+        input_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        def multiply(name: str) -> ExpertMultiply:
+            weight = getattr(layer, name)
+            if self.kernel is Kernel.ONEDNN:
+                handles = getattr(layer, f"{name}_handles")
+                return lambda e, rows: onednn_multiply(handles[e], rows.float(), weight.shape[1])
+            return lambda e, rows: emulated_multiply(rows.float(), weight.data[e], weight.scales.data[e], self.format)
+
+        return expert_loop(layer, x, router_logits, multiply("w13_weight"), multiply("w2_weight"))
+
+
+class UnpackedMoEMethod(UnquantizedFusedMoEMethod):
+    """BF16 experts for CPU: keeps the weights as loaded.
+
+    vLLM's own method packs them for its kernels, after which no update can reach them.
+    """
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        pass
+
+    def apply_monolithic(
+        self,
+        layer: torch.nn.Module,
+        x: torch.Tensor,
+        router_logits: torch.Tensor,
+        input_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        def multiply(name: str) -> ExpertMultiply:
+            weight, bias = getattr(layer, f"{name}_weight"), getattr(layer, f"{name}_bias", None)
+            return lambda e, rows: torch.nn.functional.linear(
+                rows.to(weight.dtype), weight[e], None if bias is None else bias[e]
+            )
+
+        return expert_loop(layer, x, router_logits, multiply("w13"), multiply("w2"))

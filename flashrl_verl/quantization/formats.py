@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The 8-bit formats of ``flashrl.precision``: their codes, and which kernel multiplies them where.
+
+INT8: integer codes -127 to 127, INT32 accumulation. Every GPU since Turing has the tensor cores, A100 among them.
+
+FP8: E4M3 codes (1 sign, 4 exponent, 3 mantissa bits; no Inf; OCP 8-bit Floating Point Specification, 2023). Tensor
+    cores for it
+exist since Ada (8.9) and Hopper (9.0). A CPU multiplies the same codes in float32: the accuracy of the format can be
+looked at there, its speed cannot.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+from flashrl_verl.quantization.numerics import WeightFormat
+from flashrl_verl.settings import Precision
+
+
+class Kernel(str, Enum):
+    """Implementations of W8A8 multiplication; ``gemm.py`` and ``experts.py`` hold the code."""
+
+    CUTLASS = "cutlass"
+    TRITON = "triton"
+    ONEDNN = "onednn"
+    EMULATED = "emulated"
+    """Quantized activations and weights multiplied in float32: the numbers of the format without its speed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelChoice:
+    """A kernel, and the devices that use it. The first choice that fits a device is taken."""
+
+    device: str
+    """``cuda`` or ``cpu``."""
+    linear: Kernel
+    """For linear layers."""
+    experts: Kernel
+    """For fused mixture-of-experts layers."""
+    since: int = 0
+    """Lowest compute capability, 10 x major + minor; CUDA only."""
+    before: int = 1000
+    """Lowest compute capability that is too new; CUDA only."""
+
+
+INT8 = WeightFormat(
+    name="int8",
+    dtype=torch.int8,
+    code_max=127.0,
+    unwritten=0x80,  # -128: the code book is symmetric and never holds it
+)
+
+FP8 = WeightFormat(
+    name="fp8",
+    dtype=torch.float8_e4m3fn,
+    code_max=448.0,
+    unwritten=0x7F,  # NaN
+)
+
+_KERNELS = {
+    INT8: (
+        KernelChoice(device="cuda", since=75, before=100, linear=Kernel.CUTLASS, experts=Kernel.TRITON),
+        # vLLM's CUTLASS has no INT8 from Blackwell on (vllm#54311).
+        KernelChoice(device="cuda", since=100, linear=Kernel.TRITON, experts=Kernel.TRITON),
+        KernelChoice(device="cpu", linear=Kernel.ONEDNN, experts=Kernel.ONEDNN),
+    ),
+    FP8: (
+        KernelChoice(device="cuda", since=89, linear=Kernel.CUTLASS, experts=Kernel.TRITON),
+        KernelChoice(device="cpu", linear=Kernel.EMULATED, experts=Kernel.EMULATED),
+    ),
+}
+
+
+def weight_format(precision: Precision) -> WeightFormat | None:
+    """Return the format of a precision; None for BF16, which quantizes nothing."""
+    return {Precision.INT8: INT8, Precision.FP8: FP8}.get(precision)
+
+
+def kernel_choices(fmt: WeightFormat) -> tuple[KernelChoice, ...]:
+    """Return the kernels of a format, in order of preference."""
+    return _KERNELS[fmt]

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trainer side of a weight update: casts each tensor to the rollout's dtype, sends it, and awaits the engine's
+report."""
+
+import asyncio
+import time
+from collections.abc import Iterable, Iterator
+
+import ray
+import torch
+from verl.utils.device import get_device_name
+from verl.utils.torch_dtypes import PrecisionType
+from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
+
+from flashrl_verl.errors import ConfigError, RefitError
+from flashrl_verl.refit.receipt import Manifest
+from flashrl_verl.refit.transfer import TIMEOUT_KEY, WatchedSender, socket_scope
+from flashrl_verl.refit.wire import wire_dtype
+from flashrl_verl.settings import FlashRLConfig
+
+
+def cast_for_rollout(
+    weights: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the weights in the rollout's dtype; routers and non-floating tensors as they are (``wire_dtype``).
+
+    FSDP keeps FP32 masters: sent as they are they would be twice the bytes (131 GB at 32B), and the quantized weight
+    must be that of the BF16 model the engine would otherwise run.
+
+    Args:
+        weights: (Hugging Face name, tensor of any shape and dtype) pairs.
+        dtype: the rollout's.
+    """
+    for name, tensor in weights:
+        yield name, tensor.to(wire_dtype(name, tensor.dtype, dtype), non_blocking=True)
+
+
+class _Stopwatch:
+    """Seconds that the items of an iterable take to come: on CUDA by events on the current stream, so that nothing
+    waits."""
+
+    def __init__(self, device: str):
+        self._cuda = device == "cuda"
+        self._pieces: list[tuple] = []
+
+    def time_each(self, items: Iterable) -> Iterator:
+        """Yield ``items``."""
+        iterator = iter(items)
+        while True:
+            started = self._now()
+            try:
+                item = next(iterator)
+            except StopIteration:
+                return
+            finally:
+                self._pieces.append((started, self._now()))
+            yield item
+
+    def seconds(self) -> float:
+        """The sum; waits for the last piece to end."""
+        if not self._cuda:
+            return sum(stop - start for start, stop in self._pieces)
+        self._pieces[-1][1].synchronize()
+        return sum(start.elapsed_time(stop) for start, stop in self._pieces) / 1e3
+
+    def _now(self):
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def outgoing(
+    weights: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype, manifest: Manifest, stopwatch: _Stopwatch
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every tensor as it is sent: gathered and cast, which ``stopwatch`` times, and written into ``manifest``."""
+    return manifest.watch(stopwatch.time_each(cast_for_rollout(weights, dtype)))
+
+
+class FlashRLServerAdapter(ServerAdapter):
+    """verl's adapter with a cast, a time-out, a receipt, and the receiver's result awaited."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.flashrl = FlashRLConfig.from_mapping((self.config.custom or {}).get("flashrl", {}))
+        job_id = ray.get_runtime_context().get_job_id()
+        self.zmq_handle = self.zmq_handle.replace(job_id, socket_scope(), 1)
+        self.sent_receipt: dict = {}
+        self.self_check_next = False
+        """Whether the engine is to look for layers with stale copies before it takes the next update
+        (``self_check.py``)."""
+        self.reports: list[dict] = []
+        """The engine workers' reports on the last update; only the rank that owns the server has them."""
+
+    @torch.no_grad()
+    async def update_weights(
+        self,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        global_steps: int | None = None,
+        wire_format: str = "named_tensors",
+        **kwargs,
+    ) -> None:
+        """Send one update and wait until the engine has loaded and verified it.
+
+        Args:
+            weights: (Hugging Face name, whole tensor) pairs, any floating dtype.
+            global_steps: the trainer's step, written into the receipt.
+            wire_format: ``named_tensors``; anything else is refused.
+            **kwargs: verl's LoRA arguments, handed through.
+
+        Raises:
+            RefitError: the engine could not take the update, ended, or was silent for ``flashrl.update_timeout_s``.
+        """
+        if wire_format != "named_tensors":
+            raise ConfigError(
+                f"wire_format={wire_format!r} cannot be accounted for; set "
+                "actor_rollout_ref.rollout.checkpoint_engine.backend=naive"
+            )
+        started = time.perf_counter()
+        step = -1 if global_steps is None else int(global_steps)
+        request = {"step": step, "timeout_s": self.flashrl.update_timeout_s, "self_check": self.self_check_next}
+        self.self_check_next = False
+        future = await self._execute_method(
+            "update_weights_from_ipc", non_block=True, kwargs={**kwargs, "use_shm": self.use_shm, "flashrl": request}
+        )
+        sender = WatchedSender(
+            timeout_s=self.flashrl.update_timeout_s,
+            receiver_ended=lambda: self._why_ended(future, step),
+            zmq_handle=self.zmq_handle,
+            bucket_size_mb=self.config.checkpoint_engine.update_weights_bucket_megabytes,
+            use_shm=self.use_shm,
+        )
+        manifest, gather = Manifest(step), _Stopwatch(get_device_name())
+        await sender.async_send_weights(outgoing(weights, PrecisionType.to_dtype(self.config.dtype), manifest, gather))
+        reports = await self._await_reports(future, step) if future is not None else []
+        self._raise_on_error(reports)
+        self.sent_receipt, self.reports = manifest.receipt(), reports
+        if self._has_server:
+            await self.server_handle.clear_kv_cache.remote()
+            if global_steps is not None:
+                await self.server_handle.set_global_steps.remote(global_steps)
+        total = time.perf_counter() - started
+        for report in reports:
+            seconds = report["seconds"]
+            seconds.update(total=total, gather=gather.seconds())
+            # What is left is moving bytes: packing buckets, IPC or shared memory, acknowledgements.
+            seconds["transfer"] = max(0.0, total - sum(seconds[k] for k in ("gather", "load", "finish")))
+
+    async def _await_reports(self, future: ray.ObjectRef, step: int) -> list[dict]:
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(future.future()), self.flashrl.update_timeout_s)
+        except asyncio.TimeoutError as error:
+            raise RefitError(
+                f"weight update of step {step}: all tensors were sent, but the rollout engine did not report within "
+                f"{self.flashrl.update_timeout_s:g} s; if it is only slow, raise {TIMEOUT_KEY}"
+            ) from error
+        except ray.exceptions.RayError as error:
+            raise RefitError(f"weight update of step {step}: the rollout engine ended: {_cause(error)}") from error
+
+    def _why_ended(self, future: ray.ObjectRef | None, step: int) -> str | None:
+        """None while the engine works on the update; the reason when its call came back before the last bucket."""
+        if future is None or not ray.wait([future], timeout=0)[0]:
+            return None
+        try:
+            reports = ray.get(future)
+        except Exception as error:  # noqa: BLE001 - whatever ended the engine is the message
+            return f"weight update of step {step}: the rollout engine ended: {_cause(error)}"
+        errors = [r["error"] for r in reports if r.get("error")]
+        return f"weight update of step {step}: the rollout engine stopped receiving: {'; '.join(errors) or 'no reason'}"
+
+    def _raise_on_error(self, reports: list[dict]) -> None:
+        errors = [f"worker {i}: {r['error']}" for i, r in enumerate(reports) if r.get("error")]
+        if errors:
+            raise RefitError(f"replica {self.replica_rank}: " + "; ".join(errors))
+
+
+def _cause(error: Exception) -> str:
+    lines = [line for line in str(error).strip().splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[-1] if lines else 'no message'}"

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a live engine is, read off its modules and storage, and whether that is what its settings say.
+
+The model decides whether a precision's name is true, not the engine's arguments. ``describe_model`` runs in vLLM's
+worker and returns plain data; ``require_settings`` refuses what does not fit, wherever that arrives.
+"""
+
+from collections import Counter
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear
+
+from flashrl_verl.errors import ConfigError, FlashRLError
+from flashrl_verl.quantization.formats import weight_format
+from flashrl_verl.quantization.lm_head import FP32
+from flashrl_verl.quantization.parameter import QuantizedStorage
+from flashrl_verl.settings import FlashRLConfig, KVCache, Precision
+
+_PROBE_TOKENS = 4
+"""Hidden states of the probe; even a toy vocabulary makes hundreds of logits of them, and FP32 values that all happen
+to be BF16 values (one in 2^16 is) do not occur."""
+
+_ENGINE_NAMES = {KVCache.AUTO: {"auto", "bfloat16", "float16"}}
+"""What vLLM's attention layers call a KV cache; others have the setting's own name."""
+
+
+def describe_model(runner: Any) -> dict[str, Any]:
+    """What a worker's model is.
+
+    Args:
+        runner: vLLM's model runner.
+
+    Returns:
+        ``precision`` of the engine's quantization config; ``quantized``: quantized weights by dtype (a linear layer has
+        one, a layer of experts two); ``quantized_layers`` and ``quantized_names``; ``unquantized_layers``: name ->
+        class of the others, routers left out; ``kept_layers`` that the user kept, ``kept_numbers`` of decoder layers
+        kept whole, ``ignore_unused``: entries of ``flashrl.ignore`` that matched nothing; ``head_dtype`` in which
+        logits are computed; ``quantized_bytes`` (codes and scales), ``quantized_bytes_as_bf16``, ``weight_bytes`` of
+        all parameters; ``logprobs_mode``; ``kv_cache``: ``dtypes``, attention layers by vLLM's name of their KV cache's
+        dtype, and ``backends``.
+    """
+    model, config = runner.model, runner.vllm_config.quant_config
+    quantized_bytes = bf16_bytes = 0
+    quantized: Counter[str] = Counter()
+    unquantized: dict[str, str] = {}
+    names: list[str] = []
+    for name, module in model.named_modules():
+        if not isinstance(module, LinearBase | RoutedExperts):
+            continue
+        # The runner around the experts is what the model, and the user, calls by name.
+        name = module.layer_name if isinstance(module, RoutedExperts) else name
+        storages = [p for p in module.parameters(recurse=False) if isinstance(p, QuantizedStorage)]
+        if storages:
+            names.append(name)
+        elif not isinstance(module, ReplicatedLinear):  # a router, in high precision by design
+            unquantized[name] = type(module).__name__
+        for storage in storages:
+            quantized[str(storage.data.dtype).removeprefix("torch.")] += 1
+            quantized_bytes += storage.numel() * storage.element_size() + storage.scales.numel() * 4
+            bf16_bytes += storage.numel() * 2
+    precision, selection = getattr(config, "precision", None), getattr(config, "selection", None)
+    # vLLM's own account of what has a cache: some models keep attention layers where their modules do not show.
+    layers = runner.compilation_config.static_forward_context.values()
+    attention = [layer for layer in layers if isinstance(layer, Attention)]
+    return {
+        "precision": precision.value if precision is not None else str(config),
+        "quantized": dict(quantized),
+        "quantized_layers": len(names),
+        "quantized_names": names,
+        "unquantized_layers": unquantized,
+        "kept_layers": selection.kept if selection is not None else [],
+        "kept_numbers": selection.kept_numbers if selection is not None else [],
+        "ignore_unused": selection.unused() if selection is not None else [],
+        "head_dtype": head_dtype(model, runner.vllm_config.model_config),
+        "quantized_bytes": quantized_bytes,
+        "quantized_bytes_as_bf16": bf16_bytes,
+        "weight_bytes": sum(p.numel() * p.element_size() for p in model.parameters()),
+        "logprobs_mode": runner.vllm_config.model_config.logprobs_mode,
+        "kv_cache": {
+            "dtypes": dict(Counter(layer.kv_cache_dtype for layer in attention)),
+            "backends": sorted({layer.attn_backend.get_name() for layer in attention}),
+        },
+    }
+
+
+def head_dtype(model: torch.nn.Module, config: Any) -> str:
+    """In which precision a model computes its logits, found out by asking for some. Every tensor-parallel rank has to
+    call it.
+
+    Logits in an FP32 tensor prove nothing (a model may cast them after the head rounded them): their values have to lie
+    between those of the model's dtype.
+
+    Args:
+        model: with weights that are not all zero, real or dummy.
+        config: vLLM's model configuration.
+
+    Returns:
+        "float32", or the model's dtype; "unknown" and the reason when the model takes no such input.
+    """
+    device, generator = next(model.parameters()).device, torch.Generator().manual_seed(0)
+    hidden = torch.randn(_PROBE_TOKENS, config.get_hidden_size(), generator=generator).to(device, config.dtype)
+    try:
+        with torch.no_grad():
+            logits = model.compute_logits(hidden)
+    except Exception as error:  # noqa: BLE001 - models raise anything; whoever wants FP32 is told
+        return f"unknown ({type(error).__name__}: {error})"
+    if logits is None:
+        return "unknown (this rank gets no logits)"
+    between = logits.isfinite() & (logits.float() != logits.to(config.dtype).float())
+    return FP32 if bool(between.any()) else str(config.dtype).removeprefix("torch.")
+
+
+def require_settings(settings: FlashRLConfig, found: dict[str, Any]) -> None:
+    """Refuse a live engine that is not what its settings say.
+
+    Args:
+        settings: what was asked for.
+        found: ``describe_model`` of one worker.
+
+    Raises:
+        FlashRLError: the model is something else (as ConfigError where a setting has to change).
+    """
+    wanted = settings.precision
+    if found["precision"] != wanted.value:
+        raise FlashRLError(
+            f"the engine runs with quantization {found['precision']!r} although flashrl.precision={wanted.value}; "
+            "look for conflicting keys under actor_rollout_ref.rollout.engine_kwargs.vllm"
+        )
+    _require_head(settings.fp32_lm_head, found["head_dtype"])
+    require_kv_cache(settings.kv_cache, found["kv_cache"])
+    _require_kept(settings, found)
+    if wanted is Precision.BF16:
+        if found["quantized_layers"] > 0:
+            raise FlashRLError(f"flashrl.precision=bf16, but the engine holds quantized weights: {found['quantized']}")
+        return
+    if unknown := unknown_layers(found):
+        raise FlashRLError(
+            f"flashrl.precision={wanted.value} would leave {len(unknown)} layers of this model in high precision, of "
+            "kinds "
+            f"the quantizer does not know: {list(unknown.items())[:8]}; name them in flashrl.ignore, or set "
+            "flashrl.precision=bf16"
+        )
+    if set(found["quantized"]) != {str(weight_format(wanted).dtype).removeprefix("torch.")}:
+        raise FlashRLError(
+            f"flashrl.precision={wanted.value}, but the engine's quantized weights are {found['quantized'] or 'none'} "
+            f"(kept by flashrl.ignore, keep_first_layers and keep_last_layers: {len(found['kept_layers'])} layers); "
+            "keep "
+            f"fewer, or set flashrl.precision=bf16"
+        )
+
+
+def unknown_layers(found: dict[str, Any]) -> dict[str, str]:
+    """Layers in high precision that nobody named, name -> class: with them an 8-bit engine's name is half true."""
+    return {name: kind for name, kind in found["unquantized_layers"].items() if name not in found["kept_layers"]}
+
+
+def _require_kept(settings: FlashRLConfig, found: dict[str, Any]) -> None:
+    if found["ignore_unused"]:
+        raise ConfigError(
+            f"flashrl.ignore has entries that match no layer of this model: {found['ignore_unused']}. Its layers are "
+            f"named like {list(found['unquantized_layers'])[:2] + found['quantized_names'][:4]}; correct the entries "
+            "or "
+            f"remove them"
+        )
+    asked, kept = settings.keep_first_layers + settings.keep_last_layers, len(found["kept_numbers"])
+    if kept < asked and settings.precision is not Precision.BF16:
+        raise ConfigError(
+            f"flashrl.keep_first_layers={settings.keep_first_layers} and keep_last_layers={settings.keep_last_layers} "
+            "keep "
+            f"{kept} layers of this model instead of {asked}: they count names with '.layers.<number>.', and need as "
+            "many. Name "
+            "the layers in flashrl.ignore"
+        )
+
+
+def require_kv_cache(wanted: KVCache, found: dict[str, Any]) -> None:
+    """Refuse an engine whose KV cache is in another format.
+
+    Args:
+        wanted: what was asked for.
+        found: ``describe_model``'s ``kv_cache``.
+
+    Raises:
+        FlashRLError: it is.
+    """
+    dtypes = set(found["dtypes"])
+    if dtypes - _ENGINE_NAMES.get(wanted, {wanted.value}) or (wanted is not KVCache.AUTO and not dtypes):
+        raise FlashRLError(
+            f"flashrl.kv_cache={wanted.value}, but the engine's attention layers have a KV cache in "
+            f"{found['dtypes'] or 'none'} "
+            f"(with backends {found['backends']}); check `flashrl version`, or set flashrl.kv_cache=auto"
+        )
+
+
+def _require_head(wanted: bool, found: str) -> None:
+    if wanted and found != FP32:
+        raise ConfigError(
+            f"flashrl.fp32_lm_head=true, but the engine computes this model's logits in {found}: vLLM's class of the "
+            "model "
+            "does not hand its quantization config to lm_head (or, with tied embeddings, to the embedding). Set "
+            "flashrl.fp32_lm_head=false"
+        )
+    if found == FP32 and not wanted:
+        raise ConfigError(
+            "flashrl.fp32_lm_head=false, but the engine computes this model's logits in float32 (a head_dtype in its "
+            "config.json?) and the trainer does not. Set flashrl.fp32_lm_head=true"
+        )

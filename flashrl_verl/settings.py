@@ -1,0 +1,333 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every setting of FlashRL: the node ``flashrl`` of the composed configuration, typed and checked.
+
+Each field has its type, default and range in one line, and what it is, with its unit, below. Defaults live here; YAML
+files only choose. It needs neither torch nor vLLM nor verl, so that a wrong setting is refused in seconds, on any
+machine.
+"""
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from typing import Any, ClassVar, TypeVar
+
+from omegaconf import DictConfig, OmegaConf
+
+from flashrl_verl.errors import refuse
+
+# ---- keys of verl's configuration that several modules read ----
+
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
+MODEL = "actor_rollout_ref.model.path"
+DATA = ("data.train_files", "data.val_files")
+CORRECTION = "algorithm.rollout_correction"
+
+
+def get(cfg: DictConfig, key: str, default: Any = None) -> Any:
+    """Select a dotted key; absent and null keys give the default, nodes come back as dict or list."""
+    value = OmegaConf.select(cfg, key, default=default)
+    value = default if value is None else value
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+
+
+def positive_integer(value: Any) -> bool:
+    """Whether it counts something that there has to be one of; True is no number here, although Python says so."""
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+# ---- how a field is checked ----
+
+_FP8_KV = (
+    "it was removed",
+    "flashrl.kv_cache=int8_per_token_head (A100 and later; faster, closer to BF16), or auto (BF16)",
+)
+REMOVED = {
+    "flashrl.receipt_tensors": (
+        "it was removed, every tensor of every update is compared",
+        "remove flashrl.receipt_tensors",
+    ),
+    "flashrl.precision=fp8_block": ("it was removed", "flashrl.precision=fp8, which has a scale for each row"),
+    "flashrl.kv_cache=fp8": _FP8_KV,
+    "flashrl.kv_cache=fp8_per_token_head": _FP8_KV,
+}
+"""Settings of earlier releases: key, or key=value, to the reason and what to use."""
+
+Reader = Callable[[str, Any], Any]
+"""Of key and value: the value as the field holds it; refuses any other."""
+
+
+def _field(default: Any, read: Reader) -> Any:
+    return field(default=default, metadata={"read": read})
+
+
+def _quoted(value: Any) -> Any:
+    """A string in quotes, for it may look like the number or switch that it is not."""
+    return repr(value) if isinstance(value, str) else value
+
+
+def _number(
+    default: float | None, accepts: Callable[[Any], bool], wanted: str, kinds: type | tuple = (int, float)
+) -> Any:
+    def read(key: str, value: Any) -> Any:
+        # bool is an int in Python; `true` where a number is wanted is a mistake, not a 1.
+        if not isinstance(value, kinds) or isinstance(value, bool) or not accepts(value):
+            refuse(key, _quoted(value), f"it has to be {wanted}", f"{key}={default:g}, the default")
+        return value
+
+    return _field(default, read)
+
+
+def _count(default: int, least: int, wanted: str) -> Any:
+    return _number(default, lambda v: v >= least, wanted, int)
+
+
+def _limit(default: float, accepts: Callable[[Any], bool], wanted: str) -> Any:
+    """A number in a range, or null for none."""
+    return _number(
+        default, lambda v: v is None or accepts(v), f"{wanted}, or null to turn it off", (int, float, type(None))
+    )
+
+
+def _switch(default: bool) -> Any:
+    def read(key: str, value: Any) -> bool:
+        if not isinstance(value, bool):
+            refuse(key, _quoted(value), "it has to be true or false", f"{key}={str(default).lower()}, the default")
+        return value
+
+    return _field(default, read)
+
+
+def _choice(default: Enum, wanted: str) -> Any:
+    def read(key: str, value: Any) -> Enum:
+        try:
+            return type(default)(value)
+        except ValueError:
+            refuse(key, value, f"it has to be {wanted}", f"{key}={default.value}, the default")
+
+    return _field(default, read)
+
+
+def _layers(key: str, value: Any) -> tuple[str, ...]:
+    remedy = f"{key}=['re:.*down_proj'], names of layers or 're:' and a regular expression"
+    if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(entry, str) for entry in value):
+        refuse(key, value, "it has to be a list of names", remedy)
+    for entry in value:
+        if entry.endswith(".weight") and not entry.startswith("re:"):
+            refuse(key, entry, "this names a tensor, and it takes layers", "leave '.weight' out")
+        try:
+            re.compile(entry.removeprefix("re:") if entry.startswith("re:") else "")
+        except re.error as error:
+            refuse(key, entry, f"it is not a regular expression: {error}", remedy)
+    return tuple(value)
+
+
+_Node = TypeVar("_Node", bound="Settings")
+
+
+class Settings:
+    """A node of settings: its fields are checked whenever one is made."""
+
+    NODE: ClassVar[str]
+    """Its place in the configuration."""
+    REMEDY: ClassVar[str]
+    """What to write instead of something that is no node."""
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            object.__setattr__(self, f.name, f.metadata["read"](f"{self.NODE}.{f.name}", getattr(self, f.name)))
+
+    @classmethod
+    def from_mapping(cls: type[_Node], node: Any) -> _Node:
+        """Read the node, or a copy of it such as ``actor_rollout_ref.rollout.custom.flashrl``.
+
+        Args:
+            node: a dict or OmegaConf's; keys that are left out take the default. Settings come back as they are.
+
+        Raises:
+            ConfigError: it is no node, a key is unknown or was removed, or a value has the wrong type or range.
+        """
+        if isinstance(node, cls):
+            return node
+        if not isinstance(node, Mapping | DictConfig):
+            refuse(cls.NODE, node, "it has to be a node of settings", cls.REMEDY)
+        values = OmegaConf.to_container(node, resolve=True) if isinstance(node, DictConfig) else dict(node)
+        known = [f.name for f in fields(cls)]
+        for name, value in values.items():
+            key = f"{cls.NODE}.{name}"
+            if removed := REMOVED.get(key) or REMOVED.get(f"{key}={value}"):
+                refuse(key, value, *removed)
+            if name not in known:
+                refuse(key, value, "there is no such setting", f"remove it, or use one of {', '.join(known)}")
+        return cls(**values)
+
+
+# ---- the settings ----
+
+
+class Precision(str, Enum):
+    """Number format in which the rollout engine holds and multiplies the linear layers."""
+
+    INT8 = "int8"
+    """Weights INT8 per output channel, activations INT8 per token (W8A8), accumulated in INT32."""
+    FP8 = "fp8"
+    """Weights FP8 E4M3 per output channel, activations FP8 per token (W8A8). GPUs since Ada and Hopper."""
+    BF16 = "bf16"
+    """No quantization: the baseline, on the same server and the same weight update."""
+
+
+class KVCache(str, Enum):
+    """Number format of the rollout engine's KV cache, in vLLM's words (``kv_cache_dtype``)."""
+
+    AUTO = "auto"
+    """The model's: BF16, two bytes an element."""
+    INT8_PER_TOKEN_HEAD = "int8_per_token_head"
+    """INT8, a scale for each token and head, made as it is written. Our attention (``attention/``), since A100."""
+
+
+class ServerAddress(str, Enum):
+    """Where the HTTP server of a rollout engine listens. Whoever asks it needs its key, wherever it listens."""
+
+    LOOPBACK = "loopback"
+    """An address that only programs on the same machine reach."""
+    NODE = "node"
+    """The node's address in the Ray cluster, for programs on other nodes: an agent framework, a monitor."""
+
+
+class Action(str, Enum):
+    """What an event of the guard does."""
+
+    WARN = "warn"
+    """One warning in the log, and the run goes on."""
+    STOP = "stop"
+    """A GuardError ends the run; its last checkpoint stays whole."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuardConfig(Settings):
+    """Limits on how far the sampling policy may be from the trained one, looked at after every step.
+
+    An event is a metric that was beyond its limit for ``patience`` consecutive steps; NaN and infinity are beyond every
+    limit. A limit of null turns its metric off. Where the limits come from: docs/precision_and_cap.md.
+
+    Raises:
+        ConfigError: A value has the wrong type or is out of range; the message names ``flashrl.guard.<key>``.
+    """
+
+    NODE: ClassVar[str] = "flashrl.guard"
+    REMEDY: ClassVar[str] = "flashrl.guard.enable=false to turn the guard off"
+
+    enable: bool = _switch(True)
+    """Whether anything is watched at all."""
+
+    action: Action = _choice(Action.WARN, "warn or stop (or flashrl.guard.enable=false)")
+    """What an event does. The default warns: what is wrong for certain stops a run under any settings, these limits are
+    a judgement."""
+
+    patience: int = _count(3, 1, "a number of steps, 1 or more")
+    """Consecutive steps beyond the limit that make an event. One batch can be odd, three in a row are a state."""
+
+    k3_kl_max: float | None = _limit(0.02, lambda v: 0 < v < math.inf, "a finite number above 0")
+    """Largest mismatch KL (``rollout_corr/k3_kl``), in nats a token. Runs that learned stayed below."""
+
+    correlation_min: float | None = _limit(0.9, lambda v: -1 <= v < 1, "a correlation from -1 to below 1")
+    """Smallest correlation of the tokens' probabilities, trainer and rollout
+    (``training/rollout_actor_probs_pearson_corr``). Stale weights gave 0.37 and less."""
+
+    eff_sample_size_min: float | None = _limit(0.3, lambda v: 0 <= v < 1, "a share from 0 to below 1")
+    """Smallest effective sample size of the importance weights (``rollout_corr/rollout_is_eff_sample_size``), as a
+    share of the tokens. Below it two thirds of the batch count for nothing."""
+
+    truncated_share_max: float | None = _limit(0.2, lambda v: 0 <= v <= 1, "a share between 0 and 1")
+    """Largest share of weights that the cap C cuts (``rollout_corr/rollout_is_ratio_fraction_high``: of tokens, or of
+    responses where weights are per sequence), or of tokens that two bounds drop
+    (``rollout_corr/rollout_is_oob_ratio``). Ratios of an ordinary shape exceed C = 2 in at most 12 % of all cases;
+    where that share is not below the limit, it is not watched."""
+
+    rejected_share_max: float | None = _limit(0.5, lambda v: 0 <= v <= 1, "a share between 0 and 1")
+    """Largest share of tokens that rejection masks (``rollout_corr/rollout_rs_masked_fraction``). Beyond one half more
+    of the batch is thrown away than learnt from."""
+
+    code_change_rate_min: float | None = _limit(0.0, lambda v: 0 <= v < 1, "a share from 0 to below 1")
+    """Share of the sampled 8-bit codes that an update has to exceed (``flashrl/code_change_rate``). At 0 only an update
+    that changes none of them counts: the learning rate is below the quantization step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlashRLConfig(Settings):
+    """Settings of the quantized rollout, its weight update, dynamic sampling and the guard.
+
+    Raises:
+        ConfigError: A value has the wrong type or is out of range; the message names ``flashrl.<key>``.
+    """
+
+    NODE: ClassVar[str] = "flashrl"
+    REMEDY: ClassVar[str] = "flashrl.precision=int8, fp8 or bf16; the whole node comes with experiment=base"
+
+    precision: Precision = _choice(
+        Precision.INT8, "int8, fp8 (Ada, Hopper and later), or bf16 for a run without quantization"
+    )
+    """Number format of the rollout engine's linear layers and experts."""
+
+    bf16_replica_fraction: float = _number(
+        0.0, lambda v: 0 <= v < 1, "a share from 0 to below 1 (flashrl.precision=bf16 runs all replicas in BF16)"
+    )
+    """Share of the rollout's replicas that run in BF16 beside those of ``precision``: FlashRL's hybrid rollout. Of R
+    replicas the last floor(share x R + 1/2) do, at least 1 and at most R - 1. The batch's mismatch falls with the share
+    of tokens that they generate (``flashrl/replica_<i>_generated_tokens``)."""
+
+    kv_cache: KVCache = _choice(KVCache.AUTO, "auto (BF16) or int8_per_token_head (A100 and later)")
+    """Number format of keys and values in the rollout engine. Replicas in BF16 keep theirs in BF16."""
+
+    ignore: tuple[str, ...] = _field((), _layers)
+    """Layers that stay in high precision: exact names of the checkpoint (without ``.weight``), or ``re:`` and a regular
+    expression. An entry that matches no layer is an error."""
+
+    keep_first_layers: int = _count(0, 0, "a number of layers, 0 or more")
+    """Decoder layers at the start of the model that stay in high precision."""
+
+    keep_last_layers: int = _count(0, 0, "a number of layers, 0 or more")
+    """Decoder layers at the end of the model that stay in high precision."""
+
+    fp32_lm_head: bool = _switch(False)
+    """Whether trainer and rollout both compute their logits in FP32 (``quantization/lm_head.py``), at 4 bytes a logit
+    in the trainer. A model or setting with which one of them cannot is refused."""
+
+    update_timeout_s: float = _number(60.0, lambda v: 0 < v < math.inf, "a finite number of seconds above 0")
+    """Longest silence tolerated from the other side during a weight update, in seconds."""
+
+    max_num_gen_batches: int = _count(10, 0, "an integer of at least 1, or 0 for no bound")
+    """Prompts that dynamic sampling may spend on a step, in units of data.train_batch_size; 0 is no bound."""
+
+    self_check: bool = _switch(True)
+    """Whether a run starts by proving on its own engines that an update rewrites all they use
+    (``refit/self_check.py``). It takes one more weight update and a few tokens."""
+
+    ship_code: bool = _switch(True)
+    """Whether the driver's copy of this package goes to every node with Ray's runtime environment
+    (``trainer/runtime_env.py``); false where each node has it installed. verl's own entry point never ships it."""
+
+    padded_vocab_mass_limit: float = _number(1e-3, lambda v: 0 <= v <= 1, "a probability between 0 and 1")
+    """Probability mass on token ids past the tokenizer's last above which a run is refused. Real models have next to
+    none."""
+
+    server_address: ServerAddress = _choice(
+        ServerAddress.LOOPBACK, "loopback (this machine only) or node (the node's address in the Ray cluster)"
+    )
+    """Where the engines' HTTP servers listen. The trainer never uses them, it asks its engines through Ray. Every
+    request needs the server's key (``rollout/access.py``)."""
+
+    guard: GuardConfig = _field(GuardConfig(), lambda _, value: GuardConfig.from_mapping(value))
+    """What is watched after every step, and what happens beyond a limit; a mapping is read as ``flashrl.guard``."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.bf16_replica_fraction and self.precision is Precision.BF16:
+            refuse(
+                "flashrl.bf16_replica_fraction",
+                self.bf16_replica_fraction,
+                "it has no effect with flashrl.precision=bf16, where all replicas are in BF16",
+                "flashrl.precision=int8 or fp8, or flashrl.bf16_replica_fraction=0",
+            )

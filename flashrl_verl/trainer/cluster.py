@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Ray cluster of a run: whether it can hold the run, and what every one of its processes gets from the driver.
+
+verl would wait for GPUs that are not there, without a word. And Ray's workers inherit the environment and the working
+directory of the node's ``ray start``, not the driver's. So nothing is left to either: this package, absolute paths, and
+where the metrics go travel in the configuration and in Ray's runtime environment
+(https://docs.ray.io/en/latest/ray-core/handling-dependencies.html), and a node needs verl and vLLM alone.
+"""
+
+import importlib.metadata
+import json
+import logging
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+import flashrl_verl
+from flashrl_verl.errors import ConfigError, FlashRLError, refuse
+from flashrl_verl.plugins.versions import DISTRIBUTION
+from flashrl_verl.settings import DATA, MODEL, get, positive_integer
+
+log = logging.getLogger("verl.flashrl")
+
+RUNTIME_ENV = "ray_kwargs.ray_init.runtime_env"
+
+_ROOT = "VERL_FILE_LOGGER_ROOT"
+LOG_PATHS = ("VERL_FILE_LOGGER_PATH", _ROOT, "TENSORBOARD_DIR", "WANDB_DIR")
+"""verl's and its trackers' own variables for where metrics go; there are no configuration keys for them. Keys and
+passwords are not among them: verl prints the runtime environment."""
+
+_JOB_COPIES = "runtime_resources/working_dir_files"
+"""Part of the path of the folders in which Ray keeps what ``ray job submit --working-dir`` copied, until it deletes
+them."""
+
+WRITTEN = ("trainer.default_local_dir", "trainer.rollout_data_dir", "trainer.validation_data_dir")
+READ = (
+    *(MODEL, "actor_rollout_ref.model.tokenizer_path", "critic.model.path", "trainer.resume_from_path"),
+    *("reward.custom_reward_function.path", "data.custom_cls.path"),
+)
+"""Keys of paths: folders that a run makes, and what it reads; the latter may be names of the model hub."""
+
+
+# ---- whether it can hold the run ----
+
+
+def check_gpus(nodes: int, gpus_per_node: int, cluster: Sequence[float]) -> None:
+    """Refuse a run that no node can take its share of.
+
+    Args:
+        nodes: trainer.nnodes.
+        gpus_per_node: trainer.n_gpus_per_node; verl reserves them on one node each, so a sum over nodes is not enough.
+        cluster: GPUs of every node that is alive, as Ray counts them (on the CPU platform they are logical ones).
+
+    Raises:
+        ConfigError: there are too few, and the message has both keys and what the cluster has; or the run asks for
+            none.
+    """
+    for key, value in (("trainer.nnodes", nodes), ("trainer.n_gpus_per_node", gpus_per_node)):
+        if not positive_integer(value):
+            refuse(key, value, "a run needs at least one", f"{key}=1 or more")
+    if sum(int(gpus) // gpus_per_node for gpus in cluster) >= nodes:
+        return
+    counts = " + ".join(f"{gpus:g}" for gpus in sorted(cluster, reverse=True)) or "0"
+    raise ConfigError(
+        f"trainer.nnodes={nodes} with trainer.n_gpus_per_node={gpus_per_node} is refused: the Ray cluster has "
+        f"{sum(cluster):g} GPUs on {len(cluster)} node(s) ({counts}), so the workers would wait for ever. Remedy: "
+        "trainer.nnodes and trainer.n_gpus_per_node that fit; or start the missing nodes first (`ray status` shows who "
+        "has "
+        "joined; an autoscaling cluster takes ray.autoscaler.sdk.request_resources); or hardware=cpu for the toy model."
+    )
+
+
+def check_cluster(cfg: DictConfig) -> None:
+    """``check_gpus`` with the running cluster. Ray has to be initialized."""
+    import ray
+
+    cluster = [node["Resources"].get("GPU", 0.0) for node in ray.nodes() if node["Alive"]]
+    check_gpus(cfg.trainer.nnodes, cfg.trainer.n_gpus_per_node, cluster)
+
+
+def checked_runner(runner: Any, cfg: DictConfig, **options: Any) -> SimpleNamespace:
+    """verl's task runner, made only on a cluster that can hold the run.
+
+    verl initializes Ray and makes the runner in one function, and the runner waits for resources before it makes a
+    trainer.
+
+    Args:
+        runner: verl's Ray actor class.
+        cfg: The composed configuration.
+        **options: Ray's, for the actor.
+
+    Returns:
+        What verl's ``run_ppo`` needs of an actor class: ``remote`` and ``options``.
+    """
+
+    def remote(*args: Any, **kwargs: Any) -> Any:
+        check_cluster(cfg)
+        return runner.options(**{"scheduling_strategy": _here(), **options}).remote(*args, **kwargs)
+
+    return SimpleNamespace(remote=remote, options=lambda **more: checked_runner(runner, cfg, **{**options, **more}))
+
+
+def _here() -> Any:
+    """The driver's node: metrics and console stay where the run was started. Elsewhere only when that offers no CPUs at
+    all; for one that is taken Ray waits."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+
+
+# ---- what every node gets ----
+
+
+def prepare(cfg: DictConfig, *, ship_code: bool = True) -> None:
+    """Complete the composed configuration, in place, for processes that share nothing with the driver.
+
+    Args:
+        cfg: verl's composed configuration.
+        ship_code: ``flashrl.ship_code``.
+
+    Raises:
+        ConfigError: checkpoints would go to a folder that Ray deletes, the job has modules of its own, or the
+            configuration leaves out part of what is shipped.
+        FlashRLError: this package has no metadata to ship.
+    """
+    root = Path.cwd()
+    make_paths_absolute(cfg, root)
+    refuse_temporary_checkpoints(cfg)
+    ours = get(cfg, RUNTIME_ENV, {})
+    of_job = _environment_of_the_job()
+    variables, modules = dict(ours.get("env_vars") or {}), _existing(root, ours.get("py_modules") or [])
+    # Ray merges a job's variables with a driver's only where no name is in both; the job's reach every process anyway.
+    given = {**variables, **(of_job.get("env_vars") or {})}
+    found = {name: value for name in LOG_PATHS if (value := os.environ.get(name))}
+    variables |= {name: _below(root, value) for name, value in {_ROOT: str(root), **found}.items() if name not in given}
+    warn_of_temporary_metrics(cfg, given | variables)
+    if ship_code:
+        if ours.get("excludes"):
+            raise ConfigError(
+                f"flashrl.ship_code=true with {RUNTIME_ENV}.excludes={list(ours['excludes'])}: Ray would leave these "
+                "out of "
+                "this package too. Remove them and name such files in a .gitignore of their own folder, or set "
+                "flashrl.ship_code=false where every node has this package"
+            )
+        if of_job.get("py_modules"):
+            raise ConfigError(
+                f"flashrl.ship_code=true with py_modules={of_job['py_modules']} in the job's runtime environment: Ray "
+                "merges "
+                f"no two lists. Set +{RUNTIME_ENV}.py_modules instead, or flashrl.ship_code=false where every node has "
+                "this "
+                "package"
+            )
+        modules += package()
+    with open_dict(cfg):
+        if os.environ.get("RAY_ADDRESS", "local") != "local":
+            # A cluster that is there has what its nodes were started with, and Ray takes no counts.
+            cfg.ray_kwargs.ray_init.update({"num_cpus": None, "num_gpus": None})
+        shipped = {"py_modules": modules} if modules else {}
+        OmegaConf.update(cfg, RUNTIME_ENV, {**ours, "env_vars": variables, **shipped}, force_add=True)
+
+
+def _environment_of_the_job() -> dict[str, Any]:
+    """The runtime environment of ``ray job submit`` whose driver this is; empty for others."""
+    from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
+
+    return json.loads(os.environ.get(RAY_JOB_CONFIG_JSON_ENV_VAR, "{}")).get("runtime_env") or {}
+
+
+def _below(root: Path, text: str) -> str:
+    return text if "://" in text else str(root / os.path.expanduser(text))
+
+
+def _existing(root: Path, texts: Iterable[str]) -> list[str]:
+    """Those that are paths here as absolute ones; names of the model hub and addresses as they are."""
+    return [_below(root, text) if (root / os.path.expanduser(text)).exists() else text for text in texts]
+
+
+def package() -> list[str]:
+    """Folders to ship: the code, and the metadata in whose entry points verl's and vLLM's processes find the plugins.
+
+    Raises:
+        FlashRLError: there is no metadata, as when the checkout is only on PYTHONPATH.
+    """
+    try:
+        distribution = importlib.metadata.distribution(DISTRIBUTION)
+    except importlib.metadata.PackageNotFoundError:
+        raise FlashRLError(
+            f"{DISTRIBUTION} is importable but not installed, so that verl and vLLM would not find its plugins. "
+            "Remedy: pip install --no-deps -e <flashrl-verl>"
+        ) from None
+    code = Path(flashrl_verl.__file__).resolve().parent
+    name = DISTRIBUTION.replace("-", "_")
+    for folder in (f"{name}-{distribution.version}.dist-info", f"{name}.egg-info"):
+        metadata = Path(str(distribution.locate_file(folder)))
+        if metadata.is_dir():
+            return [str(code), str(metadata.resolve())]
+    raise FlashRLError(
+        f"the metadata of {DISTRIBUTION} {distribution.version} is not a folder that can be sent to other nodes. "
+        "Remedy: "
+        "pip install --no-deps -e <flashrl-verl> on every node, and flashrl.ship_code=false"
+    )
+
+
+def make_paths_absolute(cfg: DictConfig, root: Path) -> None:
+    """Local paths that exist below ``root``, and the folders that the run makes, as absolute ones.
+
+    Args:
+        cfg: the composed configuration; changed in place. Names of the model hub and addresses (``hdfs://``) are left
+            alone.
+        root: where relative paths start.
+    """
+
+    for key in DATA:
+        value = get(cfg, key)
+        if value is not None:
+            OmegaConf.update(
+                cfg, key, _existing(root, [value])[0] if isinstance(value, str) else _existing(root, value)
+            )
+    for key in READ:
+        if isinstance(text := get(cfg, key), str):
+            OmegaConf.update(cfg, key, _existing(root, [text])[0])
+    for key in WRITTEN:
+        if isinstance(text := get(cfg, key), str):
+            OmegaConf.update(cfg, key, _below(root, text))
+
+
+def refuse_temporary_checkpoints(cfg: DictConfig) -> None:
+    """``ray job submit --working-dir`` runs the driver in a copy that Ray deletes, on one node.
+
+    Raises:
+        ConfigError: checkpoints are saved, and into that copy.
+    """
+    folder = get(cfg, "trainer.default_local_dir", "")
+    if get(cfg, "trainer.save_freq", -1) > 0 and _JOB_COPIES in folder:
+        raise ConfigError(
+            f"trainer.default_local_dir={folder} lies in Ray's temporary copy of the job's directory, which is deleted "
+            "after "
+            "it and which other nodes do not have. Set trainer.default_local_dir to an absolute path that every node "
+            "mounts, or trainer.save_freq=-1"
+        )
+
+
+def warn_of_temporary_metrics(cfg: DictConfig, variables: Mapping[str, str]) -> None:
+    """Say that metrics are going to be lost: no error, for a short job's are in its log.
+
+    Args:
+        cfg: the composed configuration.
+        variables: those that the run's processes will have.
+    """
+    loggers = get(cfg, "trainer.logger", [])
+    target = variables.get("VERL_FILE_LOGGER_PATH") or variables.get(_ROOT, "")
+    if "file" in ([loggers] if isinstance(loggers, str) else loggers) and _JOB_COPIES in target:
+        log.warning(
+            "[flashrl] the metrics file goes to %s, Ray's temporary copy of the job's directory, which is deleted "
+            "after it. To "
+            "keep it: +%s.env_vars.VERL_FILE_LOGGER_PATH=<absolute path>.jsonl",
+            target,
+            RUNTIME_ENV,
+        )

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``flashrl/*`` from numbers that the trainer has: what the rollout is, its refit, where a step's time went; and their
+file.
+
+Nothing here needs Ray or verl; ``trainer.py`` says when it is called.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import orjson
+
+from flashrl_verl.errors import ConfigError
+from flashrl_verl.quantization.lm_head import FP32
+from flashrl_verl.settings import KVCache, Precision
+from flashrl_verl.trainer.atomic_write import write_whole
+
+PHASES = (
+    *("gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor"),
+    *("save_checkpoint", "update_weights"),
+)
+"""verl's timers (``timing_s/<phase>``) that follow one another within its timer ``step``. Validation is not part of a
+step."""
+
+
+def phase_metrics(seconds: Mapping[str, float], generated_tokens: int) -> dict[str, float]:
+    """The share of the step of each phase, and the rollout's speed.
+
+    Args:
+        seconds: verl's timers of the step; ``step`` is the whole of it.
+        generated_tokens: response tokens that the engines returned, those of groups that dynamic sampling dropped
+            included.
+
+    Returns:
+        ``flashrl/share_<phase>``, 0 to 1, which sum to 1 with ``flashrl/share_other``; and
+        ``flashrl/tokens_per_second_gen`` of all engines together. ``gen`` is the trainer's phase: rewards in the agent
+        loop, polling and putting the engines to sleep are in it, so the engines are at least as fast.
+    """
+    there = {phase: seconds[phase] for phase in PHASES if phase in seconds}
+    whole = max(seconds["step"], 1e-9)
+    metrics = {f"flashrl/share_{phase}": spent / whole for phase, spent in there.items()}
+    metrics["flashrl/share_other"] = max(0.0, 1.0 - sum(there.values()) / whole)
+    if "gen" in there:
+        metrics["flashrl/tokens_per_second_gen"] = generated_tokens / max(there["gen"], 1e-9)
+    return metrics
+
+
+def refit_metrics(reports: list[dict], receipt: dict) -> dict[str, float]:
+    """Metrics of one weight update.
+
+    Args:
+        reports: of the engine workers (``WeightRefit.finish``): the slowest worker's seconds count, and of what is
+            quantized the quantized replicas' weights and share of changed codes.
+        receipt: of a trainer rank; all are alike.
+    """
+    slowest = max(reports, key=lambda r: r["seconds"]["total"])
+    seconds = slowest["seconds"]
+    metrics = {
+        "flashrl/refit_seconds": seconds["total"],
+        # FSDP's gathering and the cast on the trainer, moving the bytes, quantizing and loading, verification in the
+        # engine.
+        "flashrl/refit_gather_seconds": seconds["gather"],
+        "flashrl/refit_transfer_seconds": seconds["transfer"],
+        "flashrl/refit_quantize_seconds": seconds["load"],
+        "flashrl/refit_verify_seconds": seconds["finish"],
+        "flashrl/refit_gigabytes": receipt["bytes"] / 1e9,
+        "flashrl/refit_tensors": len(receipt["tensors"]),
+        "flashrl/refit_quantized": max(report["quantized"] for report in reports),
+        "flashrl/receipt_step": receipt["step"],
+        # One number for "the same weights": equal for equal weights at the same step, also after a resume.
+        "flashrl/receipt_sum": receipt["sum"],
+    }
+    rates = [report["code_change_rate"] for report in reports if report["code_change_rate"] is not None]
+    if rates:
+        metrics["flashrl/code_change_rate"] = sum(rates) / len(rates)
+    return metrics
+
+
+def summarize_layers(replicas: Sequence[Sequence[dict]], wanted: Sequence[Precision]) -> dict[str, float]:
+    """Metrics of what the rollout is; every replica must be what it was started as, and in all else like the others.
+
+    Args:
+        replicas: what each replica's workers say (``FlashRLWorkerExtension.flashrl_layers``).
+        wanted: each replica's precision (``replicas.precisions``).
+
+    Returns:
+        Layers of a quantized replica (of any, where none is), bytes of all workers together, and the number of replicas
+        in BF16. In a mixture ``weight_bytes`` has the BF16 replicas too, the quantized bytes do not, and each replica's
+        layers and bytes are there as well, as ``flashrl/replica_<i>_*``.
+
+    Raises:
+        ConfigError: replicas or their workers differ in anything but the precisions that are wanted.
+    """
+    found = [{(w["precision"], w["quantized_layers"], w["head_dtype"]) for w in workers} for workers in replicas]
+    right = all(_all_are(want, kinds) for kinds, want in zip(found, wanted, strict=True))
+    # One kind of worker for every precision; one head in any case.
+    alike = len(set().union(*found)) == len(set(wanted)) and len({head for kinds in found for _, _, head in kinds}) == 1
+    if not right or not alike:
+        raise ConfigError(
+            "the rollout's workers differ in precision, quantized layers or lm_head: "
+            f"{[sorted(kinds) for kinds in found]} by "
+            f"replica, where {[want.value for want in wanted]} was asked for"
+        )
+    workers = [worker for replica in replicas for worker in replica]
+    first = max(workers, key=lambda worker: worker["quantized_layers"])
+    metrics = {
+        "flashrl/bf16_replicas": sum(want is Precision.BF16 for want in wanted),
+        "flashrl/quantized_layers": first["quantized_layers"],
+        "flashrl/unquantized_layers": len(first["unquantized_layers"]),
+        "flashrl/fp32_lm_head": int(first["head_dtype"] == FP32),
+        "flashrl/kv_cache_bits": 8 if KVCache.INT8_PER_TOKEN_HEAD.value in first["kv_cache"]["dtypes"] else 16,
+        "flashrl/weight_bytes": sum(w["weight_bytes"] for w in workers),
+        "flashrl/quantized_bytes": sum(w["quantized_bytes"] for w in workers),
+        "flashrl/quantized_bytes_as_bf16": sum(w["quantized_bytes_as_bf16"] for w in workers),
+    }
+    if len(set(wanted)) == 1:
+        return metrics
+    layers = per_replica("quantized_layers", [replica[0]["quantized_layers"] for replica in replicas])
+    return (
+        metrics
+        | layers
+        | per_replica("weight_bytes", [sum(w["weight_bytes"] for w in replica) for replica in replicas])
+    )
+
+
+def _all_are(wanted: Precision, kinds: set[tuple[str, int, str]]) -> bool:
+    quantized = wanted is not Precision.BF16
+    return all(precision == wanted.value and (layers > 0) == quantized for precision, layers, _ in kinds)
+
+
+def per_replica(name: str, values: Sequence[float]) -> dict[str, float]:
+    """``flashrl/replica_<i>_<name>``, by verl's rank of the replica."""
+    return {f"flashrl/replica_{i}_{name}": value for i, value in enumerate(values)}
+
+
+def describe_rollout(precision: str, layers: dict[str, float], refit: dict[str, float]) -> str:
+    """The log's line on what the rollout is, from the metrics of the two functions above."""
+    share = layers["flashrl/quantized_bytes"] / max(1, layers["flashrl/quantized_bytes_as_bf16"])
+    kept = f"{share:.3f} of their BF16 bytes" if layers["flashrl/quantized_layers"] else "nothing quantized"
+    return (
+        f"[flashrl] rollout precision {precision}: {layers['flashrl/quantized_layers']} quantized layers ({kept}), "
+        f"{layers['flashrl/weight_bytes'] / 1e6:.2f} MB of weights; first refit {refit['flashrl/refit_tensors']} "
+        "tensors in "
+        f"{refit['flashrl/refit_seconds']:.2f} s, receipt of step {refit['flashrl/receipt_step']} verified "
+        f"(sum {refit['flashrl/receipt_sum']})"
+    )
+
+
+def metrics_path(project_name: str, experiment_name: str) -> Path:
+    """The path verl's file logger would use (``VERL_FILE_LOGGER_PATH``, else ``VERL_FILE_LOGGER_ROOT``)."""
+    explicit = os.getenv("VERL_FILE_LOGGER_PATH")
+    if explicit:
+        return Path(explicit)
+    return Path(os.path.expanduser(os.getenv("VERL_FILE_LOGGER_ROOT", "."))) / project_name / f"{experiment_name}.jsonl"
+
+
+class MetricsFile:
+    """verl's file logger, except that a resumed run keeps its history: verl opens its file with ``"wb"``, which erases
+    it.
+
+    One ``{"step": n, "data": {...}}`` a line.
+
+    Args:
+        path: the file; its folder is made.
+        resumed_step: 0 starts a new file. Otherwise lines of later steps (trained, but not in the checkpoint) and a
+            torn last line are dropped and the rest is kept.
+    """
+
+    def __init__(self, path: Path, resumed_step: int):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        history = _history(path, resumed_step) if resumed_step > 0 and path.exists() else []
+        write_whole(path, b"".join(line + b"\n" for line in history))
+        self._file = open(path, "ab", buffering=0)
+
+    def log(self, data: dict, step: int) -> None:
+        self._file.write(orjson.dumps({"step": step, "data": data}, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n")
+
+    def finish(self) -> None:
+        self._file.close()
+
+
+def _history(path: Path, resumed_step: int) -> list[bytes]:
+    kept = []
+    for line in path.read_bytes().splitlines():
+        try:
+            keep = orjson.loads(line)["step"] <= resumed_step
+        except (orjson.JSONDecodeError, KeyError, TypeError):
+            continue
+        if keep:
+            kept.append(line)
+    return kept

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A node that leaves the Ray cluster ends the run, by one error that names it.
+
+Ray tells whoever calls an actor of that node. But verl's sampler asks nobody: it polls for ever for responses that
+never come. So the trainer's process looks at the cluster itself while it trains.
+"""
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import ray
+
+from flashrl_verl.errors import FlashRLError, NodeLostError
+
+log = logging.getLogger("verl.flashrl")
+
+INTERVAL_S = 2.0
+"""How often the list of nodes is asked for. Ray notices a dead process at once, a silent node after half a minute."""
+
+SETTLING_S = 20.0
+"""How long after an error to wait for Ray to say that a node is gone: what it makes fail in Ray, gloo or verl may be
+first."""
+
+_TELLING_S = 5.0
+"""How long Ray takes to carry the last lines of a process to the driver's console."""
+
+
+def needed_nodes() -> dict[str, str]:
+    """Id to address of all nodes with CPUs that are alive now: verl spreads agent loops, rewards and storage over all
+    of them.
+
+    Empty where there is none but this process's own, which takes it along.
+    """
+    alive = (node for node in ray.nodes() if node["Alive"])
+    nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in alive if node["Resources"].get("CPU")}
+    return {} if nodes.keys() <= {ray.get_runtime_context().get_node_id()} else nodes
+
+
+def require_nodes(nodes: Mapping[str, str], remedy: str) -> None:
+    """Look at the cluster once.
+
+    Args:
+        nodes: id to address of those that the run needs.
+        remedy: for the error.
+
+    Raises:
+        NodeLostError: one is gone.
+    """
+    alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    gone = [f"{address} ({node[:8]})" for node, address in nodes.items() if node not in alive]
+    if gone:
+        raise NodeLostError(f"{', '.join(gone)} left the Ray cluster, and its workers with it. {remedy}")
+
+
+@contextmanager
+def watching(nodes: Mapping[str, str], remedy: str) -> Iterator[None]:
+    """Within it a lost node ends this process, whatever its other threads wait for; without ``nodes`` nothing is
+    watched.
+
+    Args:
+        nodes, remedy: as in ``require_nodes``.
+    """
+    done = threading.Event()
+    if nodes:
+        threading.Thread(target=_watch, args=(nodes, remedy, done), name="node-watch", daemon=True).start()
+    try:
+        yield
+    except Exception as error:
+        if nodes and not isinstance(error, FlashRLError):
+            done.wait(SETTLING_S)  # if a node is why, the thread ends the run by its name
+        raise
+    finally:
+        done.set()
+
+
+def _watch(nodes: Mapping[str, str], remedy: str, done: threading.Event) -> None:
+    while not done.wait(INTERVAL_S):
+        try:
+            require_nodes(nodes, remedy)
+        except NodeLostError as error:
+            if not done.is_set():
+                print(f"{NodeLostError.__module__}.NodeLostError: {error}", file=sys.stderr, flush=True)
+                time.sleep(_TELLING_S)
+                os._exit(1)
+        except Exception as error:  # the cluster's service is busy or restarting: the next look may be answered
+            log.warning("[flashrl] the list of nodes cannot be had (%s: %s)", type(error).__name__, error)

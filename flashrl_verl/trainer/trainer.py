@@ -1,0 +1,318 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The trainer: verl's synchronous V1 trainer with a verified refit, bounded dynamic sampling and correction on the
+actors.
+
+verl's V1 ``PPOTrainerSync`` already is a DAPO trainer (``algorithm.filter_groups`` refills constant groups); only named
+hooks are overridden here. Importing this module registers the trainer as ``trainer.v1.trainer_mode=flashrl``.
+"""
+
+import json
+import logging
+import numbers
+import time
+from pathlib import Path
+
+import ray
+from omegaconf import DictConfig, open_dict
+from verl.trainer.ppo.utils import Role
+from verl.trainer.ppo.v1.trainer_base import register_trainer
+from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
+
+from flashrl_verl.errors import DynamicSamplingError, FlashRLError, GuardError
+from flashrl_verl.plugins.versions import Status, check_versions
+from flashrl_verl.quantization.lm_head import require_trainer_heads
+from flashrl_verl.refit.receipt import verify_ranks
+from flashrl_verl.refit.self_check import require_same, sleeps_between_steps
+from flashrl_verl.rollout.replicas import describe, precisions
+from flashrl_verl.trainer import run_settings
+from flashrl_verl.trainer.cluster import check_cluster
+from flashrl_verl.trainer.guard import Guard
+from flashrl_verl.trainer.metrics import (
+    MetricsFile,
+    describe_rollout,
+    metrics_path,
+    per_replica,
+    phase_metrics,
+    refit_metrics,
+    summarize_layers,
+)
+from flashrl_verl.trainer.node_watch import needed_nodes, watching
+from flashrl_verl.validation import check_paths, validate_config
+
+# Under "verl", whose handler verl keeps apart from the root logger: imported libraries silence that one.
+log = logging.getLogger("verl.flashrl")
+
+_POLL_INTERVAL_S = 0.1
+"""How often the replay buffer looks for finished groups, seconds. verl's 2 s would be added to most steps of a small
+run."""
+
+
+@register_trainer("flashrl")
+class FlashRLTrainer(PPOTrainerSync):
+    """See the module. ``config`` is verl's, composed with ``flashrl_verl.configs``.
+
+    Raises:
+        ConfigError: from the constructor, before anything is started.
+        RefitError, DynamicSamplingError, GuardError, FlashRLError: while training; the last checkpoint stays whole.
+    """
+
+    def __init__(self, config: DictConfig):
+        self.flashrl = validate_config(config)
+        check_cluster(config)
+        check_paths(config)
+        for finding in check_versions():
+            if finding.status is not Status.OK:
+                log.warning("%s", finding)
+        self.guard = Guard.from_config(config, self.flashrl)
+        # The actors compute the correction on their shards; without this node verl's driver does not do it again.
+        # They got their own copy through actor.policy_loss.rollout_correction. In bypass mode the driver needs it to
+        # put the rollout's log-probs for the old ones, and computes nothing either.
+        if not config.algorithm.rollout_correction.get("bypass_mode"):
+            with open_dict(config):
+                config.algorithm.rollout_correction = None
+        self._tracking = None
+        self._own_file = False
+        self._warned_padding = False
+        self._prompts_this_step = 0
+        super().__init__(config)
+
+    # ---- verl's hooks, in the order they are called ----
+
+    def _build_replay_buffer(self):
+        self.trainer_mode = "sync"  # what verl compares with, here and later; our registered name is not in its lists
+        replay_buffer = super()._build_replay_buffer()
+        assert hasattr(replay_buffer, "poll_interval"), "verl renamed the replay buffer's poll interval"
+        replay_buffer.poll_interval = _POLL_INTERVAL_S
+        return replay_buffer
+
+    def _init_resource_pool_mgr(self) -> None:
+        super()._init_resource_pool_mgr()
+        from verl.workers.engine_workers import ActorRolloutRefWorker
+
+        from flashrl_verl.trainer.worker import FlashRLWorker
+
+        actor_roles = (Role.Actor, Role.ActorRollout, Role.ActorRolloutRef)
+        for role in actor_roles:
+            if role in self.role_worker_mapping:
+                assert issubclass(FlashRLWorker, ActorRolloutRefWorker)
+                self.role_worker_mapping[role] = ray.remote(FlashRLWorker)
+
+    def on_init_end(self) -> None:
+        super().on_init_end()
+        metrics = self._verify_refit()
+        replicas = self._ask_servers("flashrl_layers")
+        wanted = precisions(self.flashrl, len(replicas))
+        self._layer_metrics = summarize_layers(replicas, wanted)
+        require_trainer_heads(self.flashrl.fp32_lm_head, self.actor_rollout_wg.flashrl_fp32_head())
+        log.info(describe_rollout(describe(wanted), self._layer_metrics, metrics))
+        if self.flashrl.self_check:
+            self._self_check()
+
+    @property
+    def logger(self):
+        """verl's ``Tracking``; its file back end is replaced when ``fit`` creates it, so that resuming appends."""
+        return self._tracking
+
+    @logger.setter
+    def logger(self, tracking) -> None:
+        if self._own_file:
+            path = metrics_path(self.config.trainer.project_name, self.config.trainer.experiment_name)
+            tracking.logger["file"] = MetricsFile(path, self.global_steps)
+        self._tracking = tracking
+
+    def fit(self, agent_loop_manager) -> None:
+        backends = self.config.trainer.logger
+        backends = [backends] if isinstance(backends, str) else list(backends)
+        self._own_file = "file" in backends
+        if self._own_file:
+            with open_dict(self.config):
+                self.config.trainer.logger = [b for b in backends if b != "file"]
+        with watching(needed_nodes(), self._how_to_resume()):
+            super().fit(agent_loop_manager)
+
+    def _load_checkpoint(self) -> None:
+        if folder := self._resumes_from():
+            require_same_ranks(folder, "actor", self.actor_rollout_wg.world_size)
+            if self.use_critic:
+                require_same_ranks(folder, str(Role.Critic), self.critic_wg.world_size)
+            self.guard.last_checkpoint = folder
+        super()._load_checkpoint()
+
+    def step(self, metrics: dict, timing_raw: dict):
+        batch = super().step(metrics, timing_raw)
+        self._step_metrics = metrics
+        self._look()  # before verl saves: what it stops is in no checkpoint
+        return batch
+
+    def prepare_step(self) -> dict:
+        self._generated_before = self._ask_servers("flashrl_generated_tokens")
+        self._prompts_this_step = self.config.data.train_batch_size
+        return super().prepare_step()
+
+    def _add_prompts_to_generate(self, num_prompts: int) -> int:
+        self._prompts_this_step += num_prompts
+        limit = self.flashrl.max_num_gen_batches
+        batch = self.config.data.train_batch_size
+        if limit and self._prompts_this_step > limit * batch:
+            metric = self.config.algorithm.filter_groups.metric
+            raise DynamicSamplingError(
+                f"step {self.global_steps}: dynamic sampling drew more than {limit} x {batch} prompts and still lacks "
+                "a batch "
+                f"of groups whose {metric!r} differs within the group: the policy solves all or none of them. Check "
+                "the "
+                "reward and the data, raise actor_rollout_ref.rollout.n, or raise flashrl.max_num_gen_batches (0: no "
+                "limit)"
+            )
+        return super()._add_prompts_to_generate(num_prompts)
+
+    def on_sample_end(self) -> None:
+        self._check_padded_vocabulary()  # before the engine sleeps
+        super().on_sample_end()
+        now = self._ask_servers("flashrl_generated_tokens")
+        self._generated_tokens = [after - before for after, before in zip(now, self._generated_before, strict=True)]
+
+    def _update_actor(self, batch, metrics: dict):
+        batch = super()._update_actor(batch, metrics)
+        for key in [k for k in metrics if k.startswith("actor/rollout_corr/")]:
+            metrics[key.removeprefix("actor/")] = metrics.pop(key)  # verl prefixes whatever the actor returns
+        return batch
+
+    def _save_checkpoint(self) -> None:
+        # verl saves before the refit that would notice: look first, so that no checkpoint holds NaN.
+        bad = sorted({name for names in self.actor_rollout_wg.flashrl_non_finite() for name in names})
+        if bad:
+            raise FlashRLError(
+                f"step {self.global_steps}: the actor's update left NaN or Inf in {len(bad)} tensors "
+                f"({', '.join(bad[:8])}); no checkpoint was saved from it. Resume from the last one with a lower "
+                "actor_rollout_ref.actor.optim.lr or actor_rollout_ref.actor.optim.clip_grad"
+            )
+        folder = Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"
+        run_settings.save(folder, self.flashrl)  # first: verl ends with the record that makes it the last checkpoint
+        super()._save_checkpoint()
+        self.guard.last_checkpoint = folder
+
+    def on_step_end(self) -> None:
+        super().on_step_end()
+        refit = self._verify_refit()
+        self._look(refit)
+        self._pending_sync_metrics = {**refit, **self._layer_metrics, **self.guard.metrics()}
+
+    def _compute_metrics(self, batch, metrics: dict, timing_raw: dict, global_steps: int, epoch: int) -> None:
+        super()._compute_metrics(batch, metrics, timing_raw, global_steps=global_steps, epoch=epoch)
+        metrics.update(phase_metrics(timing_raw, sum(self._generated_tokens)))
+        if self.flashrl.bf16_replica_fraction:
+            metrics.update(per_replica("generated_tokens", self._generated_tokens))
+
+    # ---- ours ----
+
+    def _how_to_resume(self) -> str:
+        folder, every = self.config.trainer.default_local_dir, self.config.trainer.save_freq
+        if every <= 0:
+            return f"Nothing was saved: set trainer.save_freq (now {every})"
+        return (
+            "Replace it, and start again with trainer.resume_mode=auto to resume from the last checkpoint in "
+            f"{folder}, on as "
+            "many nodes"
+        )
+
+    def _resumes_from(self) -> Path | None:
+        """The folder that verl is about to load; None where it starts from scratch."""
+        trainer = self.config.trainer
+        if trainer.resume_mode == "auto":
+            found = find_latest_ckpt_path(trainer.default_local_dir)
+        else:
+            found = trainer.resume_from_path if trainer.resume_mode == "resume_path" else None
+        return Path(found) if found else None
+
+    def _look(self, refit: dict | None = None) -> None:
+        """Have the guard look at the step; what it stops is logged first, as verl logs at the end of a step."""
+        metrics = {**self._step_metrics, **(refit or {})}
+        try:
+            self.guard.look(self.global_steps, metrics, refitted=refit is not None)
+        except GuardError:
+            metrics |= self.guard.metrics()
+            self.logger.log(
+                data={k: v for k, v in metrics.items() if isinstance(v, numbers.Number)}, step=self.global_steps
+            )
+            raise
+
+    def _ask_servers(self, method: str, *args) -> list:
+        """Call ``method`` on the first server of every replica."""
+        replicas = self.llm_server_manager.get_replicas()
+        return ray.get([getattr(replica.server_handle, method).remote(*args) for replica in replicas])
+
+    def _verify_refit(self) -> dict[str, float]:
+        """Compare what every trainer rank sent with what the engine worker beside it holds; returns ``flashrl/*``
+        metrics.
+
+        The engines are asked directly, not through the adapter, so an update that was never sent is noticed too.
+        """
+        ranks = self.actor_rollout_wg.flashrl_refit_report()
+        held = self._ask_servers("flashrl_receipts")
+        verify_ranks(ranks, held, self.global_steps)
+        reports = [report for rank in ranks for report in rank["reports"]]
+        return {**refit_metrics(reports, ranks[0]["sent"]), "flashrl/receipts_verified": len(ranks)}
+
+    def _self_check(self) -> None:
+        """See ``self_check.py``: sleep, poison, the same weights again, and nothing may have changed."""
+        started = time.perf_counter()
+        sleeps = sleeps_between_steps(self.config.actor_rollout_ref.rollout)
+        before = self._ask_servers("flashrl_state")
+        self.actor_rollout_wg.flashrl_self_check_next()
+        if sleeps:
+            self.checkpoint_manager.sleep_replicas()
+        self.checkpoint_manager.update_weights(self.global_steps)
+        self._verify_refit()
+        event = ("sleep, " if sleeps else "") + "poisoned weights and the same weights again"
+        require_same(before, self._ask_servers("flashrl_state"), event)
+        self._layer_metrics["flashrl/self_check_seconds"] = time.perf_counter() - started
+        log.info(
+            "[flashrl] self-check passed in %.1f s: after %s, storage, addresses and %d greedy tokens are the same",
+            time.perf_counter() - started,
+            event,
+            len(before[0].token_ids),
+        )
+
+    def _check_padded_vocabulary(self) -> None:
+        mass = max(self._ask_servers("flashrl_padded_vocab_mass"))
+        if mass <= 0.0:
+            return
+        limit = self.flashrl.padded_vocab_mass_limit
+        text = (
+            f"step {self.global_steps}: the model puts {mass:.2e} of its probability on tokens past len(tokenizer), "
+            "which the "
+            "rollout masks and the trainer does not, so every importance ratio is off by that factor"
+        )
+        if mass > limit:
+            raise FlashRLError(
+                f"{text}; the limit is flashrl.padded_vocab_mass_limit={limit:g}. Resize the model's vocabulary to its "
+                "tokenizer, or raise the limit"
+            )
+        if not self._warned_padding:
+            self._warned_padding = True
+            log.warning("%s (allowed: flashrl.padded_vocab_mass_limit=%g)", text, limit)
+
+
+def require_same_ranks(folder: Path, part: str, ranks: int) -> None:
+    """Refuse a checkpoint of another number of ranks: every FSDP rank loads the shard of its own number.
+
+    Args:
+        folder: ``global_step_<N>``.
+        part: actor or critic, the folder in it. One without verl's record of its ranks is left to verl.
+        ranks: of this run's actor or critic.
+
+    Raises:
+        FlashRLError: there are more or fewer of them now.
+    """
+    try:
+        saved = json.loads((folder / part / "fsdp_config.json").read_text())["world_size"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    if saved != ranks:
+        raise FlashRLError(
+            f"{folder / part} was saved by {saved} ranks and this run has {ranks}. Remedy: the same trainer.nnodes and "
+            "trainer.n_gpus_per_node; or a weights-only start from a merged model: python -m verl.model_merger merge "
+            f"--backend fsdp --local_dir {folder / 'actor'} --target_dir <model> (or `flashrl export`), then "
+            "actor_rollout_ref.model.path=<model> and trainer.resume_mode=disable"
+        )

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The actor's worker: verl's, which corrects for the rollout's quantization, and what the driver asks of a refit."""
+
+import torch
+from tensordict import TensorDict
+from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl.utils import torch_functional
+from verl.utils.device import get_device_name
+from verl.workers.engine_workers import ActorRolloutRefWorker
+
+from flashrl_verl.correction.batch import attach_correction, extend_metrics, without_objects
+from flashrl_verl.correction.settings import CorrectionSettings
+from flashrl_verl.plugins import patches
+from flashrl_verl.quantization.lm_head import compute_head_in_fp32, computes_in_fp32
+from flashrl_verl.refit.scan import Scan
+from flashrl_verl.settings import FlashRLConfig
+
+
+class FlashRLWorker(ActorRolloutRefWorker):
+    """Every rank of the actor's worker group. Methods of our own return plain data."""
+
+    # verl binds only methods that carry its dispatch attributes, so every override registers again, under verl's mesh.
+    # The profiler's and the routing-replay decorators are not repeated: they are on the method that super() calls, and
+    # a second profiler inside a running one fails.
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """verl's; then with ``flashrl.fp32_lm_head`` actor and reference compute their logits in FP32. Without
+        flash-attn, log-probs are taken of many tokens at a time (``patches.py``).
+
+        Raises:
+            ConfigError: the model's head is of a kind that cannot.
+            FlashRLError: another verl than those that were run.
+        """
+        patches.many_tokens_at_once(torch_functional)
+        super().init_model()
+        if FlashRLConfig.from_mapping((self.config.rollout.get("custom") or {}).get("flashrl", {})).fp32_lm_head:
+            for trained in (getattr(self, "actor", None), getattr(self, "ref", None)):
+                if trained is not None:
+                    compute_head_in_fp32(trained.engine.module)
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
+    def update_actor(self, data: TensorDict) -> TensorDict | None:
+        """Corrects `data` unless in bypass mode, updates the policy, and adds the correction's metrics to verl's.
+
+        Args:
+            data: this data-parallel rank's rows: `old_log_probs`, `rollout_log_probs`, `response_mask` jagged
+                [B, *], besides what verl's update needs.
+
+        Returns:
+            verl's output (None on ranks that it does not collect from), its `metrics` extended by
+            `rollout_corr/*`, which in bypass mode come from verl's loss; verl's driver prefixes them with `actor/`.
+
+        Raises:
+            ConfigError, FlashRLError: from `attach_correction`.
+        """
+        settings = CorrectionSettings.from_config(self.config.actor.policy_loss.get("rollout_correction"))
+        group = self.actor.engine.get_data_parallel_group()
+        metrics = attach_correction(data, settings, group, device=get_device_name())
+        output = super().update_actor(without_objects(data))
+        return None if output is None else extend_metrics(output, metrics)
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
+    def compute_log_prob(self, data: TensorDict) -> TensorDict | None:
+        """verl's, without what it does not read.
+
+        Args:
+            data: this data-parallel rank's rows.
+
+        Returns:
+            verl's output; None on ranks that it does not collect from.
+        """
+        return super().compute_log_prob(without_objects(data))
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="ref"))
+    def compute_ref_log_prob(self, data: TensorDict) -> TensorDict | None:
+        """As ``compute_log_prob``, by the reference policy where there is one."""
+        return super().compute_ref_log_prob(without_objects(data))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def flashrl_fp32_head(self) -> bool:
+        """Whether this rank's actor computes its logits in FP32."""
+        return computes_in_fp32(self.actor.engine.module)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def flashrl_refit_report(self) -> dict:
+        """This rank's side of the last weight update: where it went, the receipt, and (on a replica's first rank) the
+        engine workers' reports."""
+        rollout = self.rollout
+        return {
+            "replica": rollout.replica_rank,
+            "rank_in_replica": rollout.rollout_rank,
+            "sent": rollout.sent_receipt,
+            "reports": rollout.reports,
+        }
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def flashrl_self_check_next(self) -> None:
+        """Have the engine look for layers with stale copies before it takes the next update."""
+        self.rollout.self_check_next = True
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def flashrl_non_finite(self) -> list[str]:
+        """Names of this rank's parameters, and of their moments in the optimizer, whose local shard holds NaN or
+        Inf."""
+        module, optimizer = self.actor.engine.module, self.actor.engine.optimizer
+        names, scan = [], Scan()
+        for name, parameter in module.named_parameters():
+            moments = optimizer.state.get(parameter, {}) if optimizer is not None else {}
+            for what, tensor in {
+                name: parameter.data,
+                **{f"{name} ({key})": value for key, value in moments.items()},
+            }.items():
+                local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+                if isinstance(local, torch.Tensor) and local.numel() and local.is_floating_point():
+                    names.append(what)
+                    scan.add(local)
+        return [name for name, (_, finite) in zip(names, scan.results(), strict=True) if not finite]
