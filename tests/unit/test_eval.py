@@ -192,9 +192,6 @@ def test_an_engine_with_a_layer_that_the_quantizer_does_not_know_is_refused_by_i
         require_engine(Precision.INT8, [held, half], NONE_KEPT)
     require_engine(Precision.INT8, [half | {"kept_layers": [name]}], NONE_KEPT)
     require_engine(
-        Precision.INT8, [held | {"unquantized_layers": {"model.layers.0.mlp.gate": "ReplicatedLinear"}}], NONE_KEPT
-    )
-    require_engine(
         Precision.BF16, [_layers("None", {}) | {"unquantized_layers": {name: "ColumnParallelLinear"}}], NONE_KEPT
     )
 

@@ -44,8 +44,8 @@ def test_what_one_run_lacks_is_said_and_what_no_run_has_is_left_out(tmp_path):
 
 
 def test_values_that_are_not_finite_are_told(tmp_path):
-    (row,) = table(comparison.compare([gpu_run(tmp_path, "gpu", **{"flashrl/refit_cast_seconds": None})]))
-    assert row["refit: cast ms"] == "NOT FINITE (3 of 3)"
+    (row,) = table(comparison.compare([gpu_run(tmp_path, "gpu", **{"flashrl/refit_gather_seconds": None})]))
+    assert row["refit: gather ms"] == "NOT FINITE (3 of 3)"
 
 
 def test_the_table_is_in_both_files_and_absent_where_nothing_was_timed(tmp_path):
