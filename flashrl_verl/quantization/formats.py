@@ -48,14 +48,12 @@ INT8 = WeightFormat(
     name="int8",
     dtype=torch.int8,
     code_max=127.0,
-    unwritten=0x80,  # -128: the code book is symmetric and never holds it
 )
 
 FP8 = WeightFormat(
     name="fp8",
     dtype=torch.float8_e4m3fn,
     code_max=448.0,
-    unwritten=0x7F,  # NaN
 )
 
 _KERNELS = {

@@ -33,9 +33,6 @@ class WeightFormat:
     code_max: float
     """Largest code: what a row's absmax becomes. The code book is symmetric."""
 
-    unwritten: int
-    """A byte, 0 to 255, that quantizing a finite row never produces: it marks storage that nobody wrote."""
-
     @property
     def rounds_to_integers(self) -> bool:
         return not self.dtype.is_floating_point

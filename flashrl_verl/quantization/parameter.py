@@ -12,7 +12,7 @@ import torch
 from vllm.model_executor.parameter import ModelWeightParameter
 
 from flashrl_verl.quantization.kernels import quantize_rows_into
-from flashrl_verl.quantization.numerics import WeightFormat, as_bytes
+from flashrl_verl.quantization.numerics import WeightFormat
 
 
 class QuantizedStorage:
@@ -26,7 +26,7 @@ class QuantizedStorage:
     scales: torch.nn.Parameter
     format: WeightFormat
     loaded_elements: int
-    """Codes written since ``poison``; equals ``numel()`` when every shard arrived exactly once."""
+    """Codes written since the update began; equals ``numel()`` when every shard arrived exactly once."""
 
     def _set_up(self, scales: torch.nn.Parameter, format: WeightFormat) -> None:
         self.scales, self.format, self.loaded_elements = scales, format, 0
@@ -38,21 +38,6 @@ class QuantizedStorage:
     @property
     def scale_rows(self) -> torch.Tensor:
         return self.scales.data.view(-1, 1)
-
-    def poison(self) -> None:
-        """Overwrite codes and scales so that what nobody writes cannot pass for a weight, and start a new account."""
-        as_bytes(self.data).fill_(self.format.unwritten)
-        self.scales.data.fill_(float("nan"))
-        self.loaded_elements = 0
-
-    def unwritten(self) -> torch.Tensor:
-        """Whether a poisoned code is left: [] bool, no synchronization.
-
-        The mark is the least byte of INT8 and the largest of E4M3, read as signed: one reduction finds it, and takes no
-        memory.
-        """
-        codes, mark = self.data.view(torch.int8), self.format.unwritten
-        return codes.amin() == mark - 256 if mark > 127 else codes.amax() == mark
 
     def _require(self, loaded_weight: torch.Tensor, rows: int, columns: int) -> None:
         if tuple(loaded_weight.shape) != (rows, columns):

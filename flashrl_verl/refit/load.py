@@ -2,9 +2,8 @@
 """Load one weight update into a vLLM model, through the model's own ``load_weights``, and account for every tensor of
 it.
 
-Every update is the same operation. All storage is poisoned first (codes that quantization never produces, NaN
-elsewhere), the buckets go to ``load_weights``, whose parameters quantize what they are given
-(``../quantization/parameter.py``), and at the end
+Every update is the same operation. All storage is poisoned first (NaN, for 8-bit codes in their scales), the buckets go
+to ``load_weights``, whose parameters quantize what they are given (``../quantization/parameter.py``), and at the end
 
 - the names, shapes and dtypes are those of the first update, in the dtype of the rollout;
 - no tensor held NaN or Inf;
@@ -73,8 +72,7 @@ class WeightRefit:
             weights: (Hugging Face name, tensor) pairs; the tensors are not kept past this call.
         """
         started = time.perf_counter()
-        for name, tensor in weights:
-            self._manifest.add(name, tensor)
+        self._manifest.add(weights)
         taken = []
         for name, tensor in weights:
             if self._is_skipped(name):
@@ -192,31 +190,35 @@ class WeightRefit:
 
 
 def poison(parameters: dict[str, torch.nn.Parameter]) -> None:
-    """Overwrite all storage so that nothing that is not written can pass for a weight."""
+    """Overwrite storage with NaN so that nothing that is not written can pass for a weight.
+
+    8-bit codes cannot hold NaN in every format, and need not: their scales are parameters too, and the kernel writes
+    both of a row together.
+    """
     for parameter in parameters.values():
         if isinstance(parameter, QuantizedStorage):
-            parameter.poison()
-        elif _takes_nan(parameter):
-            parameter.data.fill_(float("nan"))
+            parameter.loaded_elements = 0
+    for tensors in _takes_nan(parameters).values():
+        torch._foreach_mul_(list(tensors.values()), float("nan"))  # a few launches for hundreds of norms and scales
 
 
 def unwritten(parameters: dict[str, torch.nn.Parameter]) -> list[str]:
     """Names of the parameters in which poison, or another value that is not finite, is left (synchronizes once)."""
-    quantized = {name: p for name, p in parameters.items() if isinstance(p, QuantizedStorage)}
-    names, flags = list(quantized), [p.unwritten() for p in quantized.values()]
-    found = [torch.stack(flags)] if flags else []
-    plain: dict[torch.dtype, dict[str, torch.Tensor]] = {}
-    for name, parameter in parameters.items():
-        if name not in quantized and _takes_nan(parameter) and parameter.numel():
-            plain.setdefault(parameter.dtype, {})[name] = parameter.data
-    for tensors in plain.values():  # a few launches for hundreds of norms, biases and scales
+    names: list[str] = []
+    found = []
+    for tensors in _takes_nan(parameters).values():
         names += tensors
         found.append(~torch.stack(torch._foreach_norm(list(tensors.values()), float("inf"))).isfinite())
     return [name for name, hole in zip(names, torch.cat(found).tolist(), strict=True) if hole] if found else []
 
 
-def _takes_nan(parameter: torch.nn.Parameter) -> bool:
-    return parameter.is_floating_point() and parameter.dtype.itemsize > 1
+def _takes_nan(parameters: dict[str, torch.nn.Parameter]) -> dict[torch.dtype, dict[str, torch.Tensor]]:
+    """By dtype, the parameters of more than a byte an element: norms, biases, scales, weights that are not quantized."""
+    plain: dict[torch.dtype, dict[str, torch.Tensor]] = {}
+    for name, parameter in parameters.items():
+        if parameter.is_floating_point() and parameter.dtype.itemsize > 1 and parameter.numel():
+            plain.setdefault(parameter.dtype, {})[name] = parameter.data
+    return plain
 
 
 class _Reads(TorchDispatchMode):

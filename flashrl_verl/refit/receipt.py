@@ -28,41 +28,38 @@ class Manifest:
         """Names that passed more than once."""
         self.num_bytes = 0
         self._scan = Scan()
-        self._results: list[tuple[int, bool]] | None = None
 
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Record one tensor as it passes. On a GPU nothing is copied to the host yet."""
-        if name in self.tensors:
-            self.repeated.append(name)
-            return
-        self.tensors[name] = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-        self.num_bytes += tensor.nbytes
-        self._scan.add(tensor)
+    def add(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Record tensors as they pass. On a GPU nothing is copied to the host yet."""
+        fresh = []
+        for name, tensor in weights:
+            if name in self.tensors:
+                self.repeated.append(name)
+                continue
+            self.tensors[name] = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+            self.num_bytes += tensor.nbytes
+            fresh.append(tensor)
+        self._scan.add(*fresh)
 
     def watch(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield ``weights`` unchanged, recording each."""
         for name, tensor in weights:
-            self.add(name, tensor)
+            self.add([(name, tensor)])
             yield name, tensor
 
     def non_finite(self) -> list[str]:
         """Names of the tensors that hold NaN or Inf (synchronizes)."""
-        return [name for name, (_, finite) in zip(self.tensors, self._read(), strict=True) if not finite]
+        return [name for name, (_, finite) in zip(self.tensors, self._scan.results(), strict=True) if not finite]
 
     def receipt(self) -> dict:
         """Plain data for the driver: ``step``, ``bytes``, ``tensors``: name -> dtype, shape and checksum in words
         (which every serializer leaves as they are), and ``sum``: one number for "the same weights"."""
-        sums = [checksum for checksum, _ in self._read()]
+        sums = [checksum for checksum, _ in self._scan.results()]
         tensors = {
             name: f"{dtype} {list(shape)} checksum {total}"
             for (name, (shape, dtype)), total in zip(self.tensors.items(), sums, strict=True)
         }
         return {"step": self.step, "bytes": self.num_bytes, "tensors": tensors, "sum": sum(sums) % 2**32}
-
-    def _read(self) -> list[tuple[int, bool]]:
-        if self._results is None:
-            self._results = self._scan.results()
-        return self._results
 
 
 def verify_ranks(ranks: Sequence[dict], held: Sequence[Sequence[dict]], step: int) -> None:

@@ -49,8 +49,7 @@ class WeightReceiver(vLLMColocateWorkerExtension):
         """Checksum and address of every parameter and buffer."""
         model, scan = self.model_runner.model, Scan()
         tensors = {n: t.data for n, t in [*model.named_parameters(), *model.named_buffers()] if t.numel()}
-        for tensor in tensors.values():
-            scan.add(tensor)
+        scan.add(*tensors.values())
         return {n: (total, t.data_ptr()) for (n, t), (total, _) in zip(tensors.items(), scan.results(), strict=True)}
 
     def _flashrl_receive(self, peft_config: dict | None, use_shm: bool, flashrl: dict | None) -> dict:

@@ -10,10 +10,6 @@ differ."""
 _EXPONENTS = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00, torch.float32: 0x7F80}
 """Bits of the exponent in an element's last 16-bit word; all ones mean Inf or NaN."""
 
-_SLOTS = 1024
-"""Results that are allocated together."""
-
-
 class Scan:
     """Checksums and finiteness of tensors, read back together: on a GPU nothing waits until ``results``.
 
@@ -23,39 +19,41 @@ class Scan:
     """
 
     def __init__(self) -> None:
-        self._slots: list[torch.Tensor] = []  # [_SLOTS, 2] int64 each
-        self._found: list[tuple[int, bool] | tuple[torch.Tensor, int]] = []
+        self._found: list[tuple[int, bool] | None] = []  # None: still on the GPU
+        self._places: list[int] = []  # in _found, of what is still on the GPU
+        self._on_gpu: list[torch.Tensor] = []  # [n, 2] int64: checksum, and 1 where not finite
 
-    def add(self, tensor: torch.Tensor) -> None:
-        """Scan a tensor of any shape and dtype, once, on its own device. It is not kept."""
-        flat = tensor.detach().contiguous().view(-1)
-        even = flat.numel() * flat.element_size() % 2 == 0
-        words = flat.view(torch.int16 if even else torch.uint8) if flat.numel() else flat.to(torch.int16)
-        if not (words.is_cuda and even and flat.numel()):
-            finite = not (flat.is_floating_point() and flat.numel()) or bool(
-                torch.stack(flat.aminmax()).isfinite().all()
-            )
-            self._found.append((int(_checksum(words)), finite))
-            return
-        from flashrl_verl.refit.triton_scan import scan_on_gpu  # Triton is only where a GPU is
+    def add(self, *tensors: torch.Tensor) -> None:
+        """Scan tensors of any shape and dtype. They are not kept, and those on a GPU take one launch for each dtype."""
+        launches: dict[torch.dtype, list[torch.Tensor]] = {}
+        places: dict[torch.dtype, list[int]] = {}
+        for tensor in tensors:
+            flat = tensor.detach().contiguous().view(-1)
+            even = flat.nbytes % 2 == 0
+            words = flat.view(torch.int16 if even else torch.uint8) if flat.numel() else flat.to(torch.int16)
+            if words.is_cuda and even and flat.numel():
+                launches.setdefault(flat.dtype, []).append(words)
+                places.setdefault(flat.dtype, []).append(len(self._found))
+                self._found.append(None)
+            else:
+                looked_at = flat.is_floating_point() and flat.numel()
+                finite = not looked_at or bool(torch.stack(flat.aminmax()).isfinite().all())
+                self._found.append((int(_checksum(words)), finite))
+        for dtype, words in launches.items():
+            from flashrl_verl.refit.triton_scan import scan_on_gpu  # Triton is only where a GPU is
 
-        row = len(self._found) % _SLOTS
-        if not self._slots or row == 0 or self._slots[-1].device != flat.device:
-            self._slots.append(torch.zeros(_SLOTS, 2, dtype=torch.int64, device=flat.device))
-        scan_on_gpu(words, self._slots[-1][row], _PERIOD, _EXPONENTS.get(flat.dtype, 0), flat.element_size() // 2)
-        self._found.append((self._slots[-1], row))
+            out = torch.zeros(len(words), 2, dtype=torch.int64, device=words[0].device)
+            scan_on_gpu(words, out, _PERIOD, _EXPONENTS.get(dtype, 0), dtype.itemsize // 2)
+            self._places += places[dtype]
+            self._on_gpu.append(out)
 
     def results(self) -> list[tuple[int, bool]]:
         """(checksum, whether all elements are finite) of each tensor, in the order they were added (synchronizes)."""
-        on_host = {id(slots): slots.tolist() for slots in self._slots}
-
-        def read(found: tuple) -> tuple[int, bool]:
-            if not isinstance(found[0], torch.Tensor):
-                return found
-            total, bad = on_host[id(found[0])][found[1]]
-            return total, not bad
-
-        return [read(found) for found in self._found]
+        if self._on_gpu:
+            for place, (total, bad) in zip(self._places, torch.cat(self._on_gpu).tolist(), strict=True):
+                self._found[place] = total, not bad
+            self._places, self._on_gpu = [], []
+        return self._found
 
 
 def _checksum(words: torch.Tensor) -> torch.Tensor:

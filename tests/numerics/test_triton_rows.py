@@ -41,14 +41,17 @@ for seed, (dtype, columns) in enumerate((d, k) for d in (torch.bfloat16, torch.f
 
 g = torch.Generator().manual_seed(0)
 for dtype, step in ((torch.bfloat16, 1), (torch.float16, 1), (torch.float32, 2)):
-    for n in (5, 8192, 20001):
-        tensor = torch.randn(n, generator=g).to(dtype)
-        for bad in (False, True):
-            tensor[n - 1] = float("nan") if bad else 1.0
-            out = torch.zeros(2, dtype=torch.int64)
-            triton_scan.scan_on_gpu(tensor.view(torch.int16), out, 8191, scan._EXPONENTS[dtype], step)
-            expected = int(scan._checksum(tensor.view(torch.int16))), not bad
-            assert (out[0].item(), not out[1].item()) == expected, (dtype, n)
+    for programs in (1024, 2):
+        triton_scan._PROGRAMS = programs
+        tensors = [torch.randn(n, generator=g).to(dtype) for n in 2 * (5, 8192, 20001, 70000)]
+        for tensor in tensors[4:]:
+            tensor[-1] = float("nan")
+        words = [tensor.view(torch.int16) for tensor in tensors]
+        words.append(words[2][step:])  # not aligned
+        out = torch.zeros(len(words), 2, dtype=torch.int64)
+        triton_scan.scan_on_gpu(words, out, 8191, scan._EXPONENTS[dtype], step)
+        expected = [[int(scan._checksum(one)), bad] for one, bad in zip(words, [0, 0, 0, 0, 1, 1, 1, 1, 0])]
+        assert out.tolist() == expected, dtype
 print("SAME")
 """
 

@@ -93,7 +93,7 @@ def test_an_engine_worker_that_nobody_sends_to_is_noticed():
 def test_a_name_that_passes_twice_is_noted_and_the_first_counts():
     manifest, items = Manifest(0), list(weights().items())
     for name, tensor in [*items, (items[5][0], items[5][1] + 1)]:
-        manifest.add(name, tensor)
+        manifest.add([(name, tensor)])
     assert manifest.repeated == ["layer.5.weight"]
     assert manifest.receipt()["tensors"] == receipt_of(weights())["tensors"]
 
