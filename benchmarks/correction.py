@@ -114,8 +114,7 @@ def _in_own_process(part: str, rows: int, tokens: int, repeats: int) -> Cost:
             need = rows * tokens * 60 / 2**30
             raise FlashRLError(
                 f"measuring {part!r} on {rows} x {tokens} tokens failed ({type(error).__name__}: {error}); it needs "
-                "about "
-                f"{need:.0f} GiB of memory. Lower --responses or --tokens."
+                f"about {need:.0f} GiB of memory. Lower --responses or --tokens."
             ) from error
 
 

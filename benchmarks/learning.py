@@ -127,8 +127,7 @@ class LearningConfig:
         if longest > RESPONSE_TOKENS:
             raise ConfigError(
                 f"a chain of {self.chain.steps} steps is worked out in up to {longest} tokens, and experiment=chain "
-                "has "
-                f"{RESPONSE_TOKENS} (data.max_response_length). Remedy: --chain-steps "
+                f"has {RESPONSE_TOKENS} (data.max_response_length). Remedy: --chain-steps "
                 f"{(RESPONSE_TOKENS - 4) // STEP_TOKENS}"
             )
         for word in self.overrides:
@@ -253,8 +252,7 @@ def make(config: LearningConfig, on_probe: Callable[[int, Accuracy], None] | Non
     if begun and made_before(config.output / ASSETS, asked) is None:
         raise ConfigError(
             f"{config.output / ASSETS} is not whole, or not what {begun[0].parent.name} started from: a model made "
-            "anew need "
-            f"not be the same. Put it back, or name another folder in --output"
+            "anew need not be the same. Put it back, or name another folder in --output"
         )
     assets = make_assets(config.output / ASSETS, asked, on_probe=on_probe, device=config.hardware)
     if config.hardware == "cuda":

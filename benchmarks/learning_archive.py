@@ -143,8 +143,7 @@ def _shared(output: Path) -> list[Path]:
     if whole_manifest(output / ASSETS) is None:
         raise ConfigError(
             f"{output / ASSETS} is gone or not whole, and no run goes on without the model and the data that it "
-            "started from. "
-            "Put it back before packing"
+            "started from. Put it back before packing"
         )
     return [output / SETTINGS, output / ASSETS, *_there(output, FILE)]
 
@@ -166,8 +165,7 @@ def _kept(run: Path) -> list[Path]:
     if not checkpoint.is_dir():
         raise ConfigError(
             f"{latest} names step {step}, and {checkpoint} is gone: the run could not go on from an archive. Put it "
-            "back, or "
-            f"remove {run} to train it anew"
+            f"back, or remove {run} to train it anew"
         )
     return [*files, latest, checkpoint]
 

@@ -196,10 +196,8 @@ def _require_memory(config: LearningConfig) -> None:
     if config.hardware == "cpu" and together > 1 and together * _CPU_RUN_GIB > there:
         raise ConfigError(
             f"--parallel {config.parallel}: a run takes some {_CPU_RUN_GIB} GiB of memory where there is no GPU, and "
-            "this "
-            f"machine has {there:.0f}. Remedy: --parallel {max(1, int(there // _CPU_RUN_GIB))}; "
-            "scripts/figure_learning.sh has "
-            "it from FIGURE_RUNS"
+            f"this machine has {there:.0f}. Remedy: --parallel {max(1, int(there // _CPU_RUN_GIB))}; "
+            "scripts/figure_learning.sh has it from FIGURE_RUNS"
         )
 
 
@@ -313,10 +311,8 @@ def _make(config: LearningConfig, console: Console) -> None:
     made = assets.made
     console.print(
         f"model: {made['parameters']:,} parameters, {made['warmup_steps']} updates of warm-up in "
-        f"{made['warmup_seconds']} s"
-        f"{' (made before, used again)' if assets.reused else ''}; held-out accuracy {made['test']['greedy']:.3f} "
-        "greedy, "
-        f"{made['test']['sampled']:.3f} sampled",
+        f"{made['warmup_seconds']} s{' (made before, used again)' if assets.reused else ''}; held-out accuracy "
+        f"{made['test']['greedy']:.3f} greedy, {made['test']['sampled']:.3f} sampled",
         highlight=False,
         soft_wrap=True,
     )

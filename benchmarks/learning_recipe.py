@@ -73,8 +73,7 @@ def compose_run(config: LearningConfig, run: Run) -> DictConfig:
     if "file" not in trainer.logger or trainer.test_freq < 1:
         raise ConfigError(
             f"trainer.logger={trainer.logger}, trainer.test_freq={trainer.test_freq}: curves are read from verl's file "
-            "logger "
-            "and need validation. Remedy: `file` among the loggers, and test_freq from 1 on"
+            "logger and need validation. Remedy: `file` among the loggers, and test_freq from 1 on"
         )
     if trainer.save_freq < 1:
         raise ConfigError(

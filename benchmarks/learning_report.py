@@ -69,10 +69,8 @@ def notes(report: Report) -> list[str]:
     others = report.config.parallel - 1
     lines = [
         f"final, BF16: the last weights in one BF16 engine, mean@{SAMPLES} over the held-out chains; own engine and "
-        "curve: "
-        "sampled from the rollout's own engine, in the arm's precision (docs/evaluation.md). Means over seeds, with "
-        "one "
-        "standard error."
+        "curve: sampled from the rollout's own engine, in the arm's precision (docs/evaluation.md). Means over seeds, "
+        "with one standard error."
     ]
     if report.start:
         found = accuracy_of(report.start)
@@ -84,18 +82,14 @@ def notes(report: Report) -> list[str]:
     if others > 0:
         lines.append(
             f"Seconds, and the picture over hours, are of runs that share the machine with up to {others} more, "
-            "checkpoints "
-            "included: how fast an arm is cannot be read off them."
+            "checkpoints included: how fast an arm is cannot be read off them."
         )
     if len(report.differences()) > 1:
         lines.append(
             f"{len(report.differences())} differences: where nothing differs, one interval in twenty leaves out 0 all "
-            "the "
-            "same; one that holds 0 is no proof of equality. Difference, SE and interval are paired by seed; "
-            "detectable: how "
-            "large a true difference has to be for four of five such experiments to leave out 0. Where Welch's "
-            "interval is "
-            "narrower, pairing gained nothing."
+            "the same; one that holds 0 is no proof of equality. Difference, SE and interval are paired by seed; "
+            "detectable: how large a true difference has to be for four of five such experiments to leave out 0. Where "
+            "Welch's interval is narrower, pairing gained nothing."
         )
     for run in report.runs:
         if run.state.error and not run.finished:

@@ -118,8 +118,7 @@ class Schedule:
             if (pid := process_of(run.folder)) is not None:
                 raise ConfigError(
                     f"{run.name} is going on as process {pid}: another command has this --output, or was killed and "
-                    "left it. "
-                    f"Wait for it, or end it: kill -INT {pid}"
+                    f"left it. Wait for it, or end it: kill -INT {pid}"
                 )
         self._runs = runs
         self._steps, self._limits, self._prepare, self._tell, self._watch = steps, limits, prepare, tell, watch
@@ -195,8 +194,7 @@ class Schedule:
         failed = any(state_of(run, self._steps).status is Status.FAILED for run in self._failures)
         return (
             f"{', '.join(names)} failed before {'their' if len(names) > 1 else 'its'} first step, as any run would: "
-            "none has "
-            f"trained a step yet. What was said is above and in {last.folder / LOG_FILE}"
+            f"none has trained a step yet. What was said is above and in {last.folder / LOG_FILE}"
             + (". What failed twice is tried again with --retry" if failed else "")
         )
 

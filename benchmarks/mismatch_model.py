@@ -54,8 +54,7 @@ def require_room(model: Path, prompts: Prompts, tokens: int) -> None:
     if limit is not None and longest + tokens >= limit:  # one token more is asked for when responses are scored
         raise ConfigError(
             f"--tokens {tokens}: with the longest prompt's {longest} tokens that reaches the model's limit of {limit}; "
-            "set "
-            f"--tokens below {limit - longest}"
+            f"set --tokens below {limit - longest}"
         )
 
 

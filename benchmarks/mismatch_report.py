@@ -47,12 +47,10 @@ def notes(report: Report) -> list[str]:
     """What a reader has to know beside the tables."""
     lines = [
         "own samples: the engine's responses, log-probs as sampled. common tokens: the BF16 engine's responses, scored "
-        "by "
-        "every engine (teacher-forced).",
+        "by every engine (teacher-forced).",
         f"trainer: {report.trainer}. engines: {report.engine}.",
         "SQNR: median over matrices (lowest), dB. weight: codes x scales against BF16. output: emulated W8A8 product "
-        "against "
-        f"the exact one, inputs of {report.activation_tokens} tokens.",
+        f"against the exact one, inputs of {report.activation_tokens} tokens.",
     ]
     emulated = [str(r.arm) for r in _by_weights(report) if EMULATED in r.kernels.values()]
     if emulated:

@@ -271,8 +271,7 @@ def _require_code(report: Report, file: Path) -> None:
     if report.results and there != here:
         raise ConfigError(
             f"{file} has results of other code of flashrl_verl (digest {there}, now {here}); others do not stand "
-            "beside them. "
-            "Name another folder in --output; flashrl bench rollout-figure shows what is there"
+            "beside them. Name another folder in --output; flashrl bench rollout-figure shows what is there"
         )
 
 

@@ -156,8 +156,7 @@ def require_weights(weights: dict[str, Any]) -> None:
     if weights["zeros"] > _MOST_ZEROS:
         raise FlashRLError(
             f"{weights['zeros']:.0%} of the engine's weights are zero after the weight update; random ones are hardly "
-            "ever. "
-            "Speeds with them would be too high"
+            "ever. Speeds with them would be too high"
         )
 
 

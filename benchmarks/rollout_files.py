@@ -62,8 +62,7 @@ def require_table(path: Path, header: str) -> None:
     if there and there.partition("\n")[0] != header:
         raise ConfigError(
             f"--output: {path}, where its table would be written, is something else, or another release's. Move it, or "
-            "name "
-            "another picture"
+            "name another picture"
         )
 
 

@@ -69,8 +69,7 @@ class StepRecorder:
         if not self._contexts:
             return (
                 f"all {self._sequences} sequences were decoded together in {self._seen} steps, and {self._first} are "
-                "needed: "
-                "a longer response, a larger --max-num-seqs or a larger KV cache"
+                "needed: a longer response, a larger --max-num-seqs or a larger KV cache"
             )
         return (
             "the profiler saw no kernel: another one may be attached to the GPU (Nsight, DCGM), or CUPTI may not be "

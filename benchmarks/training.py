@@ -101,9 +101,8 @@ def _pass(config: TrainingConfig, name: str, seconds: dict[int, list[float]], pa
     if min(layer, head) <= 0:
         raise FlashRLError(
             f"{name}: {medians[few]:.4f} s with {few} layers and {medians[many]:.4f} s with {many} leave {layer:.4f} s "
-            "for a "
-            f"layer and {head:.4f} s for the head: too much noise in {seconds}. "
-            "Remedy: --layers further apart, more --tokens or --repeats"
+            f"for a layer and {head:.4f} s for the head: too much noise in {seconds}. Remedy: --layers further apart, "
+            "more --tokens or --repeats"
         )
     shape = shape_of(load_config(config.model))
     whole = head + shape.layers * layer

@@ -243,8 +243,7 @@ class GuardConfig(Settings):
     truncated_share_max: float | None = _limit(0.2, lambda v: 0 <= v <= 1, "a share between 0 and 1")
     """Largest share of weights that the cap C cuts (``rollout_corr/rollout_is_ratio_fraction_high``: of tokens, or of
     responses where weights are per sequence), or of tokens that two bounds drop
-    (``rollout_corr/rollout_is_oob_ratio``). Ratios of an ordinary shape exceed C = 2 in at most 12 % of all cases;
-    where that share is not below the limit, it is not watched."""
+    (``rollout_corr/rollout_is_oob_ratio``). Ratios of an ordinary shape exceed C = 2 in at most 12 % of all cases."""
 
     rejected_share_max: float | None = _limit(0.5, lambda v: 0 <= v <= 1, "a share between 0 and 1")
     """Largest share of tokens that rejection masks (``rollout_corr/rollout_rs_masked_fraction``). Beyond one half more

@@ -264,8 +264,7 @@ RULES = (
         "actor_rollout_ref.model.use_fused_kernels",
         one_of(False),
         "they multiply by lm_head's weight themselves and round the logits to BF16, although "
-        "flashrl.fp32_lm_head=true, "
-        "and the rollout alone in FP32 would be further from the trainer than both in BF16",
+        "flashrl.fp32_lm_head=true, and the rollout alone in FP32 would be further from the trainer than both in BF16",
         "actor_rollout_ref.model.use_fused_kernels=false, or flashrl.fp32_lm_head=false",
         default=False,
         when=lambda cfg: bool(get(cfg, "flashrl.fp32_lm_head")),
@@ -274,8 +273,7 @@ RULES = (
     Rule(
         "reward.reward_model",
         lambda node: not node.get("enable") or bool(node.get("enable_resource_pool")),
-        "a reward model on the training GPUs makes verl send weights in the middle of validation, which nobody "
-        "verifies",
+        "a reward model on the training GPUs makes verl send weights amid validation, which nobody verifies",
         "reward.reward_model.enable_resource_pool=true (GPUs of its own), or reward.reward_model.enable=false",
         default={},
     ),
@@ -452,8 +450,7 @@ RULES = (
         f"{ROLLOUT}.temperature",
         _positive_number,
         "greedy samples of a prompt are all the same, so every group is constant and has no advantage, and the trainer "
-        "divides "
-        "its logits by the temperature",
+        "divides its logits by the temperature",
         f"{ROLLOUT}.temperature=1.0; validation has its own, {ROLLOUT}.val_kwargs.temperature",
         default=1.0,
     ),
@@ -609,8 +606,7 @@ def _check_batches(cfg: DictConfig) -> None:
             f"{ACTOR}.ppo_mini_batch_size",
             mini_batch,
             f"it does not divide data.train_batch_size={prompts}: verl fills up with rows without a token, where its "
-            "loss of "
-            "bypass mode fails",
+            "loss of bypass mode fails",
             f"{ACTOR}.ppo_mini_batch_size that divides data.train_batch_size, or a preset without bypass "
             "(correction=tis)",
         )

@@ -126,8 +126,7 @@ def _parse_threshold(spec: Any) -> tuple[float, float | None]:
     if len(bounds) == 1 and bounds[0] < 1:
         reason = (
             "a cap below 1 shrinks tokens on which rollout and trainer agree (if IcePop's pair was meant: YAML reads "
-            "0.5_5 as "
-            "the number 0.55)"
+            "0.5_5 as the number 0.55)"
         )
     elif spec is None:
         reason = f"without a threshold verl computes no weights although {CORRECTION}.rollout_is is set"

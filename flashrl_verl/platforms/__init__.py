@@ -33,6 +33,5 @@ def activate(config: DictConfig) -> None:
     if get_platform().device_name != "cpu":
         raise ConfigError(
             f"verl had already chosen the platform {get_platform().device_name!r} before the configuration was read; "
-            "set "
-            f"{PLATFORM_VARIABLE}=cpu in the environment of this command"
+            f"set {PLATFORM_VARIABLE}=cpu in the environment of this command"
         )

@@ -44,8 +44,7 @@ def default_to_gloo(distributed: types.ModuleType) -> None:
     if "backend" not in inspect.signature(original).parameters:
         raise FlashRLError(
             "verl.utils.distributed.initialize_global_process_group_ray has no argument `backend` any more; see the "
-            "entry in "
-            "flashrl_verl/plugins/patches.py and use verl 0.9.1"
+            "entry in flashrl_verl/plugins/patches.py and use verl 0.9.1"
         )
     distributed.initialize_global_process_group_ray = functools.partial(original, backend="gloo")
 

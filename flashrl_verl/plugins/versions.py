@@ -85,8 +85,7 @@ class Finding:
         if self.status is Status.UNFINISHED:
             return (
                 f"{name} {self.installed} has no package metadata under the name {self.component.asked_for}, which "
-                "verl asks "
-                f"for: this environment is not finished. Finish it: {INSTALL_COMMAND}"
+                f"verl asks for: this environment is not finished. Finish it: {INSTALL_COMMAND}"
             )
         return (
             f"{name} {self.installed} has not been run with this release of flashrl-verl (tested: {tested}). "

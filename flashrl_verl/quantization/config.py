@@ -131,8 +131,7 @@ class FlashRLQuantizationConfig(QuantizationConfig):
             # tested.
             raise ConfigError(
                 f"{prefix}: this rollout does not support multi-head latent attention in any flashrl.precision; use "
-                "verl's, "
-                "actor_rollout_ref.rollout.name=vllm with trainer.v1.trainer_mode=sync"
+                "verl's, actor_rollout_ref.rollout.name=vllm with trainer.v1.trainer_mode=sync"
             )
         return None  # attention, and above embeddings and lm_head, use vLLM's own unquantized method
 
@@ -181,8 +180,7 @@ def require_kv_kernel(kv_cache: KVCache) -> None:
     if (capability := cuda_capability()) < INT8_KV_CAPABILITY:
         raise ConfigError(
             f"flashrl.kv_cache={kv_cache.value} has no kernel for a GPU of compute capability {capability / 10:.1f}; "
-            "it needs "
-            f"at least {INT8_KV_CAPABILITY / 10:.1f}. Set flashrl.kv_cache=auto"
+            f"it needs at least {INT8_KV_CAPABILITY / 10:.1f}. Set flashrl.kv_cache=auto"
         )
 
 
@@ -206,8 +204,7 @@ def kv_cache_arguments(kv_cache: KVCache) -> dict[str, str]:
         if (other := register_attention()) is not None:
             raise ConfigError(
                 f"flashrl.kv_cache={kv_cache.value}: its attention needs vLLM's name {INT8_KV_ATTENTION}, which "
-                "another plugin "
-                f"has given to {other}. Uninstall that plugin, or leave it out of VLLM_PLUGINS. {REMEDY}"
+                f"another plugin has given to {other}. Uninstall that plugin, or leave it out of VLLM_PLUGINS. {REMEDY}"
             )
         arguments["attention_backend"] = INT8_KV_ATTENTION
     return arguments

@@ -97,8 +97,7 @@ class QuantizedMoEMethod(FusedMoEMethodBase):
             if present:
                 raise ConfigError(
                     f"{prefix}: flashrl.precision={fmt.name} does not support experts with {what}; add 're:.*experts' "
-                    "to "
-                    "flashrl.ignore, or set flashrl.precision=bf16"
+                    "to flashrl.ignore, or set flashrl.precision=bf16"
                 )
 
     @property

@@ -43,8 +43,7 @@ def choose_kernel(fmt: WeightFormat, device: str, capability: int) -> KernelChoi
     other = "int8" if fmt.name != "int8" and capability >= 75 else "bf16"
     raise ConfigError(
         f"flashrl.precision={fmt.name} has no kernel for a GPU of compute capability {capability / 10:.1f}; it needs "
-        "at least "
-        f"{since / 10:.1f}. Set flashrl.precision={other}"
+        f"at least {since / 10:.1f}. Set flashrl.precision={other}"
     )
 
 

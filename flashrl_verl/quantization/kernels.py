@@ -64,8 +64,7 @@ def _require_fit(
         raise ValueError(
             f"cannot quantize a weight of shape {tuple(weight.shape)} on {weight.device} into {codes.dtype} codes "
             f"{tuple(codes.shape)} of format {fmt.name} and {scales.dtype} scales {tuple(scales.shape)} on "
-            f"{codes.device} at "
-            f"column {column_offset}"
+            f"{codes.device} at column {column_offset}"
         )
     if weight.dtype not in _SOURCES:
         raise ValueError(f"expected a bfloat16, float16 or float32 weight to quantize, got {weight.dtype}")

@@ -113,10 +113,8 @@ def compute_head_in_fp32(model: nn.Module) -> None:
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         raise ConfigError(
             f"{_KEY}=true is refused: the trainer's head of {type(model).__name__} is a {type(head).__name__} with a "
-            "forward "
-            f"other than torch.nn.Linear's, which is the one that is replaced. Set {_KEY}=false, or, if it is a LoRA "
-            "layer, "
-            "take lm_head out of actor_rollout_ref.model.target_modules"
+            f"forward other than torch.nn.Linear's, which is the one that is replaced. Set {_KEY}=false, or, if it is "
+            "a LoRA layer, take lm_head out of actor_rollout_ref.model.target_modules"
         )
     head.__class__ = type(f"Fp32{type(head).__name__}", (Fp32Head, type(head)), {})
     model.register_forward_hook(_Watch(head))

@@ -79,8 +79,7 @@ class LayerSelection:
         if named and missing:
             raise ConfigError(
                 f"flashrl.ignore (--ignore) names {_some([p for p in parts if p in named])}, but not {_some(missing)}; "
-                "vLLM "
-                f"keeps them in one weight, {name}. Name all of them, or {name}, or none"
+                f"vLLM keeps them in one weight, {name}. Name all of them, or {name}, or none"
             )
         return bool(named)
 

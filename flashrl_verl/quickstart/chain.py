@@ -116,8 +116,7 @@ class ChainConfig:
         if self._wanted > (there := self._possible()):
             raise ConfigError(
                 f"{self._wanted} different chains (train, probe and test) of steps={self.steps} are wanted, and there "
-                "are "
-                f"{there}. {_REMEDY}"
+                f"are {there}. {_REMEDY}"
             )
 
     @property
@@ -166,8 +165,7 @@ class ChainConfig:
         else:
             raise ConfigError(
                 f"{self._wanted} different chains (train, probe and test) are wanted, and {_DRAWS} times as many draws "
-                "of "
-                f"steps={self.steps} with subtraction_rate={self.subtraction_rate} gave {len(chains)}. {_REMEDY}"
+                f"of steps={self.steps} with subtraction_rate={self.subtraction_rate} gave {len(chains)}. {_REMEDY}"
             )
         drawn = list(chains)
         held_out = self.test + self.probe

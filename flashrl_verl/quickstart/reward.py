@@ -34,8 +34,7 @@ def compute_score(
     elif data_source != DATA_SOURCE:
         raise ConfigError(
             f"data_source={data_source!r} is not {DATA_SOURCE!r} or {chain.DATA_SOURCE!r}: this reward knows no other "
-            "task. "
-            "Set reward.custom_reward_function.path to the reward of data.train_files."
+            "task. Set reward.custom_reward_function.path to the reward of data.train_files."
         )
     correct = float(solution_str == ground_truth)
     return {"score": correct, "acc": correct}

@@ -185,8 +185,7 @@ def _assets(config: QuickstartConfig, precision: Precision, console: Console) ->
     asked, spoke = AssetsConfig(seed=config.seed, model=ToyModelConfig()), time.monotonic()
     console.print(
         f"toy model: supervised warm-up to an accuracy of {asked.warmup.target_accuracy:.2f}, about 130 updates, 16 s "
-        "on two "
-        f"idle cores; made once, in {config.output / 'assets'}",
+        f"on two idle cores; made once, in {config.output / 'assets'}",
         highlight=False,
         soft_wrap=True,
         markup=False,

@@ -107,10 +107,9 @@ class WeightRefit:
         if self._problems:
             raise RefitError(
                 f"weight update of step {manifest.step}: {'; '.join(self._problems)}. Nothing was sampled from it; "
-                "resume "
-                "from the last checkpoint. Should the same appear with flashrl.precision=bf16, the model or vLLM's "
-                "version "
-                "(`flashrl version`) is not supported; a layer that only 8 bits do not suit goes into flashrl.ignore"
+                "resume from the last checkpoint. Should the same appear with flashrl.precision=bf16, the model or "
+                "vLLM's version (`flashrl version`) is not supported; a layer that only 8 bits do not suit goes into "
+                "flashrl.ignore"
             )
         self._meter = self._meter or CodeChangeMeter(list(quantized.values()))
         changed = self._meter.measure()
@@ -213,7 +212,7 @@ def unwritten(parameters: dict[str, torch.nn.Parameter]) -> list[str]:
 
 
 def _takes_nan(parameters: dict[str, torch.nn.Parameter]) -> dict[torch.dtype, dict[str, torch.Tensor]]:
-    """By dtype, the parameters of more than a byte an element: norms, biases, scales, weights that are not quantized."""
+    """By dtype, parameters of more than a byte an element: norms, biases, scales, weights that are not quantized."""
     plain: dict[torch.dtype, dict[str, torch.Tensor]] = {}
     for name, parameter in parameters.items():
         if parameter.is_floating_point() and parameter.dtype.itemsize > 1 and parameter.numel():

@@ -80,7 +80,6 @@ class WeightReceiver(vLLMColocateWorkerExtension):
         if stale:
             raise ValueError(
                 f"self-check: {len(stale)} layers compute with a stale copy of their weights: {', '.join(stale[:8])}. "
-                "Set "
-                "flashrl.precision=bf16 to see whether quantization is at fault, and check `flashrl version`"
+                "Set flashrl.precision=bf16 to see whether quantization is at fault, and check `flashrl version`"
             )
         return report

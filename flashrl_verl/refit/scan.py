@@ -10,6 +10,7 @@ differ."""
 _EXPONENTS = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00, torch.float32: 0x7F80}
 """Bits of the exponent in an element's last 16-bit word; all ones mean Inf or NaN."""
 
+
 class Scan:
     """Checksums and finiteness of tensors, read back together: on a GPU nothing waits until ``results``.
 

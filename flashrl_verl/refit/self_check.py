@@ -89,11 +89,9 @@ def require_same(before: Sequence[EngineState], after: Sequence[EngineState], ev
     ]
     if problems:
         raise FlashRLError(
-            f"self-check failed: after {event}, the rollout is not what it was: "
-            f"{'; '.join(problems)}. Updates of this model would leave something behind: set flashrl.precision=bf16 to "
-            "see "
-            "whether quantization is at fault, check `flashrl version`, and report it (flashrl.self_check=false skips "
-            "this)"
+            f"self-check failed: after {event}, the rollout is not what it was: {'; '.join(problems)}. Updates of this "
+            "model would leave something behind: set flashrl.precision=bf16 to see whether quantization is at fault, "
+            "check `flashrl version`, and report it (flashrl.self_check=false skips this)"
         )
 
 

@@ -106,15 +106,13 @@ def verify_refusal(address: str, port: int) -> None:
         if status != 401:
             raise FlashRLError(
                 f"the rollout's HTTP server at {base_url(address, port)} answers {status} to GET {route} without its "
-                "key: this "
-                "vLLM does not run flashrl_verl's middleware; check `flashrl version`"
+                "key: this vLLM does not run flashrl_verl's middleware; check `flashrl version`"
             )
     status = _status(address, port, _ROUTES[0], {"Authorization": f"Bearer {server_key()}"})
     if status != 200:
         raise FlashRLError(
             f"the rollout's HTTP server at {base_url(address, port)} answers {status} to GET {_ROUTES[0]} with its own "
-            "key; "
-            "look for a middleware under actor_rollout_ref.rollout.engine_kwargs.vllm, and check `flashrl version`"
+            "key; look for a middleware under actor_rollout_ref.rollout.engine_kwargs.vllm, and check `flashrl version`"
         )
 
 
@@ -126,10 +124,8 @@ def _status(address: str, port: int, route: str, headers: dict[str, str]) -> int
     except (OSError, http.client.HTTPException) as error:
         raise FlashRLError(
             f"the rollout's HTTP server at {base_url(address, port)} gives no answer to GET {route}, so that it is not "
-            "known "
-            f"whether it asks for its key: {type(error).__name__}: {error}. Its own log says why; an address that this "
-            "machine "
-            "does not reach is changed by flashrl.server_address=loopback"
+            f"known whether it asks for its key: {type(error).__name__}: {error}. Its own log says why; an address "
+            "that this machine does not reach is changed by flashrl.server_address=loopback"
         ) from error
     finally:
         connection.close()

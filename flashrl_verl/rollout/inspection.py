@@ -139,16 +139,14 @@ def require_settings(settings: FlashRLConfig, found: dict[str, Any]) -> None:
     if unknown := unknown_layers(found):
         raise FlashRLError(
             f"flashrl.precision={wanted.value} would leave {len(unknown)} layers of this model in high precision, of "
-            "kinds "
-            f"the quantizer does not know: {list(unknown.items())[:8]}; name them in flashrl.ignore, or set "
+            f"kinds the quantizer does not know: {list(unknown.items())[:8]}; name them in flashrl.ignore, or set "
             "flashrl.precision=bf16"
         )
     if set(found["quantized"]) != {str(weight_format(wanted).dtype).removeprefix("torch.")}:
         raise FlashRLError(
             f"flashrl.precision={wanted.value}, but the engine's quantized weights are {found['quantized'] or 'none'} "
             f"(kept by flashrl.ignore, keep_first_layers and keep_last_layers: {len(found['kept_layers'])} layers); "
-            "keep "
-            f"fewer, or set flashrl.precision=bf16"
+            "keep fewer, or set flashrl.precision=bf16"
         )
 
 
@@ -162,17 +160,14 @@ def _require_kept(settings: FlashRLConfig, found: dict[str, Any]) -> None:
         raise ConfigError(
             f"flashrl.ignore has entries that match no layer of this model: {found['ignore_unused']}. Its layers are "
             f"named like {list(found['unquantized_layers'])[:2] + found['quantized_names'][:4]}; correct the entries "
-            "or "
-            f"remove them"
+            "or remove them"
         )
     asked, kept = settings.keep_first_layers + settings.keep_last_layers, len(found["kept_numbers"])
     if kept < asked and settings.precision is not Precision.BF16:
         raise ConfigError(
             f"flashrl.keep_first_layers={settings.keep_first_layers} and keep_last_layers={settings.keep_last_layers} "
-            "keep "
-            f"{kept} layers of this model instead of {asked}: they count names with '.layers.<number>.', and need as "
-            "many. Name "
-            "the layers in flashrl.ignore"
+            f"keep {kept} layers of this model instead of {asked}: they count names with '.layers.<number>.', and need "
+            "as many. Name the layers in flashrl.ignore"
         )
 
 
@@ -199,8 +194,7 @@ def _require_head(wanted: bool, found: str) -> None:
     if wanted and found != FP32:
         raise ConfigError(
             f"flashrl.fp32_lm_head=true, but the engine computes this model's logits in {found}: vLLM's class of the "
-            "model "
-            "does not hand its quantization config to lm_head (or, with tied embeddings, to the embedding). Set "
+            "model does not hand its quantization config to lm_head (or, with tied embeddings, to the embedding). Set "
             "flashrl.fp32_lm_head=false"
         )
     if found == FP32 and not wanted:

@@ -143,17 +143,14 @@ def prepare(cfg: DictConfig, *, ship_code: bool = True) -> None:
         if ours.get("excludes"):
             raise ConfigError(
                 f"flashrl.ship_code=true with {RUNTIME_ENV}.excludes={list(ours['excludes'])}: Ray would leave these "
-                "out of "
-                "this package too. Remove them and name such files in a .gitignore of their own folder, or set "
+                "out of this package too. Remove them and name such files in a .gitignore of their own folder, or set "
                 "flashrl.ship_code=false where every node has this package"
             )
         if of_job.get("py_modules"):
             raise ConfigError(
                 f"flashrl.ship_code=true with py_modules={of_job['py_modules']} in the job's runtime environment: Ray "
-                "merges "
-                f"no two lists. Set +{RUNTIME_ENV}.py_modules instead, or flashrl.ship_code=false where every node has "
-                "this "
-                "package"
+                f"merges no two lists. Set +{RUNTIME_ENV}.py_modules instead, or flashrl.ship_code=false where every "
+                "node has this package"
             )
         modules += package()
     with open_dict(cfg):
@@ -201,8 +198,7 @@ def package() -> list[str]:
             return [str(code), str(metadata.resolve())]
     raise FlashRLError(
         f"the metadata of {DISTRIBUTION} {distribution.version} is not a folder that can be sent to other nodes. "
-        "Remedy: "
-        "pip install --no-deps -e <flashrl-verl> on every node, and flashrl.ship_code=false"
+        "Remedy: pip install --no-deps -e <flashrl-verl> on every node, and flashrl.ship_code=false"
     )
 
 
@@ -239,9 +235,8 @@ def refuse_temporary_checkpoints(cfg: DictConfig) -> None:
     if get(cfg, "trainer.save_freq", -1) > 0 and _JOB_COPIES in folder:
         raise ConfigError(
             f"trainer.default_local_dir={folder} lies in Ray's temporary copy of the job's directory, which is deleted "
-            "after "
-            "it and which other nodes do not have. Set trainer.default_local_dir to an absolute path that every node "
-            "mounts, or trainer.save_freq=-1"
+            "after it and which other nodes do not have. Set trainer.default_local_dir to an absolute path that every "
+            "node mounts, or trainer.save_freq=-1"
         )
 
 
@@ -257,8 +252,7 @@ def warn_of_temporary_metrics(cfg: DictConfig, variables: Mapping[str, str]) -> 
     if "file" in ([loggers] if isinstance(loggers, str) else loggers) and _JOB_COPIES in target:
         log.warning(
             "[flashrl] the metrics file goes to %s, Ray's temporary copy of the job's directory, which is deleted "
-            "after it. To "
-            "keep it: +%s.env_vars.VERL_FILE_LOGGER_PATH=<absolute path>.jsonl",
+            "after it. To keep it: +%s.env_vars.VERL_FILE_LOGGER_PATH=<absolute path>.jsonl",
             target,
             RUNTIME_ENV,
         )

@@ -93,8 +93,7 @@ def _mismatch(closer: str) -> list[Limit]:
     far = "the policy that samples is far from the one that is trained, more than quantization explains"
     unrelated = (
         "rollout and trainer give the same tokens unrelated probabilities, as with weights of another step (or the "
-        "policy has "
-        "become deterministic: look at actor/entropy)"
+        "policy has become deterministic: look at actor/entropy)"
     )
     return [
         Limit("k3_kl", "rollout_corr/k3_kl", operator.gt, far, remedy),
@@ -131,8 +130,7 @@ _CODES = Limit(
     "updates are smaller than the quantization step, so the policy that samples stands still while the trainer's moves "
     "away",
     f"a higher {LR} (one that is still warming up gets there by itself), algorithm.filter_groups.enable=true (constant "
-    "groups "
-    "have no gradient), or flashrl.precision=bf16",
+    "groups have no gradient), or flashrl.precision=bf16",
     after_refit=True,
 )
 

@@ -99,8 +99,7 @@ def summarize_layers(replicas: Sequence[Sequence[dict]], wanted: Sequence[Precis
     if not right or not alike:
         raise ConfigError(
             "the rollout's workers differ in precision, quantized layers or lm_head: "
-            f"{[sorted(kinds) for kinds in found]} by "
-            f"replica, where {[want.value for want in wanted]} was asked for"
+            f"{[sorted(kinds) for kinds in found]} by replica, where {[want.value for want in wanted]} was asked for"
         )
     workers = [worker for replica in replicas for worker in replica]
     first = max(workers, key=lambda worker: worker["quantized_layers"])
@@ -141,8 +140,7 @@ def describe_rollout(precision: str, layers: dict[str, float], refit: dict[str, 
     return (
         f"[flashrl] rollout precision {precision}: {layers['flashrl/quantized_layers']} quantized layers ({kept}), "
         f"{layers['flashrl/weight_bytes'] / 1e6:.2f} MB of weights; first refit {refit['flashrl/refit_tensors']} "
-        "tensors in "
-        f"{refit['flashrl/refit_seconds']:.2f} s, receipt of step {refit['flashrl/receipt_step']} verified "
+        f"tensors in {refit['flashrl/refit_seconds']:.2f} s, receipt of step {refit['flashrl/receipt_step']} verified "
         f"(sum {refit['flashrl/receipt_sum']})"
     )
 

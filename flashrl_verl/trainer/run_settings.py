@@ -47,6 +47,5 @@ def load(folder: Path) -> dict[str, Any] | None:
     except (ValueError, KeyError, TypeError) as error:
         raise FlashRLError(
             f"{path} is damaged ({type(error).__name__}: {error}). Remove it, and say --ignore, --keep-first-layers "
-            "and "
-            "--keep-last-layers as the run had them"
+            "and --keep-last-layers as the run had them"
         ) from None

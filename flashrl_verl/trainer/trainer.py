@@ -158,11 +158,9 @@ class FlashRLTrainer(PPOTrainerSync):
             metric = self.config.algorithm.filter_groups.metric
             raise DynamicSamplingError(
                 f"step {self.global_steps}: dynamic sampling drew more than {limit} x {batch} prompts and still lacks "
-                "a batch "
-                f"of groups whose {metric!r} differs within the group: the policy solves all or none of them. Check "
-                "the "
-                "reward and the data, raise actor_rollout_ref.rollout.n, or raise flashrl.max_num_gen_batches (0: no "
-                "limit)"
+                f"a batch of groups whose {metric!r} differs within the group: the policy solves all or none of them. "
+                "Check the reward and the data, raise actor_rollout_ref.rollout.n, or raise "
+                "flashrl.max_num_gen_batches (0: no limit)"
             )
         return super()._add_prompts_to_generate(num_prompts)
 
@@ -212,8 +210,7 @@ class FlashRLTrainer(PPOTrainerSync):
             return f"Nothing was saved: set trainer.save_freq (now {every})"
         return (
             "Replace it, and start again with trainer.resume_mode=auto to resume from the last checkpoint in "
-            f"{folder}, on as "
-            "many nodes"
+            f"{folder}, on as many nodes"
         )
 
     def _resumes_from(self) -> Path | None:
@@ -281,8 +278,7 @@ class FlashRLTrainer(PPOTrainerSync):
         limit = self.flashrl.padded_vocab_mass_limit
         text = (
             f"step {self.global_steps}: the model puts {mass:.2e} of its probability on tokens past len(tokenizer), "
-            "which the "
-            "rollout masks and the trainer does not, so every importance ratio is off by that factor"
+            "which the rollout masks and the trainer does not, so every importance ratio is off by that factor"
         )
         if mass > limit:
             raise FlashRLError(

@@ -18,8 +18,7 @@ except ModuleNotFoundError as error:  # a copy of the recipe, which has not the 
         raise
     sys.exit(
         f"error: {sys.executable} has no module 'flashrl_verl'. Remedy: the environment of your verl and vLLM, and in "
-        "it "
-        "`pip install --no-deps -e <flashrl-verl>`"
+        "it `pip install --no-deps -e <flashrl-verl>`"
     )
 
 with environment_needed():

@@ -45,8 +45,7 @@ def check_driver(devices: int, driver: tuple[int, int] | None, built: tuple[int,
         text = f"torch is built for CUDA {_dotted(built)}, and there is no driver (libcuda.so.1)"
         remedy = (
             "install the NVIDIA driver; in a container, docker run --gpus all with NVIDIA's container toolkit; from a "
-            "login "
-            "node look where the ranks run: through the scheduler, or --cluster"
+            "login node look where the ranks run: through the scheduler, or --cluster"
         )
         yield fail(DRIVER, text, remedy)
     elif driver[0] < built[0]:  # within a major version older drivers run newer builds

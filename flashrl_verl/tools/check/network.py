@@ -41,8 +41,7 @@ def check_node_address(address: str) -> Iterator[Finding]:
     """
     remedy = (
         "another address of this machine: ray start --node-ip-address=<address>; a firewall or a VPN that drops a "
-        "machine's "
-        "connections to itself"
+        "machine's connections to itself"
     )
     if error := _cannot_talk(address):
         yield fail("node address", f"{address}: {error}", remedy)

@@ -178,8 +178,7 @@ def _made_before(path: Path, request: Request) -> dict[str, Any] | None:
     if record is None:
         raise DataError(
             f"{path} exists, and no {records.path_of(path).name} beside it says that it was prepared here. Remedy: "
-            "another "
-            "--output; or move it away; or --force, to replace it."
+            "another --output; or move it away; or --force, to replace it."
         )
     checksum = sources.sha256(path)
     if checksum == record["output"]["sha256"]:
@@ -188,8 +187,7 @@ def _made_before(path: Path, request: Request) -> dict[str, Any] | None:
         return None  # a stop between the record and the file
     raise DataError(
         f"{path} was changed: its sha256 is {checksum}, and {records.path_of(path).name} has "
-        f"{record['output']['sha256']}. "
-        "Remedy: another --output; or move it away; or --force, to replace it."
+        f"{record['output']['sha256']}. Remedy: another --output; or move it away; or --force, to replace it."
     )
 
 
@@ -202,8 +200,7 @@ def _check_published(data_set: DataSet, file: PublishedFile, source: sources.Sou
     if (source.name, source.revision) == (data_set.hub_id, data_set.revision) and checksum != file.sha256:
         raise DataError(
             f"{source.path} has sha256 {checksum}; {file.path} of {source.name} at {source.revision} has "
-            f"{file.sha256}. "
-            "Remedy: delete that file and run again; or --source with a file that you trust."
+            f"{file.sha256}. Remedy: delete that file and run again; or --source with a file that you trust."
         )
 
 

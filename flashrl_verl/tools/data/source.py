@@ -104,8 +104,7 @@ def fetch(repository: str, file: PublishedFile, revision: str, wanted: Sequence[
     if not constants.HF_HUB_OFFLINE:
         tell(
             f"asking the Hugging Face hub for {repository}, {file.path} (where no hub answers this gives up after half "
-            "a "
-            "minute or more; --source takes files that are here)"
+            "a minute or more; --source takes files that are here)"
         )
     try:
         from httpx import HTTPError  # huggingface_hub 1; what it used before raises OSErrors
@@ -125,8 +124,7 @@ def fetch(repository: str, file: PublishedFile, revision: str, wanted: Sequence[
             )
         raise DataError(
             f"{repository} (revision {revision}) was not fetched from the Hugging Face hub: {type(error).__name__}: "
-            f"{reason} "
-            f"Remedy: where there is a network, `hf download {repository} {paths} --repo-type dataset "
+            f"{reason} Remedy: where there is a network, `hf download {repository} {paths} --repo-type dataset "
             f"--revision {revision} --local-dir FOLDER`; then here --source FOLDER{alone}."
         ) from error
     # <cache>/datasets--owner--name/snapshots/<commit>/<file>, as huggingface_hub documents it.

@@ -118,8 +118,7 @@ def _bad_rows(found: Survey, path: Path) -> str:
     more = f"\n  and {unseen:,} more" if unseen else ""
     return (
         f"{len(found.bad):,} of {found.rows:,} rows of {path} cannot be used (rows are counted from 0); nothing was "
-        "written:"
-        f"{shown}{more}\nRemedy: another --source, or --drop-invalid to go on without these rows."
+        f"written:{shown}{more}\nRemedy: another --source, or --drop-invalid to go on without these rows."
     )
 
 

@@ -67,8 +67,7 @@ def temporary_beside(path: Path) -> Iterator[Path]:
         reason = error.strerror or str(error)
         raise DataError(
             f"{path} could not be written: {reason}. There is no half-written file; what was there before is "
-            "unchanged. "
-            "Remedy: make room or allow writing there, or choose another --output."
+            "unchanged. Remedy: make room or allow writing there, or choose another --output."
         ) from error
     finally:
         with contextlib.suppress(OSError):  # what the caller is told is what went wrong before

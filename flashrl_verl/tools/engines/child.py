@@ -94,10 +94,8 @@ def drop_prefix_cache(llm: Any) -> None:
     if not llm.reset_prefix_cache():
         raise FlashRLError(
             "vLLM did not reset its prefix cache after a weight update, because requests hold blocks of it: answers "
-            "would "
-            "mix keys and values of two models. Of this one nothing was measured; vLLM's warning is in the engine's "
-            "log. Run "
-            "the command again"
+            "would mix keys and values of two models. Of this one nothing was measured; vLLM's warning is in the "
+            "engine's log. Run the command again"
         )
 
 

@@ -118,8 +118,7 @@ def require_formats(arm: Arm, layers: dict[str, Any], option: str, remedy: str =
     if fmt is not None and (unknown := unknown_layers(layers)):
         raise FlashRLError(
             f"{option} {arm} would leave {len(unknown)} layers of this model in high precision, of kinds the quantizer "
-            "does "
-            f"not know: {list(unknown.items())[:8]}. {remedy}"
+            f"does not know: {list(unknown.items())[:8]}. {remedy}"
         )
     try:
         require_kv_cache(arm.kv_cache, layers["kv_cache"])

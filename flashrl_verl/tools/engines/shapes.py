@@ -139,8 +139,7 @@ def require_host_memory(config: PretrainedConfig, model: str, copies: int = 1) -
     if needed > free:
         raise ConfigError(
             f"--model {model}: without a GPU, {needed:.0f} GiB of BF16 weights{' and gradients' * (copies > 1)} do not "
-            "fit "
-            f"into the {free:.0f} GiB of memory that are free. Remedy: a GPU, fewer --layers, or --model tiny"
+            f"fit into the {free:.0f} GiB of memory that are free. Remedy: a GPU, fewer --layers, or --model tiny"
         )
 
 

@@ -129,10 +129,8 @@ def require_engine(precision: Precision, workers: list[dict[str, Any]], kept: di
         if precision is not Precision.BF16 and len(layers["kept_numbers"]) < first + last:
             raise FlashRLError(
                 f"--keep-first-layers {first} and --keep-last-layers {last} keep {len(layers['kept_numbers'])} layers "
-                "of this "
-                f"model instead of {first + last}: they count names with '.layers.<number>.', and need as many. Name "
-                "the layers "
-                "with --ignore"
+                f"of this model instead of {first + last}: they count names with '.layers.<number>.', and need as "
+                "many. Name the layers with --ignore"
             )
 
 

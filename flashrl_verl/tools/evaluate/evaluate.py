@@ -153,8 +153,7 @@ def prompts_of(
     if limit is not None and longest + config.max_tokens > limit:
         raise ConfigError(
             f"--max-tokens {config.max_tokens}: with the longest prompt's {longest} tokens that is beyond the model's "
-            f"{limit}; "
-            f"set --max-tokens {max(limit - longest, 0)} or lower"
+            f"{limit}; set --max-tokens {max(limit - longest, 0)} or lower"
         )
     return prompts, stop_token_ids(checkpoint.folder, tokenizer), tokenizer
 

@@ -202,8 +202,7 @@ def _read(path: Path) -> dict[str, Any]:
 def _damaged(path: Path, error: Exception) -> ConfigError:
     return ConfigError(
         f"{path} cannot be used ({type(error).__name__}: {error}). Generate the responses again with --force, or "
-        "choose "
-        "another --output"
+        "choose another --output"
     )
 
 

@@ -118,8 +118,7 @@ def _say_result(console: Any, folder: Path, record: dict[str, Any]) -> None:
     if record.get("quantized_experts") and record["format"] == Precision.INT8.value:
         say(
             console,
-            "  vLLM's CUDA kernels for INT8 experts use the codes as weights only: tokens may differ from the "
-            "rollout's",
+            "  vLLM's CUDA kernels for INT8 experts use the codes as weights only: tokens may differ from a rollout's",
         )
 
 

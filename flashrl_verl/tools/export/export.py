@@ -92,8 +92,7 @@ def export(request: Request, progress: Progress = lambda doing, done, total: Non
     except OSError as error:
         raise FlashRLError(
             f"{output} could not be written: {error.strerror or error}. Nothing is left behind; make room or allow "
-            "writing "
-            "there, or choose another --output"
+            "writing there, or choose another --output"
         ) from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -114,8 +113,7 @@ def as_sent(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, 
                 count = tensor.numel() - int(finite.sum())
                 raise FlashRLError(
                     f"{name} holds NaN or Inf at {count} of {tensor.numel()} places: the training had gone wrong when "
-                    "this was "
-                    "saved. Take an earlier checkpoint"
+                    "this was saved. Take an earlier checkpoint"
                 )
         yield name, tensor
 

@@ -89,8 +89,7 @@ def _saved_as(name: str, parts: list[str], names: Collection[str]) -> list[str]:
             return candidate
     raise FlashRLError(
         f"vLLM's layer {name} has no weight of that name, nor {', '.join(parts[:3]) or 'any parts'}, in the "
-        "checkpoint: this "
-        "model's 8-bit export is not supported. Export it with --format bf16"
+        "checkpoint: this model's 8-bit export is not supported. Export it with --format bf16"
     )
 
 

@@ -59,8 +59,7 @@ def saved_by(folder: Path) -> Saved | None:
     if len(ranks) > 1:
         raise FlashRLError(
             f"{folder} has shards of {' and of '.join(map(str, ranks))} ranks and no {CONFIG_FILE} that says which are "
-            "the "
-            "last. Name an earlier checkpoint"
+            "the last. Name an earlier checkpoint"
         )
     return Saved(ranks[0], None) if ranks else None
 
@@ -80,8 +79,7 @@ def load_all(folder: Path, ranks: int) -> list[dict[str, Any]]:
             why = f"{type(error).__name__}: {' '.join(str(error).split())}"
             raise FlashRLError(
                 f"{file} cannot be read ({why}). Check its permissions; if it was cut off, the checkpoint is not "
-                "whole: "
-                "name an earlier one"
+                "whole: name an earlier one"
             ) from error
     return states
 

@@ -144,10 +144,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
         )
     raise ConfigError(
         f"{path} is neither a checkpoint of verl's FSDP actors (it has no fsdp_config.json, nor has actor/ in it) nor "
-        "a "
-        "Hugging Face folder (no config.json). Name <trainer.default_local_dir>/global_step_<N>; a run saves such "
-        "folders with "
-        "trainer.save_freq=<every so many steps>, and the quickstart saves none without"
+        "a Hugging Face folder (no config.json). Name <trainer.default_local_dir>/global_step_<N>; a run saves such "
+        "folders with trainer.save_freq=<every so many steps>, and the quickstart saves none without"
     )
 
 
@@ -159,8 +157,7 @@ def _of_run(actor: Path, ranks: int) -> Checkpoint:
     if missing := [file.name for file in named if not file.is_file()]:
         raise FlashRLError(
             f"{actor} was saved by {ranks} ranks, and {len(missing)} of their files are not here ({some(missing)}). "
-            "Copy "
-            "them from the nodes that wrote them"
+            "Copy them from the nodes that wrote them"
         )
     step_folder = actor.parent if actor.name == "actor" else actor
     step = _STEP.fullmatch(step_folder.name)

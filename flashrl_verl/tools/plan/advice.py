@@ -104,10 +104,8 @@ def _worth(best: Outcome, bf16: Outcome, engine: Engine, gain: float | None) -> 
     if best.speedup < WORTH:
         return (
             f"Stay with BF16 weights: eight bits alone make the rollout {best.speedup:.2f}x as fast, and bring a "
-            "mismatch. "
-            "They pay when weights are most of what a decode step reads (from about 14B on, few sequences at a time) "
-            "or leave "
-            "no room for the KV cache."
+            "mismatch. They pay when weights are most of what a decode step reads (from about 14B on, few sequences at "
+            "a time) or leave no room for the KV cache."
         )
     share = bf16.whole.rollout / bf16.whole.seconds
     whole = (

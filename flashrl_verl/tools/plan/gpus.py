@@ -81,8 +81,7 @@ def find(name: str) -> GPU:
     if gpu is None:
         raise ConfigError(
             f"--gpu {name!r} is not one of {', '.join(GPUS)}. Name the one that is nearest in bandwidth, and give its "
-            "memory "
-            "by --gpu-memory-gib"
+            "memory by --gpu-memory-gib"
         )
     return gpu
 

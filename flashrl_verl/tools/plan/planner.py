@@ -93,8 +93,7 @@ def make_plan(
     if all(outcome.refused for outcome in outcomes):
         raise ConfigError(
             f"{model} fits in no precision: {'; '.join(f'{o.choice}: {o.refused}' for o in outcomes)}. Take more GPUs "
-            "for an "
-            "engine (--tensor-parallel), or a higher --gpu-memory-utilization"
+            "for an engine (--tensor-parallel), or a higher --gpu-memory-utilization"
         )
     base, length = outcomes[0].timeline, work.prompt + work.response
     for at, outcome in enumerate(outcomes):
@@ -162,8 +161,7 @@ def _layouts(
         gain = int8 / bf16
         said = (
             f"With the best --tensor-parallel of each, all {gpus} GPUs make {bf16:.0f} tokens/s in BF16 ({bf16_size} "
-            "in an "
-            f"engine) and {int8:.0f} in INT8 ({int8_size}): {gain:.2f}x is what eight bits gain on them."
+            f"in an engine) and {int8:.0f} in INT8 ({int8_size}): {gain:.2f}x is what eight bits gain on them."
         )
         return said, gain
     return None

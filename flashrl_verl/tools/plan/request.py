@@ -130,6 +130,5 @@ def _shape_name(cfg: DictConfig) -> str:
         return name
     raise ConfigError(
         f"actor_rollout_ref.model.path={path} is no folder here, and no shape of that name is known "
-        f"({', '.join(SHAPES)}). "
-        "Name one, or a config.json, in --model"
+        f"({', '.join(SHAPES)}). Name one, or a config.json, in --model"
     )

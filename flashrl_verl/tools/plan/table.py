@@ -16,14 +16,11 @@ TRAINER_BYTES = 16
 
 ASSUMPTIONS = (
     "Estimates from data sheets and decode steps of a 32B model on an H200, compared there at 7B and 14B: speeds of "
-    "other GPUs "
-    "and sizes are extrapolated, mixtures of experts have not been measured, all responses have one length, and with "
-    "several "
-    "GPUs in an engine the all-reduce is a guess. The "
-    f"trainer is taken to reach {FORWARD:.0%} (old log-probs) and {UPDATE:.0%} (update, gradient checkpointing) of the "
-    "BF16 "
-    "operations in the data sheet, as one H200 did that communicated nothing, and to send weights at "
-    f"{REFIT_RATE / 1e9:.0f} GB/s, which is a guess. Measure before you rent."
+    "other GPUs and sizes are extrapolated, mixtures of experts have not been measured, all responses have one length, "
+    f"and with several GPUs in an engine the all-reduce is a guess. The trainer is taken to reach {FORWARD:.0%} (old "
+    f"log-probs) and {UPDATE:.0%} (update, gradient checkpointing) of the BF16 operations in the data sheet, as one "
+    f"H200 did that communicated nothing, and to send weights at {REFIT_RATE / 1e9:.0f} GB/s, which is a guess. "
+    "Measure before you rent."
 )
 
 
@@ -57,9 +54,8 @@ def render(plan: Plan) -> Group:
     written = ", ".join(f"{name} {size / GIB:.1f}" for name, size in able.items())
     lines.append(
         "GiB of one GPU. fit: whole sequences in an engine's KV cache; run: sequences decoded together, the mean; "
-        "floor: what "
-        "a step has to read at the speed of a copy; tokens/s of one engine, prefills included. More run than fit while "
-        "responses are not whole yet."
+        "floor: what a step has to read at the speed of a copy; tokens/s of one engine, prefills included. More run "
+        "than fit while responses are not whole yet."
     )
     if plan.samples > engines:
         lines.append(
@@ -82,8 +78,7 @@ def _trainer(plan: Plan) -> str:
     over = f", more than its {plan.gpu.memory_gib:.0f}" if each > plan.gpu.memory_gib else ""
     return (
         "Not asked is whether training fits: FP32 weights and gradients and AdamW's moments, sharded over all GPUs, "
-        "are "
-        f"{each:.1f} GiB of each{over}, unless FSDP offloads them to the host's memory; activations come on top."
+        f"are {each:.1f} GiB of each{over}, unless FSDP offloads them to the host's memory; activations come on top."
     )
 
 

@@ -16,9 +16,8 @@ TITLE = "Time and memory, by part"
 
 CAPTION = (
     "Seconds of a step: means over all steps. Milliseconds of a refit: medians, of the slowest worker of each step. "
-    "Memory: "
-    "the largest value that the trainer's ranks logged (GiB), and the bytes that all engines together hold as weights "
-    "(GB)."
+    "Memory: the largest value that the trainer's ranks logged (GiB), and the bytes that all engines together hold as "
+    "weights (GB)."
 )
 
 REFIT_PHASES = {

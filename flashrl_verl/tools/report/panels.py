@@ -263,8 +263,7 @@ SPEED = [
         "tokens per second",
         ROLLOUT_SPEED,
         "Response tokens that the engines generated, all devices together, over the time of the rollout; also for "
-        "groups that "
-        "dynamic sampling dropped.",
+        "groups that dynamic sampling dropped.",
     ),
 ]
 WEIGHTS = [
