@@ -42,7 +42,7 @@ LEARNING = tuple(f"learning/outliers-32{which}.json" for which in ("", "-again",
 ORDINALS = ("first", "second", "third")
 """Each experiment is from a warmed-up model of its own."""
 ENDS = {
-    "bf16:tis": ("BF16, TIS", "X", "full"),
+    "bf16:tis": ("BF16, TIS", "P", "full"),
     "int8:tis": ("INT8, TIS", "D", "full"),
     "int8:none": ("INT8, no correction", "o", "none"),
 }

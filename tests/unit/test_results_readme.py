@@ -63,16 +63,6 @@ def test_the_readmes_words_about_speed_are_those_of_the_raw_data():
         fit = {row[4]: int(row[8]) for row in beside_bf16}
         assert 4.7 < fit["int8"] / fit["bf16"] < 5.7
     assert "room for about five times as many sequences" in words
-    refits = {
-        (row[0], row[2]): f"{float(row[3].split()[0]):.0f} ms"
-        for row in tables("refit.md")[0][1:]
-        if row[1] == "bfloat16"
-    }
-    ours = refits["qwen2.5-14b", "flashrl int8"], refits["qwen2.5-32b", "flashrl int8"]
-    theirs = refits["qwen2.5-14b", "vllm fp8_per_tensor layerwise"]
-    assert (
-        "take an engine {} at 14B and {} at 32B, vLLM's layerwise FP8 reload {} at 14B".format(*ours, theirs) in words
-    )
 
 
 def test_the_readmes_words_about_accuracy_and_mismatch_are_those_of_the_pages():

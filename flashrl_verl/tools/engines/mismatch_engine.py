@@ -18,7 +18,6 @@ import torch
 
 from flashrl_verl.errors import FlashRLError
 from flashrl_verl.quantization.formats import weight_format
-from flashrl_verl.rollout.inspection import require_kv_cache, unknown_layers
 from flashrl_verl.settings import FlashRLConfig, KVCache, Precision
 from flashrl_verl.tools.engines import process as engine_process
 from flashrl_verl.tools.engines.arms import Arm
@@ -108,6 +107,8 @@ def require_formats(arm: Arm, layers: dict[str, Any], option: str, remedy: str =
     Raises:
         FlashRLError: the engine holds something else, or half of it only.
     """
+    from flashrl_verl.rollout.inspection import require_kv_cache, unknown_layers  # vLLM: reports are drawn without
+
     fmt = weight_format(arm.precision)
     expected = set() if fmt is None else {fmt.storage}
     if layers["precision"] != arm.precision.value or set(layers["quantized"]) != expected:
