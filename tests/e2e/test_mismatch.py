@@ -89,7 +89,8 @@ def test_the_report_is_written_and_the_jobs_are_not_left_behind(report, output):
         "engine-int8.log",
         *(["engine-int8-int8_per_token_head.log", "engine-fp8.log"] if CUDA else []),
     }
-    assert {path.name for path in (output / "out").iterdir()} == {*logs, "mismatch.json", "mismatch.png"}
+    left = {path.name for path in (output / "out").iterdir() if not path.name.endswith(".kept.json")}  # for a repeat
+    assert left == {*logs, "mismatch.json", "mismatch.png"}
 
 
 def test_after_a_stop_no_engine_is_asked_again(report, output):

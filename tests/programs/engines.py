@@ -4,13 +4,20 @@
 On a machine with a GPU the engine is the CUDA one, elsewhere the CPU one.
 """
 
+import asyncio
 import contextlib
+import functools
 import gc
+import inspect
+import multiprocessing
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import cloudpickle
 import torch
 
 CUDA = torch.cuda.is_available()
@@ -83,34 +90,26 @@ def runner(llm: Any) -> Any:
 
 
 @contextlib.contextmanager
-def parallel_engine(path: Path, settings: dict[str, Any], ranks: int, **arguments: Any) -> Iterator[Any]:
-    """``engine`` with tensor parallelism and ``InspectedWorker``s, in processes of their own.
-
-    Args:
-        path: as in ``engine``.
-        settings: as in ``engine``.
-        ranks: tensor-parallel size.
-        **arguments: further engine arguments.
-    """
+def parallel_engine(path: Path, settings: dict[str, Any], ranks: int) -> Iterator[Any]:
+    """``engine`` with tensor parallelism; the ranks are processes of their own."""
     from flashrl_verl.platforms.cores import VARIABLE, share_cores
 
-    variables = {VARIABLE: share_cores(sorted(os.sched_getaffinity(0)), ranks), "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        with engine(
-            path,
-            settings,
-            tensor_parallel_size=ranks,
-            distributed_executor_backend="mp",
-            worker_extension_cls="inspected_worker.InspectedWorker",
-            disable_custom_all_reduce=True,
-            **arguments,
-        ) as llm:
-            yield llm
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+    cores = share_cores(sorted(os.sched_getaffinity(0)), ranks)
+    parallel = {"tensor_parallel_size": ranks, "distributed_executor_backend": "mp", "disable_custom_all_reduce": True}
+    with (
+        mock.patch.dict(os.environ, {VARIABLE: cores, "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}),
+        engine(path, settings, **parallel) as llm,
+    ):
+        yield llm
+
+
+def storage(llm: Any) -> list[dict[str, torch.Tensor]]:
+    """Every rank's parameters, of a ``parallel_engine``."""
+    return llm.collective_rpc(_parameters)
+
+
+def _parameters(worker: Any) -> dict[str, torch.Tensor]:
+    return {n: p.data.as_subclass(torch.Tensor).cpu() for n, p in worker.model_runner.model.named_parameters()}
 
 
 def update(llm: Any, ranks: int, weights: dict[str, torch.Tensor], step: int) -> list[dict]:
@@ -119,37 +118,26 @@ def update(llm: Any, ranks: int, weights: dict[str, torch.Tensor], step: int) ->
     Returns:
         The workers' reports, by rank.
     """
-    import asyncio
-    import threading
-
     from flashrl_verl.refit.transfer import WatchedSender
-
-    timeout_s = 120.0
-    errors: list[BaseException] = []
 
     def send(rank: int) -> None:
         sender = WatchedSender(
-            timeout_s=timeout_s,
+            timeout_s=120.0,
             receiver_ended=lambda: None,
             zmq_handle=f"ipc:///tmp/rl-colocate-zmq-{os.environ['VERL_RAY_JOB_ID']}-replica-0-rank-{rank}.sock",
             bucket_size_mb=1,
             use_shm=True,
         )
-        try:
-            asyncio.run(sender.async_send_weights(iter(weights.items())))
-        except BaseException as error:  # noqa: BLE001 - a thread's error is the caller's
-            errors.append(error)
+        asyncio.run(sender.async_send_weights(iter(weights.items())))
 
-    threads = [threading.Thread(target=send, args=(rank,)) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    request = {"step": step, "timeout_s": timeout_s}
-    reports = llm.collective_rpc("update_weights_from_ipc", kwargs={"use_shm": True, "flashrl": request})
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(ranks) as pool:
+        sent = [pool.submit(send, rank) for rank in range(ranks)]
+        request = {"step": step, "timeout_s": 120.0}
+        reports = llm.collective_rpc("update_weights_from_ipc", kwargs={"use_shm": True, "flashrl": request})
+    assert not [report["error"] for report in reports if report["error"]]
+    for one in sent:
+        one.result()
     llm.reset_prefix_cache()
-    failed = [report["error"] for report in reports if report["error"]]
-    assert not errors and not failed, (failed, errors)
     return reports
 
 
@@ -160,46 +148,46 @@ class Refit:
     the last one had them.
     """
 
-    _ALIGNMENT = 256
-
     def __init__(self, llm: Any):
         from flashrl_verl.refit.load import WeightRefit
 
-        self._llm, self._runner = llm, runner(llm)
-        self.model, self.model_config = self._runner.model, self._runner.vllm_config.model_config
+        self._llm = llm
+        self.model, self.model_config = runner(llm).model, runner(llm).vllm_config.model_config
         self.device = torch.device("cuda" if CUDA else "cpu")
         self.account = WeightRefit(self.model, self.model_config, self.device)
 
-    def _room(self, tensor: torch.Tensor) -> int:
-        return -(-tensor.nbytes // self._ALIGNMENT) * self._ALIGNMENT
-
-    def _placed(
-        self, bucket: list[tuple[str, torch.Tensor]], memory: torch.Tensor, offset: int
-    ) -> list[tuple[str, torch.Tensor]]:
-        """The bucket's tensors copied into ``memory``, one after another from ``offset``; strided ones stay where they
-        are."""
-        placed = []
-        for name, tensor in bucket:
-            if not tensor.is_contiguous():
-                placed.append((name, tensor.to(self.device)))
-                continue
-            copy = memory[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            placed.append((name, copy.copy_(tensor)))
-            offset += self._room(tensor)
-        return placed
-
-    def __call__(self, weights: dict[str, torch.Tensor], step: int, bucket: int = 5) -> dict:
-        items = list(weights.items())
-        buckets = [items[first : first + bucket] for first in range(0, len(items), bucket)]
-        shift = step % 7 * self._ALIGNMENT
-        size = shift + max(sum(self._room(tensor) for _, tensor in bucket) for bucket in buckets)
+    def __call__(self, weights: dict[str, torch.Tensor], step: int) -> dict:
+        items, room = list(weights.items()), 256
+        size = sum(tensor.nbytes + room for tensor in weights.values()) + 7 * room
         memory = torch.full((size,), 0xFF, dtype=torch.uint8, device=self.device)  # NaN in every dtype
         self.account.begin(step)
-        for bucket in buckets:
-            self.account.load(self._placed(bucket, memory, shift))
+        for first in range(0, len(items), 5):
+            bucket, end = [], step % 7 * room
+            for name, tensor in items[first : first + 5]:
+                if tensor.is_contiguous():
+                    place = memory[end : end + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+                    tensor = place.copy_(tensor)
+                    end += -(-tensor.nbytes // room) * room
+                bucket.append((name, tensor.to(self.device)))
+            self.account.load(bucket)
         report = self.account.finish()
         self._llm.reset_prefix_cache()
         return report
+
+
+def in_own_process(function: Callable, *args: Any) -> Any:
+    """Call a test module's function in a new process: vLLM takes one engine with sleep mode in each, and Triton chooses
+    its interpreter when it is imported.
+
+    The function goes there by value, because test modules cannot be imported by name.
+    """
+    cloudpickle.register_pickle_by_value(inspect.getmodule(function))
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(_call, cloudpickle.dumps(functools.partial(function, *args))).result()
+
+
+def _call(pickled: bytes) -> Any:
+    return cloudpickle.loads(pickled)()
 
 
 def greedy(llm: Any, prompt: tuple[int, ...] = (5, 6, 7, 8), tokens: int = 10) -> tuple[list[int], list[float]]:
