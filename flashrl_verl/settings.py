@@ -306,7 +306,7 @@ class FlashRLConfig(Settings):
 
     ship_code: bool = _switch(True)
     """Whether the driver's copy of this package goes to every node with Ray's runtime environment
-    (``trainer/runtime_env.py``); false where each node has it installed. verl's own entry point never ships it."""
+    (``trainer/cluster.py``); false where each node has it installed. verl's own entry point never ships it."""
 
     padded_vocab_mass_limit: float = _number(1e-3, lambda v: 0 <= v <= 1, "a probability between 0 and 1")
     """Probability mass on token ids past the tokenizer's last above which a run is refused. Real models have next to

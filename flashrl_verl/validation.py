@@ -551,8 +551,7 @@ _OWNED = {
     "config": ("the arguments in a further file cannot be checked", f"{ENGINE}.<argument>"),
 }
 """Arguments that FlashRL sets, or that change which policy samples, to the reason and what to use instead. max_logprobs
-is not
-one: only the sampled token's log-prob is asked for, and every value allows that."""
+is not one: only the sampled token's log-prob is asked for, and every value allows that."""
 
 
 def _check_engine_arguments(cfg: DictConfig) -> None:

@@ -145,7 +145,7 @@ MUTANTS = [
     Mutant("nan_arrived", LOAD, "if bad := self._manifest.non_finite():", "if bad := []:", (UNACCOUNTED,)),
     Mutant("nan_saved", "flashrl_verl/trainer/trainer.py",
         "sorted({name for names in self.actor_rollout_wg.flashrl_non_finite() for name in names})", "[]", (SAVED,)),
-    Mutant("nan_not_seen", "flashrl_verl/trainer/worker.py", "if not finite]", "if False]", (SAVED,)),
+    Mutant("nan_not_seen", "flashrl_verl/trainer/worker.py", "return non_finite(found)", "return []", (SAVED,)),
     Mutant("nan_rollout_log_probs", BATCH, "    if bad_rollout:", "    if False:", (f"{RATIOS} -k not_finite",)),
     Mutant("nan_old_log_probs", BATCH, "    if bad_old:", "    if False:", (f"{RATIOS} -k not_finite",)),
 ]  # fmt: skip

@@ -3,10 +3,9 @@
 
 A decode step of long responses waits for keys and values, so what counts is that reading half the bytes takes half the
 time: codes go to tensor cores with about one instruction an element and no exchange between threads. Codes are FP16
-    there, which
-has every INT8 value; the scale of a key multiplies its score, the scale of a value its weight, and sums are float32, so
-that weights have FP16's eleven bits, down to 2**-29 of the largest. (FlashAttention 3's E4M3 kernel rounds queries and
-weights to four.)
+there, which has every INT8 value; the scale of a key multiplies its score, the scale of a value its weight, and sums
+are float32, so that weights have FP16's eleven bits, down to 2**-29 of the largest. (FlashAttention 3's E4M3 kernel
+rounds queries and weights to four.)
 
 Heads that share keys are the columns of a product whose rows are tokens: eight columns are the least that a tensor core
 takes, where sixteen rows would be with heads and tokens the other way around.

@@ -45,8 +45,8 @@ def attach_correction(
     """Puts `rollout_is_weights` into `data`, shaped as its `old_log_probs`, takes rejected tokens out of its
     `response_mask`.
 
-    In bypass mode it changes nothing: verl's `bypass_mode` loss weights and rejects by pi_theta / pi_rollout, which
-    change with every mini-batch.
+    In bypass mode it changes nothing, and only looks for NaN and Inf: verl's `bypass_mode` loss weights and rejects by
+    pi_theta / pi_rollout, which change with every mini-batch.
 
     Args:
         data: `old_log_probs`, `rollout_log_probs`, `response_mask`: jagged [B, *] with equal row lengths, as
@@ -62,9 +62,13 @@ def attach_correction(
     Raises:
         ConfigError, FlashRLError: from `correct_shard`; also when the three fields differ in row lengths.
     """
-    if settings.bypass:
-        return {}
     old, mask, rollout = data["old_log_probs"], data["response_mask"], data.get("rollout_log_probs", None)
+    if settings.bypass:  # the old log-probs are the rollout's
+        inside = mask.values().bool()
+        bad = (inside & ~old.values().isfinite()).sum().item()
+        sums = {(TOKEN, "_count"): inside.sum().item(), (TOKEN, "_bad_old"): 0, (TOKEN, "_bad_rollout"): bad}
+        _require_usable(_all_reduce(sums, group, device or old.device))
+        return {}
     if rollout is None and settings.level is None and not settings.rejections:
         return {}  # calculate_log_probs=false and no correction: there is nothing to compare
     _require_equal_rows(old, mask, rollout)

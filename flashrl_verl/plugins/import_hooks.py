@@ -22,18 +22,16 @@ class _AfterImport(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        actions = self.actions.pop(fullname, None)
-        if actions is None:
+        if fullname not in self.actions:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if spec is None or spec.loader is None:
-            self.actions[fullname] = actions
             return None
         execute = spec.loader.exec_module
 
         def exec_module(module: types.ModuleType) -> None:
             execute(module)
-            for action in actions:
+            for action in self.actions.pop(fullname, []):  # not before: a spec may be asked for and never loaded
                 action(module)
 
         spec.loader.exec_module = exec_module

@@ -18,8 +18,7 @@ target                                 ``verl.utils.torch_functional.logprobs_fr
 why                                    without the package flash-attn it takes the log-softmax of every token by itself,
                                        thousands of kernels a micro-batch, and of BF16 logits in BF16: ``log_probs.py``
                                        takes many at a time, in float32
-applied                                in trainers' workers (``worker.py``), and without effect where flash-attn is
-installed
+applied                                in trainers' workers (``worker.py``), without effect where flash-attn is there
 upstream                               https://github.com/verl-project/verl/blob/main/verl/utils/torch_functional.py
 versions                               verl 0.9.1
 drop it when                           the function takes a batch of tokens at a time

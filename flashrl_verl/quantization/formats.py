@@ -4,9 +4,7 @@
 INT8: integer codes -127 to 127, INT32 accumulation. Every GPU since Turing has the tensor cores, A100 among them.
 
 FP8: E4M3 codes (1 sign, 4 exponent, 3 mantissa bits; no Inf; OCP 8-bit Floating Point Specification, 2023). Tensor
-    cores for it
-exist since Ada (8.9) and Hopper (9.0). A CPU multiplies the same codes in float32: the accuracy of the format can be
-looked at there, its speed cannot.
+cores for it exist since Ada (8.9) and Hopper (9.0). A CPU multiplies the same codes in float32, for their accuracy.
 """
 
 from dataclasses import dataclass

@@ -10,10 +10,8 @@ The operands stay what they are: hidden states and head weight in the 16-bit dty
 rounded to nearest even, on the trainer (by FSDP's mixed precision) as on the rollout (by the wire's cast). The product
 of two BF16 numbers of 8 bits has 16 and is exact in FP32's 24, as that of two FP16 numbers of 11 is with 22; so FP32
 accumulation without the rounding at the end *is* the FP32 product of these operands, up to the order of summation.
-Unrounded weights would match no
-better: they would only be another policy's than those of all other layers, for 4 bytes a weight in the engine (3.1 GB
-    at
-152064 x 5120) and a GEMM without tensor cores on both sides.
+Unrounded weights would match no better: they would be another policy's than those of all other layers, for 4 bytes a
+weight in the engine (3.1 GB at 152064 x 5120) and a GEMM without tensor cores on both sides.
 
 What it costs: the trainer's logits and their gradient take 4 bytes an entry instead of 2 (the rollout's sampler makes
 FP32 of them anyway), and with tensor parallelism the rollout gathers twice the bytes.
@@ -136,27 +134,3 @@ class _Watch:
                 f"{self._calls - calls} times: something computes log-probs past lm_head (a fused kernel?). Set "
                 f"{_KEY}=false"
             )
-
-
-def computes_in_fp32(model: nn.Module) -> bool:
-    """Whether ``compute_head_in_fp32`` changed the model; each of its forward passes then proves it."""
-    return isinstance(model.get_output_embeddings(), Fp32Head)
-
-
-def require_trainer_heads(wanted: bool, ranks: list[bool]) -> None:
-    """The trainer's side of ``flashrl.fp32_lm_head``; the rollout's is ``rollout.server.require_precision``.
-
-    Args:
-        wanted: the setting.
-        ranks: ``computes_in_fp32`` of every trainer rank.
-
-    Raises:
-        FlashRLError: a rank does something else.
-    """
-    wrong = [rank for rank, fp32 in enumerate(ranks) if fp32 != wanted]
-    if wrong:
-        raise FlashRLError(
-            f"{_KEY}={str(wanted).lower()}, but on the trainer's ranks {wrong} logits are{' not' if wanted else ''} "
-            "FP32: the "
-            "workers did not get the setting; leave actor_rollout_ref.rollout.custom.flashrl='${flashrl}'"
-        )

@@ -9,8 +9,8 @@ One weight row ``w[n, :]`` (one output channel) has one float32 scale, and an 8-
 
 ``code_max`` is 127 for INT8, whose grid is the integers, and 448 for FP8 E4M3, whose grid has 3 mantissa bits. The
 scale comes from the *whole* row, so the codes do not depend on how tensor parallelism cuts the columns. Nothing is
-calibrated: the scheme is a function of the weight alone (W8A8, ``strategy: channel`` and dynamic per-token activations
-    in compressed-tensors' words).
+calibrated: the scheme is a function of the weight alone (W8A8; in compressed-tensors' words ``strategy: channel`` and
+dynamic per-token activations).
 compressed-tensors' observer divides by about 127.5 and keeps BF16 scales, so about a tenth of its INT8 codes differ:
 compare codes only after handing it the scales from here.
 """
@@ -39,7 +39,7 @@ class WeightFormat:
 
     @property
     def storage(self) -> str:
-        """Name of the dtype: ``QuantizedStorage.kind`` says the same of storage that is there."""
+        """Name of the dtype, as ``rollout/inspection.py`` reads it off a live engine."""
         return str(self.dtype).removeprefix("torch.")
 
 

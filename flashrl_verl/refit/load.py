@@ -28,6 +28,7 @@ from flashrl_verl.errors import RefitError
 from flashrl_verl.quantization.numerics import as_bytes
 from flashrl_verl.quantization.parameter import QuantizedStorage
 from flashrl_verl.refit.receipt import Manifest
+from flashrl_verl.refit.scan import non_finite
 from flashrl_verl.refit.wire import wire_dtype
 
 NamedTensors = list[tuple[str, torch.Tensor]]
@@ -194,30 +195,23 @@ def poison(parameters: dict[str, torch.nn.Parameter]) -> None:
     8-bit codes cannot hold NaN in every format, and need not: their scales are parameters too, and the kernel writes
     both of a row together.
     """
+    alike: dict[torch.dtype, list[torch.Tensor]] = {}
     for parameter in parameters.values():
         if isinstance(parameter, QuantizedStorage):
             parameter.loaded_elements = 0
-    for tensors in _takes_nan(parameters).values():
-        torch._foreach_mul_(list(tensors.values()), float("nan"))  # a few launches for hundreds of norms and scales
+        elif _takes_nan(parameter):
+            alike.setdefault(parameter.dtype, []).append(parameter.data)
+    for tensors in alike.values():
+        torch._foreach_mul_(tensors, float("nan"))  # a few launches for hundreds of norms and scales
 
 
 def unwritten(parameters: dict[str, torch.nn.Parameter]) -> list[str]:
-    """Names of the parameters in which poison, or another value that is not finite, is left (synchronizes once)."""
-    names: list[str] = []
-    found = []
-    for tensors in _takes_nan(parameters).values():
-        names += tensors
-        found.append(~torch.stack(torch._foreach_norm(list(tensors.values()), float("inf"))).isfinite())
-    return [name for name, hole in zip(names, torch.cat(found).tolist(), strict=True) if hole] if found else []
+    """Names of the parameters in which poison, or another value that is not finite, is left (synchronizes)."""
+    return non_finite({name: parameter.data for name, parameter in parameters.items() if _takes_nan(parameter)})
 
 
-def _takes_nan(parameters: dict[str, torch.nn.Parameter]) -> dict[torch.dtype, dict[str, torch.Tensor]]:
-    """By dtype, parameters of more than a byte an element: norms, biases, scales, weights that are not quantized."""
-    plain: dict[torch.dtype, dict[str, torch.Tensor]] = {}
-    for name, parameter in parameters.items():
-        if parameter.is_floating_point() and parameter.dtype.itemsize > 1 and parameter.numel():
-            plain.setdefault(parameter.dtype, {})[name] = parameter.data
-    return plain
+def _takes_nan(parameter: torch.nn.Parameter) -> bool:
+    return parameter.is_floating_point() and parameter.dtype.itemsize > 1 and parameter.numel() > 0
 
 
 class _Reads(TorchDispatchMode):

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One pass over tensors that says two things of each: its checksum, and whether it holds NaN or Inf."""
+"""One pass over tensors that says two things of each: its checksum, and whether it holds NaN or Inf; or the latter."""
 
 import torch
 
 _PERIOD = 8191
-"""Words are weighted by their position modulo this prime, which divides no layer's width: rows that changed places
-differ."""
+"""Words are weighted by their position modulo this prime, which divides no layer's width: neighbouring rows that
+changed places differ."""
 
 _EXPONENTS = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00, torch.float32: 0x7F80}
 """Bits of the exponent in an element's last 16-bit word; all ones mean Inf or NaN."""
@@ -15,8 +15,9 @@ class Scan:
     """Checksums and finiteness of tensors, read back together: on a GPU nothing waits until ``results``.
 
     The checksum is ``sum_i (1 + i mod 8191) * word_i`` over a tensor's 16-bit words, in int64 modulo 2^64. Equal bytes
-    give equal sums; one changed BF16 value always changes it, and so do values that changed places. Not a cryptographic
-    hash: it guards against dropped, stale and torn tensors, not against an adversary.
+    give equal sums; one changed BF16 value always changes it, and so do two that changed places, unless these are a
+    multiple of 8191 apart. Not a cryptographic hash: it guards against dropped, stale and torn tensors, not against an
+    adversary.
     """
 
     def __init__(self) -> None:
@@ -64,3 +65,20 @@ def _checksum(words: torch.Tensor) -> torch.Tensor:
     return (words[:whole].view(-1, _PERIOD).sum(dim=0, dtype=torch.int64) * weights).sum() + (
         tail * weights[: len(tail)]
     ).sum()
+
+
+def non_finite(tensors: dict[str, torch.Tensor]) -> list[str]:
+    """Names of the floating-point tensors that hold NaN or Inf: a launch or two for each dtype, one synchronization.
+
+    Args:
+        tensors: of more than a byte an element and of any shape; empty ones hold nothing.
+    """
+    alike: dict[tuple[torch.device, torch.dtype], dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        if tensor.numel():
+            alike.setdefault((tensor.device, tensor.dtype), {})[name] = tensor
+    found = []
+    for named in alike.values():
+        largest = torch.stack(torch._foreach_norm(list(named.values()), float("inf")))
+        found += [name for name, finite in zip(named, largest.isfinite().tolist(), strict=True) if not finite]
+    return found

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import torch
 from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from flashrl_verl.quantization.experts import QuantizedMoEMethod
 from flashrl_verl.quantization.numerics import as_bytes
@@ -12,7 +13,7 @@ from flashrl_verl.quantization.parameter import QuantizedStorage
 
 
 def layers_with_stale_copies(model: torch.nn.Module, process_weights: Callable[[], None]) -> list[str]:
-    """Names of the linear layers and experts whose products are the same for weights of 1 and 2, by codes or by scales.
+    """Names of linear layers, heads and experts whose products are the same for weights of 1 and 2, by codes or scales.
 
     The same weights sent again would not show such a copy: it is a copy of them. Of codes and scales one may be copied
     while the other is read where it lies, so each is changed alone. (NaN would not tell that.) All weights are
@@ -44,11 +45,11 @@ def layers_with_stale_copies(model: torch.nn.Module, process_weights: Callable[[
 
 
 def _products(model: torch.nn.Module) -> dict[str, list[torch.Tensor]]:
-    """What every linear layer and the packed experts make of ones."""
+    """What every linear layer, a head of its own and the packed experts make of ones."""
     found = {}
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
-        if isinstance(module, LinearBase):
+        if isinstance(module, LinearBase | ParallelLMHead):
             weight = module.weight
             dtype = module.flashrl_dtype if isinstance(weight, QuantizedStorage) else weight.dtype
             found[name] = [

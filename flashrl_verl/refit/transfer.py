@@ -59,7 +59,7 @@ class _WatchedSocket:
             if time.monotonic() > deadline:
                 raise RefitError(
                     f"the other side of the weight update was silent for {self._timeout_s:g} s; if it is only slow, "
-                    f"raise {self._key}"
+                    f"raise {self._key}, else its own log says why it stopped"
                 )
 
     def recv(self, *args, **kwargs):

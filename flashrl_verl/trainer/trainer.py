@@ -21,7 +21,6 @@ from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 
 from flashrl_verl.errors import DynamicSamplingError, FlashRLError, GuardError
 from flashrl_verl.plugins.versions import Status, check_versions
-from flashrl_verl.quantization.lm_head import require_trainer_heads
 from flashrl_verl.refit.receipt import verify_ranks
 from flashrl_verl.refit.self_check import require_same, sleeps_between_steps
 from flashrl_verl.rollout.replicas import describe, precisions
@@ -104,7 +103,6 @@ class FlashRLTrainer(PPOTrainerSync):
         replicas = self._ask_servers("flashrl_layers")
         wanted = precisions(self.flashrl, len(replicas))
         self._layer_metrics = summarize_layers(replicas, wanted)
-        require_trainer_heads(self.flashrl.fp32_lm_head, self.actor_rollout_wg.flashrl_fp32_head())
         log.info(describe_rollout(describe(wanted), self._layer_metrics, metrics))
         if self.flashrl.self_check:
             self._self_check()
@@ -272,7 +270,7 @@ class FlashRLTrainer(PPOTrainerSync):
         )
 
     def _check_padded_vocabulary(self) -> None:
-        mass = max(self._ask_servers("flashrl_padded_vocab_mass"))
+        mass = max(self._ask_servers("flashrl_padded_vocab_mass"), key=lambda mass: (mass != mass, mass))  # NaN first
         if mass <= 0.0:
             return
         limit = self.flashrl.padded_vocab_mass_limit
@@ -280,7 +278,7 @@ class FlashRLTrainer(PPOTrainerSync):
             f"step {self.global_steps}: the model puts {mass:.2e} of its probability on tokens past len(tokenizer), "
             "which the rollout masks and the trainer does not, so every importance ratio is off by that factor"
         )
-        if mass > limit:
+        if not mass <= limit:
             raise FlashRLError(
                 f"{text}; the limit is flashrl.padded_vocab_mass_limit={limit:g}. Resize the model's vocabulary to its "
                 "tokenizer, or raise the limit"

@@ -11,8 +11,8 @@ from verl.workers.engine_workers import ActorRolloutRefWorker
 from flashrl_verl.correction.batch import attach_correction, extend_metrics, without_objects
 from flashrl_verl.correction.settings import CorrectionSettings
 from flashrl_verl.plugins import patches
-from flashrl_verl.quantization.lm_head import compute_head_in_fp32, computes_in_fp32
-from flashrl_verl.refit.scan import Scan
+from flashrl_verl.quantization.lm_head import compute_head_in_fp32
+from flashrl_verl.refit.scan import non_finite
 from flashrl_verl.settings import FlashRLConfig
 
 
@@ -78,11 +78,6 @@ class FlashRLWorker(ActorRolloutRefWorker):
         return super().compute_ref_log_prob(without_objects(data))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def flashrl_fp32_head(self) -> bool:
-        """Whether this rank's actor computes its logits in FP32."""
-        return computes_in_fp32(self.actor.engine.module)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def flashrl_refit_report(self) -> dict:
         """This rank's side of the last weight update: where it went, the receipt, and (on a replica's first rank) the
         engine workers' reports."""
@@ -104,7 +99,7 @@ class FlashRLWorker(ActorRolloutRefWorker):
         """Names of this rank's parameters, and of their moments in the optimizer, whose local shard holds NaN or
         Inf."""
         module, optimizer = self.actor.engine.module, self.actor.engine.optimizer
-        names, scan = [], Scan()
+        found = {}
         for name, parameter in module.named_parameters():
             moments = optimizer.state.get(parameter, {}) if optimizer is not None else {}
             for what, tensor in {
@@ -112,7 +107,6 @@ class FlashRLWorker(ActorRolloutRefWorker):
                 **{f"{name} ({key})": value for key, value in moments.items()},
             }.items():
                 local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-                if isinstance(local, torch.Tensor) and local.numel() and local.is_floating_point():
-                    names.append(what)
-                    scan.add(local)
-        return [name for name, (_, finite) in zip(names, scan.results(), strict=True) if not finite]
+                if isinstance(local, torch.Tensor) and local.is_floating_point():
+                    found[what] = local
+        return non_finite(found)

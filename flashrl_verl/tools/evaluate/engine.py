@@ -105,8 +105,7 @@ def ask(job: Job, folder: Path, progress: Callable[[int, int], None]) -> Answer:
 
 
 def require_engine(precision: Precision, workers: list[dict[str, Any]], kept: dict[str, Any]) -> None:
-    """Refuse an engine that is not what its figures will be called, as a run does
-    (``rollout.server.require_precision``).
+    """Refuse an engine that is not what its figures will be called, as a run does (``rollout/inspection.py``).
 
     Args:
         precision: their name.
