@@ -33,8 +33,7 @@ from flashrl_verl.errors import ConfigError
 from flashrl_verl.plugins.versions import cuda_capability
 from flashrl_verl.quantization.experts import QuantizedMoEMethod, UnpackedMoEMethod
 from flashrl_verl.quantization.formats import weight_format
-from flashrl_verl.quantization.head import Fp32HeadMethod
-from flashrl_verl.quantization.linear import QuantizedLinearMethod, UnpackedLinearMethod
+from flashrl_verl.quantization.linear import Fp32HeadMethod, QuantizedLinearMethod, UnpackedLinearMethod
 from flashrl_verl.quantization.selection import LayerSelection, expert_parts, fused_parts
 from flashrl_verl.settings import FlashRLConfig, KVCache, Precision
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM linear methods: W8A8 that is quantized on load, and a BF16 one whose weight can be updated on CPU."""
+"""vLLM linear methods: W8A8 that is quantized on load, a BF16 one whose weight can be updated on CPU, and a head in
+FP32."""
 
 import torch
 from vllm.model_executor.layers.linear import (
@@ -7,8 +8,10 @@ from vllm.model_executor.layers.linear import (
     UnquantizedLinearMethod,
     register_weight_loader_v2_supported_method,
 )
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
 from flashrl_verl.quantization.gemm import linear_gemm
+from flashrl_verl.quantization.lm_head import fp32_logits
 from flashrl_verl.quantization.numerics import WeightFormat
 from flashrl_verl.quantization.parameter import QuantizedWeight
 
@@ -70,3 +73,19 @@ class UnpackedLinearMethod(UnquantizedLinearMethod):
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return torch.nn.functional.linear(x, layer.weight, bias)
+
+
+class Fp32HeadMethod(UnquantizedEmbeddingMethod):
+    """``flashrl.fp32_lm_head``: vLLM's unquantized method but for ``apply``, which only the logits use.
+
+    ``weight`` keeps the model's dtype and its loader, so a refit, tied embeddings and sleep mode find what they know,
+    and what ``apply`` reads is that parameter alone. Under tensor parallelism each rank multiplies its part of the
+    vocabulary and vLLM gathers FP32 logits. vLLM 0.27 has ``hf_overrides["head_dtype"]`` for the same product; 0.24
+    knows it for pooling models only, and this way serves both.
+    """
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        pass  # on a CPU vLLM packs a copy here, for the product that `apply` replaces
+
+    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return fp32_logits(x, layer.weight, bias)
