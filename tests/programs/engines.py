@@ -22,48 +22,34 @@ import torch
 
 CUDA = torch.cuda.is_available()
 os.environ["VERL_PLATFORM"] = "nvidia" if CUDA else "cpu"
-os.environ["VERL_RAY_JOB_ID"] = f"test-{os.getpid()}"  # in the name of weight sockets: two test processes do not meet
+# In the name of weight sockets, so that two test runs do not meet; an engine's workers have it from their parent.
+os.environ.setdefault("VERL_RAY_JOB_ID", f"test-{os.getpid()}")
 
 
 @contextlib.contextmanager
-def engine(
-    path: Path, settings: dict[str, Any] | None = None, *, compiled: bool = False, **arguments: Any
-) -> Iterator[Any]:
-    """Start ``vllm.LLM`` on a model folder; end it and its process group afterwards.
+def engine(path: Path, settings: dict[str, Any], *, compiled: bool = False, **arguments: Any) -> Iterator[Any]:
+    """Start ``vllm.LLM`` on a model folder with FlashRL's settings; end it and its process group afterwards.
 
-    Args:
-        path: folder with config.json (and weights, unless load_format is dummy).
-        settings: FlashRL's settings for the quantization; None leaves vLLM's own loading alone.
-        compiled: torch.compile and, on CUDA, CUDA graphs; otherwise eager, which starts sooner.
-        **arguments: further engine arguments.
+    ``compiled`` is torch.compile and, on CUDA, CUDA graphs, which vLLM captures once in a process; otherwise eager,
+    which starts sooner.
     """
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1")
     import vllm
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
-    if settings is not None:
-        from flashrl_verl.plugins.vllm import register
-        from flashrl_verl.quantization.config import engine_arguments
-        from flashrl_verl.settings import FlashRLConfig
+    from flashrl_verl.plugins.vllm import register
+    from flashrl_verl.quantization.config import engine_arguments
+    from flashrl_verl.settings import FlashRLConfig
 
-        register()
-        arguments = {
-            **engine_arguments(FlashRLConfig(**settings)),
-            "worker_extension_cls": "flashrl_verl.rollout.worker.FlashRLWorkerExtension",
-            "load_format": "dummy",
-            **arguments,
-        }
-    if CUDA and compiled:
-        # vLLM's older model runner forbids captures of graphs once it has made its own, for the whole process; its
-        # newer one (vllm/v1/worker/gpu, which Qwen3 and Llama get) does not allow them again.
-        from vllm.compilation.monitor import set_cudagraph_capturing_enabled
-
-        set_cudagraph_capturing_enabled(True)
+    register()
     llm = None
     try:
         llm = vllm.LLM(
             str(path),
             **{
+                **engine_arguments(FlashRLConfig(**settings)),
+                "worker_extension_cls": "flashrl_verl.rollout.worker.FlashRLWorkerExtension",
+                "load_format": "dummy",
                 "skip_tokenizer_init": True,
                 "enforce_eager": not compiled,
                 "max_model_len": 128,
@@ -134,9 +120,8 @@ def update(llm: Any, ranks: int, weights: dict[str, torch.Tensor], step: int) ->
         sent = [pool.submit(send, rank) for rank in range(ranks)]
         request = {"step": step, "timeout_s": 120.0}
         reports = llm.collective_rpc("update_weights_from_ipc", kwargs={"use_shm": True, "flashrl": request})
-    assert not [report["error"] for report in reports if report["error"]]
-    for one in sent:
-        one.result()
+    failed = [one for one in [*(report["error"] for report in reports), *(one.exception() for one in sent)] if one]
+    assert not failed, failed
     llm.reset_prefix_cache()
     return reports
 

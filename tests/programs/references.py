@@ -2,14 +2,10 @@
 """What an engine must hold, from the checkpoint's tensors alone, in numpy: shares no code with the package."""
 
 import dataclasses
-import json
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 
 FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -39,11 +35,12 @@ def quantize(rows: torch.Tensor, precision: str) -> tuple[np.ndarray, np.ndarray
 
 
 def sources(name: str, weights: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The checkpoint's rows of one vLLM linear weight: itself, or its parts one under the other."""
-    if name in weights:
-        return weights[name]
-    prefix, _, last = name.removesuffix(".weight").rpartition(".")
-    return torch.cat([weights[f"{prefix}.{part}.weight"] for part in FUSED[last]])
+    """The checkpoint's rows of one vLLM parameter: itself, the embedding of a tied head, or parts one under the
+    other."""
+    if name in weights or name == "lm_head.weight":
+        return weights.get(name, weights["model.embed_tokens.weight"])
+    prefix, layer, kind = name.rsplit(".", 2)
+    return torch.cat([weights[f"{prefix}.{part}.{kind}"] for part in FUSED[layer]])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,11 +76,8 @@ class Rank:
         if layer in ("gate_up_proj", "w13_weight"):
             return np.concatenate([self.part(half, axis) for half in np.split(whole, 2, axis)], axis)
         if layer in ("embed_tokens", "lm_head"):
-            padded = np.zeros(
-                (-(-len(whole) // 64) * 64, *whole.shape[1:]), whole.dtype
-            )  # vLLM pads vocabularies to 64
-            padded[: len(whole)] = whole
-            return self.part(padded, 0)
+            missing = -len(whole) % 64  # vLLM pads vocabularies to 64
+            return self.part(np.pad(whole, [(0, missing), (0, 0)]), 0)
         return whole
 
     def columns(self, name: str, whole: np.ndarray) -> np.ndarray:
@@ -112,9 +106,7 @@ def assert_storage(
             continue
         values = parameter.data.cpu()
         if f"{name}_scale" not in stored:
-            source = weights["model.embed_tokens.weight"] if name not in weights and "lm_head" in name else None
-            source = sources_of_bias(name, weights) if source is None else source
-            source = source.to(values.dtype).float()
+            source = sources(name, weights).to(values.dtype).float()
             if place is not None:
                 source = torch.from_numpy(place.columns(name, place.rows(name, source.numpy())))
             assert torch.equal(values[: source.shape[0]].float(), source), name
@@ -135,14 +127,6 @@ def assert_storage(
     return counts
 
 
-def sources_of_bias(name: str, weights: dict[str, torch.Tensor]) -> torch.Tensor:
-    if name in weights:
-        return weights[name]
-    prefix, _, rest = name.rpartition(".")
-    head, _, last = prefix.rpartition(".")
-    return torch.cat([weights[f"{head}.{part}.{rest}"] for part in FUSED[last]])
-
-
 def experts(name: str, count: int, weights: dict[str, torch.Tensor], precision: str) -> tuple[np.ndarray, np.ndarray]:
     base = name.split(".experts.")[0] + ".experts"
     projections = ("gate_proj", "up_proj") if "w13" in name else ("down_proj",)
@@ -150,78 +134,3 @@ def experts(name: str, count: int, weights: dict[str, torch.Tensor], precision: 
         quantize(torch.cat([weights[f"{base}.{e}.{p}.weight"] for p in projections]), precision) for e in range(count)
     ]
     return np.stack([c for c, _ in pairs]), np.stack([s for _, s in pairs])
-
-
-def computes_w8a8(model: torch.nn.Module, precision: str, ranks: int) -> torch.nn.Module:
-    """Make a dense Hugging Face model in BF16 compute its projections in W8A8, as an engine of ``ranks`` ranks does.
-
-    Every rank quantizes the activations it has: before o_proj and down_proj these are its part of each token's, with a
-    scale of their own, and the ranks' products are added in BF16. The weights' codes are the same whatever the number
-    of ranks.
-    """
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear) and name != "lm_head":
-            parts = ranks if name.endswith(("o_proj", "down_proj")) else 1
-            module.forward = _w8a8_linear(module, precision, parts)
-    return model
-
-
-def _w8a8_linear(module: torch.nn.Linear, precision: str, parts: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    def dequantized(rows: torch.Tensor) -> torch.Tensor:
-        codes, scales = quantize(rows, precision)
-        return torch.from_numpy(codes * scales)
-
-    weights = dequantized(module.weight.detach()).chunk(parts, 1)
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        pieces = x.reshape(-1, x.shape[-1]).chunk(parts, 1)
-        products = [dequantized(piece) @ weight.t() for piece, weight in zip(pieces, weights, strict=True)]
-        if module.bias is not None:
-            products[0] = products[0] + module.bias.detach().double()
-        return sum(product.to(x.dtype) for product in products).reshape(*x.shape[:-1], -1)
-
-    return forward
-
-
-def save_compressed_tensors(
-    path: Path, config, weights: dict[str, torch.Tensor], names: list[str], precision: str
-) -> None:
-    """Write a checkpoint with our codes as compressed-tensors (llm-compressor) stores W8A8, channel / token.
-
-    Args:
-        path: folder to write.
-        config: the Hugging Face configuration.
-        weights: checkpoint tensors.
-        names: those of them to write as codes.
-        precision: int8 or fp8.
-    """
-    dtype = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}[precision]
-    tensors = {}
-    for name, tensor in weights.items():
-        if name in names:
-            codes, scales = quantize(tensor, precision)
-            tensors[name] = torch.from_numpy(codes).to(dtype)
-            tensors[name.removesuffix("weight") + "weight_scale"] = torch.from_numpy(scales)
-        else:
-            tensors[name] = tensor.contiguous()
-    path.mkdir(parents=True)
-    save_file(tensors, path / "model.safetensors")
-    number = {"num_bits": 8, "type": "int" if precision == "int8" else "float", "symmetric": True}
-    linears = {name.removesuffix(".weight") for name in weights if name.endswith("weight") and weights[name].dim() == 2}
-    quantized = {name.removesuffix(".weight") for name in names}
-    settings = {
-        "quant_method": "compressed-tensors",
-        "format": "int-quantized" if precision == "int8" else "float-quantized",
-        "quantization_status": "compressed",
-        "ignore": sorted(linears - quantized - {"model.embed_tokens"}),
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": {**number, "strategy": "channel", "dynamic": False},
-                "input_activations": {**number, "strategy": "token", "dynamic": True},
-            }
-        },
-    }
-    (path / "config.json").write_text(
-        json.dumps({**config.to_dict(), "quantization_config": settings, "dtype": "bfloat16"})
-    )

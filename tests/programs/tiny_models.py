@@ -93,3 +93,14 @@ def wire(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
     named = ((name, tensor.detach().clone()) for name, tensor in sent_tensors(model))
     return dict(cast_for_rollout(named, torch.bfloat16))
+
+
+@torch.no_grad()
+def log_probs(model: PreTrainedModel, sequences: list[list[int]]) -> list[list[float]]:
+    """Of every token after the first of each sequence, by the model in BF16."""
+    model, found = copy.deepcopy(model).bfloat16(), []
+    for sequence in sequences:
+        ids = torch.tensor([sequence])
+        logits = model(input_ids=ids).logits[0, :-1].float()
+        found.append(logits.log_softmax(-1).gather(-1, ids[0, 1:, None]).squeeze(-1).tolist())
+    return found
