@@ -11,7 +11,6 @@ from the rank's rows, and by verl's, with weights and mask that verl's driver ha
 import functools
 import os
 import sys
-from pathlib import Path
 
 RANK, RANKS, STORE, MODEL, OUTPUT = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
 os.environ.update(
@@ -19,88 +18,47 @@ os.environ.update(
     MASTER_ADDR="127.0.0.1", MASTER_PORT="0",
 )  # fmt: skip
 import torch  # noqa: E402
-from correction_cases import NODES, Batch, verl_answer  # noqa: E402
-from hydra import compose, initialize_config_dir  # noqa: E402
+from correction_cases import NODES, random_batch, verl_answer  # noqa: E402
 from omegaconf import OmegaConf, open_dict  # noqa: E402
-from tensordict import NonTensorData, TensorDict  # noqa: E402
+from tensordict import TensorDict  # noqa: E402
+from verl.utils import tensordict_utils as tu  # noqa: E402
 
 import flashrl_verl.plugins.verl  # noqa: E402, F401 - the CPU platform, before verl picks one
+from flashrl_verl.tools.recipe_process import compose  # noqa: E402
 
-ROOT = Path(__file__).resolve().parents[2]
-VARIANTS = [name for name in NODES if name != "metrics only"]
-ROWS, MINI_BATCH, MICRO_BATCH = 16, 8, 2
-
-
-def configuration():
-    words = [
-        "experiment=smoke",
-        f"actor_rollout_ref.model.path={MODEL}",
-        f"trainer.n_gpus_per_node={RANKS}",
-        f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={MICRO_BATCH}",
-        "actor_rollout_ref.actor.optim.lr=0.0",
-        # A step later, weight decay and warm-up would tell nothing more.
-        "actor_rollout_ref.actor.optim.weight_decay=0.0",
-    ]
-    with initialize_config_dir(str(ROOT / "recipe" / "flashrl" / "config"), version_base=None):
-        return compose("flashrl_trainer", overrides=words).actor_rollout_ref
+ROWS, MINI_BATCH = 16, 8
+OVERRIDES = (
+    "experiment=smoke",
+    f"actor_rollout_ref.model.path={MODEL}",
+    f"trainer.n_gpus_per_node={RANKS}",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
+    "actor_rollout_ref.actor.optim.lr=0.0",
+    "actor_rollout_ref.actor.optim.weight_decay=0.0",
+)
 
 
-def whole_batch(vocabulary: int) -> tuple[dict[str, list[torch.Tensor]], Batch]:
-    """Rows of tokens with advantages, and their log-probs padded: the same on every rank."""
-    random = torch.Generator().manual_seed(11)
-    lengths = torch.randint(1, 13, (ROWS,), generator=random)
-    width = int(lengths.max())
-    filled = torch.arange(width) < lengths.unsqueeze(-1)
-    mask = filled & ((torch.rand(ROWS, width, generator=random) < 0.9) | (torch.arange(width) == 0))
-    mask[3] = False  # a response that is not trained on
-    old = (-3 * torch.rand(ROWS, width, generator=random) - 0.5) * filled
-    scale = torch.tensor([0.01, 0.15, 1.5])[torch.randint(0, 3, (ROWS, 1), generator=random)]
-    rollout = old - (2 * torch.rand(ROWS, width, generator=random) - 1) * scale * filled
-    advantages = torch.randn(ROWS, 1, generator=random) * mask
-    rows: dict[str, list[torch.Tensor]] = {}
-    for row, length in enumerate(lengths.tolist()):
-        prompt, response = (torch.randint(3, vocabulary, (n,), generator=random) for n in (int(row % 4) + 2, length))
-        ids = torch.cat([prompt, response])
-        fields = {"prompts": prompt, "responses": response, "input_ids": ids, "position_ids": torch.arange(len(ids))}
-        padded = {
-            "response_mask": mask.long(),
-            "loss_mask": mask.long(),
-            "old_log_probs": old,
-            "advantages": advantages,
-        }
-        for name, value in {**padded, "rollout_log_probs": rollout}.items():
-            fields[name] = value[row, :length]
-        for name, value in fields.items():
-            rows.setdefault(name, []).append(value)
-    return rows, Batch(old, rollout, mask.long(), lengths)
-
-
-def shard(rows: dict[str, list[torch.Tensor]], temperature: float) -> TensorDict:
+def shard(columns: dict[str, list[torch.Tensor]], temperature: float) -> TensorDict:
     """This rank's rows as the transfer queue delivers them."""
     own = slice(RANK * ROWS // RANKS, (RANK + 1) * ROWS // RANKS)
-    fields = {name: torch.nested.as_nested_tensor(values[own], layout=torch.jagged) for name, values in rows.items()}
-    settings = {
-        "calculate_entropy": False, "distillation_use_topk": False, "distillation_only": False, "epochs": 1, "seed": 1,
-        "global_batch_size": MINI_BATCH, "mini_batch_size": MINI_BATCH, "dataloader_kwargs": {"shuffle": True},
-        "temperature": temperature,
-    }  # fmt: skip
+    fields = {name: torch.nested.as_nested_tensor(rows[own], layout=torch.jagged) for name, rows in columns.items()}
     data = TensorDict(fields, batch_size=ROWS // RANKS)
-    for name, value in settings.items():
-        data.set_non_tensor(name, NonTensorData(value) if isinstance(value, dict) else value)
+    tu.assign_non_tensor(
+        data, calculate_entropy=False, distillation_use_topk=False, distillation_only=False, epochs=1, seed=1,
+        global_batch_size=MINI_BATCH, mini_batch_size=MINI_BATCH, dataloader_kwargs={"shuffle": True},
+        temperature=temperature,
+    )  # fmt: skip
     return data
 
 
 def run(worker, update, data: TensorDict) -> dict:
     """Update, and return gradients of every mini-batch (whole, by parameter) and the metrics."""
     engine, gradients = worker.actor.engine, []
-    step = type(engine).optimizer_step
+    step = engine.optimizer_step
 
-    @functools.wraps(step)
     def recorded():
-        gradients.append(
-            {name: p.grad.full_tensor().clone() for name, p in engine.module.named_parameters() if p.grad is not None}
-        )
-        return step(engine)
+        parameters = engine.module.named_parameters()
+        gradients.append({name: p.grad.full_tensor().clone() for name, p in parameters if p.grad is not None})
+        return step()
 
     engine.optimizer_step = recorded
     try:
@@ -115,24 +73,37 @@ def main() -> None:
 
     from flashrl_verl.trainer.worker import FlashRLWorker
 
-    config = configuration()
+    config = compose(OVERRIDES).actor_rollout_ref
     worker = FlashRLWorker(config, role="actor")
     worker.init_model()
-    rows, batch = whole_batch(worker.actor.engine.module.config.vocab_size)
+
+    # The same on every rank.
+    batch, random = random_batch(11, ROWS, 12, scales=(0.01, 0.15, 1.5)), torch.Generator().manual_seed(11)
+    lengths = batch.lengths.tolist()
+    vocabulary = worker.actor.engine.module.config.vocab_size
+    ids = [torch.randint(3, vocabulary, (2 + i % 4 + n,), generator=random) for i, n in enumerate(lengths)]
+    columns = {
+        "prompts": [row[:-n] for row, n in zip(ids, lengths, strict=True)],
+        "responses": [row[-n:] for row, n in zip(ids, lengths, strict=True)],
+        "input_ids": ids,
+        "position_ids": [torch.arange(len(row)) for row in ids],
+    }
+
+    def cut(padded: torch.Tensor) -> list[torch.Tensor]:
+        return [row[:n] for row, n in zip(padded, lengths, strict=True)]
+
+    columns |= {"old_log_probs": cut(batch.old), "rollout_log_probs": cut(batch.rollout)}
+    columns |= {"response_mask": cut(batch.mask), "loss_mask": cut(batch.mask)}
+    columns["advantages"] = cut(torch.randn(ROWS, 1, generator=random) * batch.mask)
     results = {}
-    for name in ["none", *VARIANTS]:
-        node = {"rollout_is": None} if name == "none" else NODES[name]
+    for name, node in NODES.items():
         with open_dict(worker.config):
             worker.config.actor.policy_loss.rollout_correction = OmegaConf.create(node)
-        ours = run(worker, worker.update_actor, shard(rows, config.rollout.temperature))
+        ours = run(worker, worker.update_actor, shard(columns, config.rollout.temperature))
         answer = verl_answer(batch, node)
-        corrected = dict(
-            rows, response_mask=[m[:n].long() for m, n in zip(answer.mask, batch.lengths.tolist(), strict=True)]
-        )
+        corrected = columns | {"response_mask": cut(answer.mask)}
         if answer.weights is not None:
-            corrected["rollout_is_weights"] = [
-                w[:n] for w, n in zip(answer.weights, batch.lengths.tolist(), strict=True)
-            ]
+            corrected["rollout_is_weights"] = cut(answer.weights)
         update = functools.partial(ActorRolloutRefWorker.update_actor, worker)
         verls = run(worker, update, shard(corrected, config.rollout.temperature))
         results[name] = {"ours": ours, "verls": verls, "metrics": answer.metrics}

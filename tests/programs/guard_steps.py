@@ -19,7 +19,7 @@ METRICS = {**TRAINED, **REFITTED}
 NAMES = tuple(METRICS)
 
 ALL = CorrectionSettings(level=Level.TOKEN, rejections=(Rejection(option="token_k2", upper=1.0),))
-"""Every limit has its metric with it. The cap is verl's default, 2."""
+"""Every limit has its metric with it."""
 
 
 def guard_of(precision: Precision = Precision.INT8, **settings) -> Guard:

@@ -7,79 +7,73 @@ import sys
 import pytest
 
 PROGRAM = """
-import time
+import threading, time
 import ray
+from flashrl_verl.errors import GuardError
 from flashrl_verl.trainer import node_watch
 
-node_watch.INTERVAL_S, node_watch.SETTLING_S, node_watch._TELLING_S = 0.05, 1.0, 0.1
-lost, broken, asked = False, 0, 0
+node_watch.INTERVAL_S, node_watch.SETTLING_S, node_watch._TELLING_S = 0.05, 3.0, 0.1
+lost, asked = False, 0
 
 def nodes():
     global asked
     asked += 1
-    if asked <= broken:
+    if asked <= 3:
         raise ConnectionError("busy")
-    alive = [{"NodeID": "a" * 56, "Alive": True}, {"NodeID": "b" * 56, "Alive": not lost}]
-    return alive
+    return [{"NodeID": "a" * 56, "Alive": True}, {"NodeID": "b" * 56, "Alive": not lost}]
+
+def lose():
+    global lost
+    lost = True
 
 ray.nodes = nodes
 needed = {"a" * 56: "10.0.0.1", "b" * 56: "10.0.0.2"}
 """
+LOST = "NodeLostError: 10.0.0.2 (bbbbbbbb) left the Ray cluster, and its workers with it. Replace it.\n"
 
-
-def ends(body: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-c", PROGRAM + body], capture_output=True, text=True, timeout=300)
-
-
-@pytest.mark.parametrize("broken", [0, 3])
-def test_a_process_that_polls_for_ever_is_ended_with_node_and_remedy(broken):
-    ended = ends(f"""
-broken = {broken}
+FOR_EVER = """
 with node_watch.watching(needed, "Replace it."):
-    lost = True
+    lose()
     while True:
         try:
             time.sleep(0.01)
         except BaseException:
             pass
-""")
-    assert ended.returncode == 1
-    told = (
-        "flashrl_verl.errors.NodeLostError: 10.0.0.2 (bbbbbbbb) left the Ray cluster, and its workers with it. Replace "
-        "it.\n"
-    )
-    assert ended.stderr.endswith(told) and ended.stderr.count("ConnectionError") == broken
-
-
-def test_an_error_waits_for_the_name_of_the_node_and_stays_what_it_is_without():
-    body = """
-import threading
-from flashrl_verl.errors import GuardError
-began = time.monotonic()
-try:
-    with node_watch.watching(needed, "Replace it."):
-        {lose}
-        raise {error}
-finally:
-    print("waited" if time.monotonic() - began > 0.9 else "at once", flush=True)
 """
-    lose = "threading.Timer(0.3, lambda: globals().update(lost=True)).start()"
-    assert "NodeLostError: 10.0.0.2" in ends(body.format(lose=lose, error="RuntimeError('of verl')")).stderr
-    for error, said in (("ray.exceptions.RayError('x')", "waited"), ("GuardError('x')", "at once")):
-        ended = ends(body.format(lose="", error=error))
-        assert ended.stdout == f"{said}\n" and "NodeLostError" not in ended.stderr
+AFTER_AN_ERROR = """
+with node_watch.watching(needed, "Replace it."):
+    threading.Timer(0.3, lose).start()
+    raise RuntimeError("verl's")
+"""
+NO_NODE_IS_LOST = """
+with node_watch.watching(needed, "Replace it."):
+    raise RuntimeError("verl's")
+"""
+OURS = """
+node_watch.SETTLING_S = 3600
+with node_watch.watching(needed, "Replace it."):
+    raise GuardError("a stop")
+"""
+OUTSIDE = """
+with node_watch.watching(needed, "Replace it."):
+    time.sleep(0.4)
+lose()
+with node_watch.watching({}, "Replace it."):
+    time.sleep(0.5)
+"""
 
 
-def test_nothing_is_watched_without_nodes_or_after_the_block():
-    ended = ends("""
-with node_watch.watching({}, ""):
-    lost = True
-    time.sleep(0.3)
-lost = False
-with node_watch.watching(needed, ""):
-    time.sleep(0.2)
-lost = True
-time.sleep(0.5)
-print("ended by itself")
-""")
-    assert ended.stdout == "ended by itself\n", ended.stderr
+@pytest.mark.parametrize(
+    "body, status, said",
+    [
+        pytest.param(FOR_EVER, 1, LOST, id="verl polls for ever"),
+        pytest.param(AFTER_AN_ERROR, 1, LOST, id="an error comes before Ray names the node"),
+        pytest.param(NO_NODE_IS_LOST, 1, "RuntimeError: verl's\n", id="an error of a whole cluster"),
+        pytest.param(OURS, 1, "GuardError: a stop\n", id="an error of ours does not wait"),
+        pytest.param(OUTSIDE, 0, "", id="after the block, and without nodes"),
+    ],
+)
+def test_a_process_ends_by_the_lost_node_or_by_its_own_error(body, status, said):
+    ended = subprocess.run([sys.executable, "-c", PROGRAM + body], capture_output=True, text=True, timeout=300)
+    assert ended.returncode == status and ended.stderr.endswith(said)
+    assert ("NodeLostError" in ended.stderr) == (said == LOST)
