@@ -522,6 +522,9 @@ _TWINS = {
 }
 """Arguments that have a key of their own in the rollout's configuration: they may be repeated, not contradicted."""
 
+_DEFAULTS = {rule.key: rule.default for rule in RULES if rule.default is not None}
+"""What verl takes for keys that its YAML does not have."""
+
 _PRECISION = "flashrl.precision=int8, fp8 or bf16"
 _KV_CACHE = "flashrl.kv_cache=auto or int8_per_token_head"
 _OWNED = {
@@ -568,7 +571,7 @@ def _check_engine_arguments(cfg: DictConfig) -> None:
             use = f"remove {key}; flashrl.server_address=loopback keeps HTTP on its machine (docs/security.md)"
             refuse(key, value, "verl starts vLLM's server without it, so that its HTTP would not be encrypted", use)
         twin = f"{ROLLOUT}.{_TWINS[argument]}" if argument in _TWINS else None
-        if twin and value != (meant := get(cfg, twin, value)):
+        if twin and value != (meant := get(cfg, twin, _DEFAULTS.get(twin, value))):
             reason = f"verl puts engine_kwargs last, so {twin}={words(meant)} would be ignored"
             refuse(key, value, reason, f"remove {key} and set {twin}")
 

@@ -1,50 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CPU platform is used when it is chosen and only then; the one patch behaves as the ledger says. Each case is a
-process: verl decides its platform once."""
+"""The CPU platform is used when it is chosen, its one patch behaves as the ledger says, and every rank gets cores."""
 
+import os
 import subprocess
 import sys
 
 import pytest
+from omegaconf import OmegaConf
+
+from flashrl_verl.errors import ConfigError
+from flashrl_verl.platforms import activate
+from flashrl_verl.platforms.cores import VARIABLE, bind_ranks, share_cores
+
+CHOSEN = """
+import verl
+import verl.utils.distributed as distributed
+from verl.plugin.platform import get_platform
+patched = distributed.initialize_global_process_group_ray
+print("PLATFORM", get_platform().device_name, patched.keywords, hasattr(patched.func, "keywords"))
+import verl.workers.engine.fsdp.transformer_impl as engines
+from verl.workers.engine import EngineRegistry
+print("ENGINE", EngineRegistry.get_engine_cls("language_model", "fsdp2") is engines.FSDPEngineWithLMHead)
+"""
 
 
-def run(code: str, **variables: str) -> subprocess.CompletedProcess:
-    import os
-
-    env = {k: v for k, v in os.environ.items() if k != "VERL_PLATFORM"} | variables
-    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=400)
-
-
-def test_it_is_never_chosen_because_no_accelerator_was_found():
-    code = (
-        "import torch; torch.cuda.is_available = lambda: False\n"
-        "import flashrl_verl.plugins.verl\n"
-        "from verl.plugin.platform import get_platform; print('PLATFORM', get_platform().device_name)"
-    )
-    assert "PLATFORM cuda" in run(code).stdout
-
-
-def test_it_is_chosen_by_name_and_the_patched_group_is_gloo():
-    code = (
-        "import functools, flashrl_verl.plugins.verl\n"
-        "from verl.plugin.platform import get_platform\n"
-        "import verl.utils.distributed as d\n"
-        "p = d.initialize_global_process_group_ray\n"
-        "print('PLATFORM', get_platform().device_name, isinstance(p, functools.partial), p.keywords)\n"
-        "import verl.workers.engine.fsdp.transformer_impl as t\n"
-        "from verl.workers.engine import EngineRegistry\n"
-        "print('ENGINE', EngineRegistry.get_engine_cls('language_model', 'fsdp2') is t.FSDPEngineWithLMHead)\n"
-    )
-    out = run(code, VERL_PLATFORM="cpu").stdout
-    assert "PLATFORM cpu True {'backend': 'gloo'}" in out and "ENGINE True" in out
-
-
-def test_verl_is_left_alone_on_other_platforms():
-    code = (
-        "import functools, flashrl_verl.plugins.verl, verl.utils.distributed as d\n"
-        "print('PATCHED', isinstance(d.initialize_global_process_group_ray, functools.partial))"
-    )
-    assert "PATCHED False" in run(code, VERL_PLATFORM="nvidia").stdout
+def test_chosen_by_name_it_trains_with_fsdp_over_gloo_and_the_patch_is_applied_once():
+    env = os.environ | {"VERL_PLATFORM": "cpu"}  # verl decides its platform once in a process
+    done = subprocess.run([sys.executable, "-c", CHOSEN], env=env, capture_output=True, text=True, timeout=400)
+    assert "PLATFORM cpu {'backend': 'gloo'} False\nENGINE True" in done.stdout, done.stderr
 
 
 def test_the_reason_for_the_patch_still_holds():
@@ -55,10 +38,28 @@ def test_the_reason_for_the_patch_still_holds():
         dist.init_process_group("cpu:gloo,cpu:gloo", rank=0, world_size=1, init_method="tcp://127.0.0.1:0")
 
 
-def test_a_config_for_the_cpu_contradicting_the_environment_is_refused():
-    code = (
-        "from omegaconf import OmegaConf\nfrom flashrl_verl.platforms import activate\n"
-        "activate(OmegaConf.create({'trainer': {'device': 'cpu'}}))"
-    )
-    result = run(code, VERL_PLATFORM="nvidia")
-    assert result.returncode != 0 and "unset it or choose hardware=cuda" in result.stderr
+def test_a_config_for_the_cpu_contradicting_the_environment_is_refused(monkeypatch):
+    monkeypatch.setenv("VERL_PLATFORM", "nvidia")
+    activate(OmegaConf.create({"trainer": {"device": "cuda"}}))
+    with pytest.raises(ConfigError, match="unset it or choose hardware=cuda"):
+        activate(OmegaConf.create({"trainer": {"device": "cpu"}}))
+
+
+def test_ranks_share_all_cores_evenly_and_vllm_reads_them_as_meant():
+    from vllm.utils.cpu_resource_utils import parse_id_list
+
+    for cores in ([4], [0, 1], [3, 5, 7], [0, 1, 2, 3]):
+        for ranks in (1, 2, 4):
+            lists = [parse_id_list(words) for words in share_cores(cores, ranks).split("|")]
+            taken, sizes = [core for own in lists for core in own], [len(own) for own in lists]
+            assert len(lists) == ranks and set(taken) == set(cores) and max(sizes) - min(sizes) <= 1
+            assert len(taken) == max(ranks, len(cores)), "no core twice, unless there are fewer than ranks"
+
+
+def test_one_rank_and_a_users_own_choice_are_unchanged(monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    bind_ranks(1)
+    assert VARIABLE not in os.environ
+    monkeypatch.setenv(VARIABLE, "nobind")
+    bind_ranks(2)
+    assert os.environ[VARIABLE] == "nobind"

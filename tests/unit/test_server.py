@@ -1,27 +1,56 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replicas of the rollout: their precisions and names."""
+"""A fraction of the replicas is in BF16: the last ones, at least one and not all; each server gets its own settings."""
 
+import pytest
+from verl.utils.config import omega_conf_to_dataclass
+
+from flashrl_verl.errors import ConfigError
+from flashrl_verl.rollout.replicas import bf16_replicas, precisions, settings_of
 from flashrl_verl.rollout.server import FlashRLReplica
-from flashrl_verl.settings import FlashRLConfig
+from flashrl_verl.settings import FlashRLConfig, Precision
 from flashrl_verl.tools.recipe_process import compose
+
+INT8, FP8, BF16 = Precision.INT8, Precision.FP8, Precision.BF16
+
+
+def mixed(fraction: float, precision: Precision = INT8) -> FlashRLConfig:
+    return FlashRLConfig(precision=precision, bf16_replica_fraction=fraction)
+
+
+def test_every_number_of_replicas_can_be_reached_and_halves_are_rounded_up():
+    for replicas in range(2, 20):
+        assert [bf16_replicas(mixed(n / replicas), replicas) for n in range(replicas)] == list(range(replicas))
+    assert [bf16_replicas(mixed(0.5), replicas) for replicas in (2, 3, 5)] == [1, 2, 3]
+    assert bf16_replicas(mixed(0.0), 1) == 0
+
+
+@pytest.mark.parametrize(("fraction", "replicas"), [(0.1, 4), (0.9, 4), (0.5, 1), (0.999, 2), (0.01, 40), (0.5, 0)])
+def test_what_would_be_no_mixture_is_refused(fraction, replicas):
+    with pytest.raises(ConfigError, match="flashrl.bf16_replica_fraction=.*replicas.*Remedy"):
+        bf16_replicas(mixed(fraction), replicas)
+
+
+def test_the_last_replicas_are_in_bf16_and_nothing_else_of_their_settings_changes():
+    assert precisions(mixed(0.5, FP8), 3) == [FP8, BF16, BF16]
+    assert precisions(FlashRLConfig(precision=BF16), 3) == [BF16] * 3
+    settings = FlashRLConfig(bf16_replica_fraction=0.5, ignore=("a",), ship_code=False, kv_cache="int8_per_token_head")
+    own = [settings_of(settings, replica, 4) for replica in range(4)]
+    same = {"ignore": ("a",), "ship_code": False}
+    assert own[:2] == [FlashRLConfig(kv_cache="int8_per_token_head", **same)] * 2
+    assert own[2:] == [FlashRLConfig(precision=BF16, **same)] * 2
+    assert settings_of(FlashRLConfig(), 0, 1) == FlashRLConfig()
 
 
 def test_replicas_that_share_a_configuration_take_the_precisions_of_the_mixture():
-    from verl.utils.config import omega_conf_to_dataclass
-
     words = ["trainer.n_gpus_per_node=2", "flashrl.bf16_replica_fraction=0.5", "flashrl.guard.action=stop"]
     composed = compose(["experiment=smoke", *words]).actor_rollout_ref.rollout
-    for config in (
-        composed,
-        omega_conf_to_dataclass(composed),
-    ):  # as verl hands it over, and as an object that all share
+    # As verl hands it over, and as an object that all share.
+    for config in (composed, omega_conf_to_dataclass(composed)):
         replicas = [FlashRLReplica(rank, config, None, gpus_per_node=2) for rank in (0, 1)]
         for replica in replicas:
             replica.take_precision(2)
         taken = [FlashRLConfig.from_mapping(replica.config.custom["flashrl"]) for replica in replicas]
-        assert [settings.precision.value for settings in taken] == ["int8", "bf16"]
+        assert [settings.precision for settings in taken] == [INT8, BF16]
         assert all(settings.bf16_replica_fraction == 0 and settings.guard.action.value == "stop" for settings in taken)
         assert all(replica.config.logprobs_mode == config.logprobs_mode for replica in replicas)
-        assert (
-            config.custom["flashrl"]["precision"] == "int8" and config.custom["flashrl"]["bf16_replica_fraction"] == 0.5
-        )
+        assert FlashRLConfig.from_mapping(config.custom["flashrl"]).bf16_replica_fraction == 0.5, "not changed in place"

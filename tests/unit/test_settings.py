@@ -1,138 +1,121 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The node flashrl: types, ranges, unknown and removed keys; each refusal is one line with the accepted values and a
-remedy."""
+"""The node flashrl: types, ranges, unknown and removed keys; each refusal is one line with its key and a remedy."""
 
 import dataclasses
 import math
 
 import pytest
-from guard_steps import step_of
 from omegaconf import OmegaConf
 
-from flashrl_verl.errors import ConfigError, GuardError, words
-from flashrl_verl.settings import Action, FlashRLConfig, GuardConfig, Precision
+from flashrl_verl.errors import ConfigError
+from flashrl_verl.settings import REMOVED, Action, FlashRLConfig, GuardConfig
 from flashrl_verl.tools.recipe_process import compose
-from flashrl_verl.trainer.guard import Guard
 from flashrl_verl.validation import validate_config
 
+DEFAULTS = {
+    **{f.name: f.default for f in dataclasses.fields(FlashRLConfig) if f.name != "guard"},
+    **{f"guard.{f.name}": f.default for f in dataclasses.fields(GuardConfig)},
+}
+WITH_NULL = {name for name in DEFAULTS if name.startswith("guard.") and name.endswith(("_min", "_max"))}
 
-def test_settings_are_read_from_a_dict_and_from_a_node():
-    settings = {"precision": "bf16", "update_timeout_s": 5, "max_num_gen_batches": 0, "ignore": ["a", "re:b"]}
-    expected = FlashRLConfig(precision=Precision.BF16, update_timeout_s=5, max_num_gen_batches=0, ignore=("a", "re:b"))
-    for node in (settings, OmegaConf.create(settings), expected):
-        assert FlashRLConfig.from_mapping(node) == expected
+RANGES = {
+    "keep_first_layers": ([0, 3], [-1, 0.5]),
+    "keep_last_layers": ([0, 3], [-1, 0.5]),
+    "max_num_gen_batches": ([0, 1], [-1, 6.5]),
+    "update_timeout_s": ([0.1, 5], [0, -1.5, math.inf]),
+    "padded_vocab_mass_limit": ([0, 1], [-0.1, 1.5]),
+    "bf16_replica_fraction": ([0, 0.99], [-0.5, 1.0]),
+    "guard.patience": ([1, 7], [0, 1.5]),
+    "guard.k3_kl_max": ([1e-6, 9], [0, math.inf]),
+    "guard.correlation_min": ([-1, 0.99], [-1.1, 1.0]),
+    "guard.eff_sample_size_min": ([0, 0.99], [-0.1, 1]),
+    "guard.truncated_share_max": ([0, 1], [-0.1, 1.1]),
+    "guard.rejected_share_max": ([0, 1], [-0.1, 1.1]),
+    "guard.code_change_rate_min": ([0, 0.99], [-0.1, 1]),
+}
+"""Of every number: values at the ends of its range, and values beyond them."""
+
+CHOICES = {
+    "precision": (["int8", "fp8", "bf16"], ["int4", "INT8", "fp8_block"]),
+    "kv_cache": (["auto", "int8_per_token_head"], ["fp8_e5m2", "fp8", "fp8_per_token_head"]),
+    "server_address": (["loopback", "node"], ["0.0.0.0"]),
+    "guard.action": (["warn", "stop"], ["abort"]),
+    "ignore": ([[], ["lm_head", "re:.*down_proj"]], ["re:.*down_proj", [1], ["re:(("], ["a.down_proj.weight"]]),
+    **{name: ([True, False], ["true", 1]) for name in ("fp32_lm_head", "self_check", "ship_code", "guard.enable")},
+}
 
 
-def test_settings_cannot_be_changed_after_they_were_checked():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        FlashRLConfig().self_check = False
+def read(key: str, value) -> FlashRLConfig:
+    node, _, name = key.rpartition(".")
+    return FlashRLConfig.from_mapping({node: {name: value}} if node else {name: value})
 
 
-def test_the_defaults_of_the_yaml_are_those_of_the_dataclasses(base):
+def refusal(key: str, value) -> str:
+    with pytest.raises(ConfigError) as caught:
+        read(key, value)
+    message = str(caught.value)
+    assert message.startswith(f"flashrl.{key}=") and " is refused: " in message and "\n" not in message
+    return message.partition(" Remedy: ")[2]
+
+
+def test_every_setting_takes_its_range_and_refuses_what_is_beyond_it_or_of_another_type():
+    table = {**RANGES, **CHOICES}
+    assert {*table} == {*DEFAULTS}, "a new setting needs a line here"
+    for key, (accepted, refused) in table.items():
+        for value in accepted:
+            read(key, value)
+        for value in [*refused, {"a": 1}, *([] if key in WITH_NULL else [None])]:
+            refusal(key, value)
+        for value in [True, "60", math.nan] if key in RANGES else []:
+            assert f"flashrl.{key}={DEFAULTS[key]:g}" in refusal(key, value)
+    for key in WITH_NULL:
+        assert getattr(read(key, None).guard, key.removeprefix("guard.")) is None
+
+
+USE_INSTEAD = {
+    "receipt_tensors": "remove flashrl.receipt_tensors",
+    "precision=fp8_block": "flashrl.precision=fp8,",
+    "kv_cache=fp8": "flashrl.kv_cache=int8_per_token_head (A100",
+    "kv_cache=fp8_per_token_head": "flashrl.kv_cache=int8_per_token_head (A100",
+}
+
+
+def test_what_was_removed_says_what_to_use():
+    assert {f"flashrl.{setting}" for setting in USE_INSTEAD} == {*REMOVED}
+    for setting, remedy in USE_INSTEAD.items():
+        key, _, value = setting.partition("=")
+        assert refusal(key, value or 64).startswith(remedy)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "remedy"),
+    [
+        ("precison", "int8", "remove it, or use one of precision, bf16_replica_fraction, kv_cache"),
+        ("guard.patiense", 3, "remove it, or use one of enable, action, patience"),
+        *(("guard", value, "flashrl.guard.enable=false") for value in (None, False, "off")),
+    ],
+)
+def test_an_unknown_key_and_a_word_for_a_node_are_told_what_there_is(key, value, remedy):
+    assert remedy in refusal(key, value)
+
+
+def test_settings_that_contradict_each_other_are_refused():
+    with pytest.raises(ConfigError, match="flashrl.bf16_replica_fraction=0.5 is refused: .*flashrl.precision=bf16"):
+        FlashRLConfig.from_mapping({"bf16_replica_fraction": 0.5, "precision": "bf16"})
+
+
+def test_the_yaml_repeats_the_dataclasses_and_nothing_else(base):
     assert FlashRLConfig.from_mapping(base.flashrl) == FlashRLConfig()
     for node, settings in ((base.flashrl, FlashRLConfig), (base.flashrl.guard, GuardConfig)):
         assert sorted(node) == sorted(field.name for field in dataclasses.fields(settings))
 
 
-def test_settings_reach_the_guard_from_the_command_line_and_the_workers_parse_their_copy():
-    cfg = compose(
-        ["experiment=base", "flashrl.guard.action=stop", "flashrl.guard.k3_kl_max=null", "flashrl.guard.patience=1"]
-    )
-    settings = validate_config(cfg)
-    assert settings.guard == GuardConfig(action=Action.STOP, k3_kl_max=None, patience=1)
-    assert FlashRLConfig.from_mapping(cfg.actor_rollout_ref.rollout.custom.flashrl) == settings
-    assert FlashRLConfig.from_mapping(OmegaConf.to_container(cfg.flashrl, resolve=True)) == settings
-    with pytest.raises(GuardError, match="correlation_min"):
-        step_of(Guard.from_config(cfg, settings), 1, correlation=0.0, k3_kl=9.0)
-
-
-REFUSED = [
-    ("precision", "int4", "int8, fp8"),
-    ("precision", None, "bf16"),
-    ("kv_cache", "fp8_e5m2", "auto (BF16) or int8_per_token_head"),
-    ("kv_cache", None, "auto"),
-    ("server_address", "0.0.0.0", "loopback"),
-    ("server_address", None, "node"),
-    ("ignore", "re:.*down_proj", "a list of names"),
-    ("ignore", [1], "a list of names"),
-    ("keep_first_layers", -1, "0 or more"),
-    ("keep_last_layers", True, "0 or more"),
-    ("update_timeout_s", 0, "seconds above 0"),
-    ("update_timeout_s", -1.5, "seconds above 0"),
-    ("update_timeout_s", math.inf, "finite"),
-    ("max_num_gen_batches", -1, "0 for no bound"),
-    ("max_num_gen_batches", None, "integer"),
-    ("max_num_gen_batches", 6.5, "integer"),
-    ("self_check", 1, "true or false"),
-    ("ship_code", None, "true or false"),
-    ("padded_vocab_mass_limit", 1.5, "between 0 and 1"),
-    ("padded_vocab_mass_limit", math.nan, "between 0 and 1"),
-    ("bf16_replica_fraction", 1.0, "below 1 (flashrl.precision=bf16"),
-    ("bf16_replica_fraction", -0.5, "from 0 to below 1"),
-    ("bf16_replica_fraction", True, "from 0 to below 1"),
-    ("guard", None, "flashrl.guard.enable=false"),
-    ("guard", False, "flashrl.guard.enable=false"),
-    ("guard", "off", "flashrl.guard.enable=false"),
-    ("precison", "int8", "one of precision, bf16_replica_fraction, kv_cache"),
-    ("guard.patiense", 3, "one of enable, action, patience"),
-    ("guard.action", "abort", "warn or stop"),
-    ("guard.action", None, "flashrl.guard.enable"),
-    ("guard.patience", 0, "1 or more"),
-    ("guard.patience", 1.5, "number of steps"),
-    ("guard.patience", None, "number of steps"),
-    ("guard.patience", True, "number of steps"),
-    ("guard.k3_kl_max", 0, "above 0, or null to turn it off"),
-    ("guard.k3_kl_max", math.inf, "finite"),
-    ("guard.k3_kl_max", math.nan, "finite"),
-    ("guard.correlation_min", 1.0, "below 1"),
-    ("guard.correlation_min", True, "below 1"),
-    ("guard.eff_sample_size_min", 1, "below 1"),
-    ("guard.eff_sample_size_min", -0.1, "from 0"),
-    ("guard.truncated_share_max", 1.1, "between 0 and 1"),
-    ("guard.rejected_share_max", -1, "between 0 and 1"),
-    ("guard.code_change_rate_min", 1, "below 1"),
-    # of earlier releases
-    ("receipt_tensors", 64, "remove flashrl.receipt_tensors"),
-    ("precision", "fp8_block", "it was removed. Remedy: flashrl.precision=fp8,"),
-    ("kv_cache", "fp8", "it was removed. Remedy: flashrl.kv_cache=int8_per_token_head (A100"),
-    ("kv_cache", "fp8_per_token_head", "it was removed. Remedy: flashrl.kv_cache=int8_per_token_head (A100"),
-]
-
-
-def refusal(settings: dict) -> str:
-    with pytest.raises(ConfigError) as caught:
-        FlashRLConfig.from_mapping(settings)
-    message = str(caught.value)
-    assert "\n" not in message and " is refused: " in message and " Remedy: " in message
-    return message
-
-
-@pytest.mark.parametrize(("key", "value", "part"), REFUSED)
-def test_a_wrong_setting_is_one_line_with_its_key_and_what_is_accepted(key, value, part):
-    node, _, name = key.rpartition(".")
-    message = refusal({node: {name: value}} if node else {name: value})
-    assert message.startswith(f"flashrl.{key}={words(value)} is refused: ") and part in message
-
-
-@pytest.mark.parametrize(
-    ("settings", "parts"),
-    [
-        ({"update_timeout_s": "60"}, ["flashrl.update_timeout_s='60'", "number of seconds"]),
-        ({"fp32_lm_head": "true"}, ["flashrl.fp32_lm_head='true'", "true or false"]),
-        ({"guard": {"k3_kl_max": "0.05"}}, ["flashrl.guard.k3_kl_max='0.05'", "number"]),
-        ({"ignore": ["re:(("]}, ["flashrl.ignore=re:((", "regular expression"]),
-        ({"ignore": ["a.down_proj.weight"]}, ["flashrl.ignore=a.down_proj.weight", "leave '.weight' out"]),
-        (
-            {"bf16_replica_fraction": 0.5, "precision": "bf16"},
-            ["flashrl.bf16_replica_fraction=0.5", "flashrl.precision=bf16"],
-        ),
-    ],
-)
-def test_settings_that_are_wrong_in_one_part_or_together_are_refused(settings, parts):
-    message = refusal(settings)
-    assert all(part in message for part in parts)
-
-
-def test_a_word_in_place_of_the_node_is_refused():
-    with pytest.raises(ConfigError, match="flashrl=int8 is refused.*flashrl.precision"):
-        FlashRLConfig.from_mapping("int8")
+def test_settings_of_the_command_line_are_those_that_driver_and_workers_read():
+    words = ["action=stop", "k3_kl_max=null", "patience=1"]
+    cfg = compose(["experiment=base", "flashrl.ignore=[a,'re:b']", *(f"flashrl.guard.{word}" for word in words)])
+    guard = GuardConfig(action=Action.STOP, k3_kl_max=None, patience=1)
+    expected = FlashRLConfig(ignore=("a", "re:b"), guard=guard)
+    assert validate_config(cfg) == expected
+    copy = cfg.actor_rollout_ref.rollout.custom.flashrl
+    for node in (copy, OmegaConf.to_container(copy, resolve=True), expected):
+        assert FlashRLConfig.from_mapping(node) == expected

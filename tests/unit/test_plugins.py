@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""verl and vLLM load the plugins by themselves, and what is to run after an import runs once."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+
+from flashrl_verl.errors import FlashRLError
+from flashrl_verl.plugins.import_hooks import after_import
+
+FRESH = """
+import torch
+torch.cuda.is_available = lambda: False
+from vllm.plugins import load_general_plugins
+from vllm.model_executor.layers.quantization import get_quantization_config
+load_general_plugins()
+quantization = get_quantization_config("flashrl").__name__
+from flashrl_verl.plugins.vllm import register
+register()
+import verl  # loads its plugins
+from verl.plugin.platform import get_platform
+from verl.workers.rollout.base import get_rollout_class
+from verl.workers.rollout.replica import RolloutReplicaRegistry
+import verl.trainer.ppo.v1
+from verl.trainer.ppo.v1.trainer_base import get_trainer_cls
+import verl.utils.distributed
+import verl.utils.torch_functional
+print("REGISTERED", RolloutReplicaRegistry.get("flashrl").__name__, get_rollout_class("flashrl", "async").__name__,
+    get_trainer_cls("flashrl").__name__, quantization)
+print("PLATFORM", get_platform().device_name)
+print("PATCHED", hasattr(verl.utils.distributed.initialize_global_process_group_ray, "keywords"))
+"""
+
+
+def test_a_fresh_process_has_all_that_is_registered_and_no_accelerator_does_not_mean_the_cpu_platform():
+    env = {key: value for key, value in os.environ.items() if key != "VERL_PLATFORM"}
+    done = subprocess.run([sys.executable, "-c", FRESH], env=env, capture_output=True, text=True, timeout=400)
+    assert "REGISTERED FlashRLReplica FlashRLServerAdapter FlashRLTrainer FlashRLQuantizationConfig" in done.stdout, (
+        done.stderr
+    )
+    assert "PLATFORM cuda\nPATCHED False" in done.stdout
+
+
+def test_a_plugin_that_verl_was_told_not_to_load_is_an_error(monkeypatch):
+    from flashrl_verl.plugins.verl import require_registered
+
+    require_registered()
+    monkeypatch.setenv("VERL_USE_EXTERNAL_PLUGINS", "another")
+    with pytest.raises(FlashRLError, match="VERL_USE_EXTERNAL_PLUGINS='another'"):
+        require_registered()
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    name = f"flashrl_hook_target_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text("VALUE = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield name
+    sys.modules.pop(name, None)
+
+
+def test_actions_run_once_in_order_after_the_import_and_at_once_when_it_was_before(module):
+    seen = []
+    after_import(module, lambda m: seen.append(m.VALUE))
+    after_import(module, lambda m: seen.append("second"))
+    importlib.util.find_spec(module)  # asked for and not loaded
+    assert seen == []
+    importlib.reload(importlib.import_module(module))
+    after_import(module, lambda m: seen.append("third"))
+    assert seen == [1, "second", "third"]
+
+
+def test_an_error_in_an_action_and_a_missing_module_reach_the_importer(module):
+    def fail(m):
+        raise RuntimeError("cannot register")
+
+    after_import(module, fail)
+    with pytest.raises(RuntimeError, match="cannot register"):
+        __import__(module)
+    after_import("flashrl_no_such_module", fail)
+    with pytest.raises(ModuleNotFoundError):
+        __import__("flashrl_no_such_module")
