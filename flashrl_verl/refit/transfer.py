@@ -8,6 +8,7 @@ bucket whatever happens to it, and each end watches the other.
 
 import logging
 import time
+import traceback
 from collections.abc import Callable
 
 import ray
@@ -137,9 +138,10 @@ class DrainingReceiver(BucketedWeightReceiver):
             try:
                 load(weights)
             except Exception as error:  # noqa: BLE001 - reported below, once the sender is free
-                logger.exception("loading a bucket failed")
-                # Its traceback would keep this bucket's tensors alive, and shared memory cannot be closed (nor CUDA IPC
-                # memory returned) under them: upstream's clean-up would then fail before the last acknowledgement.
+                # Its traceback would keep this bucket's tensors alive, in a log handler's record too, and shared memory
+                # cannot be closed (nor CUDA IPC memory returned) under them: upstream's clean-up would then fail before
+                # the last acknowledgement.
+                logger.error("loading a bucket failed\n%s", traceback.format_exc())
                 error.__traceback__ = error.__context__ = error.__cause__ = None
                 failure.append(error)
 

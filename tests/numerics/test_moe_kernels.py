@@ -1,136 +1,70 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experts of both formats against W8A8 in float64, token by token, and the router's weights by hand."""
-
-from types import SimpleNamespace
+"""vLLM's experts as the rollout loads them, against their precision's arithmetic in float64, token by token."""
 
 import pytest
 import torch
-from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
+from flashrl_verl.plugins.vllm import register
 from flashrl_verl.quantization import numerics
-from flashrl_verl.quantization.experts import expert_loop
-from flashrl_verl.quantization.formats import FP8, INT8
-from flashrl_verl.quantization.gemm import emulated_multiply, onednn_handle, onednn_multiply
+from flashrl_verl.quantization.formats import weight_format
+from flashrl_verl.settings import Precision
+from flashrl_verl.tools.check import experts
+from flashrl_verl.tools.engines import model as engine_model
+from flashrl_verl.tools.engines import shapes
 
-EXPERTS, HIDDEN, INTERMEDIATE, TOKENS, TOP_K = 6, 136, 88, 33, 2
-
-
-@pytest.fixture(scope="module")
-def case():
-    g = torch.Generator().manual_seed(4)
-    w13 = (torch.randn(EXPERTS, 2 * INTERMEDIATE, HIDDEN, generator=g) * 0.05).bfloat16()
-    w2 = (torch.randn(EXPERTS, HIDDEN, INTERMEDIATE, generator=g) * 0.05).bfloat16()
-    x = torch.randn(TOKENS, HIDDEN, generator=g).bfloat16()
-    return w13, w2, x, torch.randn(TOKENS, EXPERTS, generator=g)
+INTERMEDIATE, HIDDEN, TOKENS = experts._INTERMEDIATE, experts._HIDDEN, 33
 
 
-LAYER = SimpleNamespace(
-    use_grouped_topk=False,
-    top_k=TOP_K,
-    renormalize=True,
-    topk_group=None,
-    num_expert_group=None,
-    custom_routing_function=None,
-    scoring_func="softmax",
-    routed_scaling_factor=1.0,
-    e_score_correction_bias=None,
-    activation=MoEActivation.SILU,
-    apply_router_weight_on_input=False,
-)
-
-
-def tokens_as_codes(x: torch.Tensor, fmt: numerics.WeightFormat) -> torch.Tensor:
+def as_codes(x: torch.Tensor, fmt: numerics.WeightFormat | None) -> torch.Tensor:
     """Per-token quantization in float64."""
+    if fmt is None:
+        return x
     scale = x.abs().amax(-1, keepdim=True) / fmt.code_max
     codes = x / scale
     codes = codes.round() if fmt.name == "int8" else codes.to(fmt.dtype).double()
     return codes.clamp(-fmt.code_max, fmt.code_max) * scale
 
 
-def exact(case, fmt: numerics.WeightFormat) -> torch.Tensor:
-    w13, w2, x, logits = case
-    d13, d2 = (numerics.dequantize(*numerics.quantize_rows(w, fmt)).double() for w in (w13, w2))
-    probabilities = logits.double().softmax(-1)
-    out = torch.zeros(TOKENS, HIDDEN, dtype=torch.float64)
+def exact(fmt: numerics.WeightFormat | None, w13, w2, x, logits) -> torch.Tensor:
+    if fmt:
+        w13, w2 = (numerics.dequantize(*numerics.quantize_rows(weight, fmt)) for weight in (w13, w2))
+    out, probabilities = torch.zeros(TOKENS, HIDDEN, dtype=torch.float64), logits.double().softmax(-1)
     for token in range(TOKENS):
-        chosen = probabilities[token].topk(TOP_K).indices.tolist()
-        total = probabilities[token, chosen].sum()
+        chosen = probabilities[token].topk(experts._TOP_K).indices.tolist()
         for e in chosen:
-            gate, up = (d13[e] @ tokens_as_codes(x[token].double(), fmt)).split(INTERMEDIATE)
-            hidden = torch.nn.functional.silu(gate) * up
-            out[token] += probabilities[token, e] / total * (d2[e] @ tokens_as_codes(hidden, fmt))
+            gate, up = (w13[e].double() @ as_codes(x[token].double(), fmt)).split(INTERMEDIATE)
+            product = w2[e].double() @ as_codes(torch.nn.functional.silu(gate) * up, fmt)
+            out[token] += probabilities[token, e] / probabilities[token, chosen].sum() * product
     return out
 
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the loop over experts is for CPUs")
 
 
-@on_cpu
-def test_onednn_experts_are_exact_w8a8_up_to_the_rounding_of_their_output(case):
-    w13, w2, x, logits = case
-    (c13, s13), (c2, s2) = (numerics.quantize_rows(w, INT8) for w in (w13, w2))
-    first = [onednn_handle(c, s, torch.float32) for c, s in zip(c13, s13, strict=True)]
-    second = [onednn_handle(c, s, torch.float32) for c, s in zip(c2, s2, strict=True)]
-    out = expert_loop(
-        LAYER,
-        x,
-        logits,
-        lambda e, rows: onednn_multiply(first[e], rows.float(), 2 * INTERMEDIATE),
-        lambda e, rows: onednn_multiply(second[e], rows, HIDDEN),
-    )
+# On a CPU the output's rounding to BF16 alone is 57 dB, and a code on the other side of a tie costs more; vLLM's own
+# INT8 experts for CPUs (0.27.1) are at 44 dB. A GPU's kernel and BF16 experts round between the projections too. INT8
+# weight-only, which vLLM's own class computes, is 33 dB from W8A8; a swapped gate and up are below 10.
+@pytest.mark.parametrize(
+    "precision, device, least",
+    [
+        *(pytest.param(precision, "cpu", 45, marks=on_cpu) for precision in Precision),
+        pytest.param(Precision.INT8, "cuda", 38, marks=pytest.mark.gpu),
+        pytest.param(Precision.FP8, "cuda", 30, marks=pytest.mark.gpu),
+    ],
+)
+def test_experts_compute_what_their_precision_is(tmp_path, precision, device, least):
+    g = torch.Generator().manual_seed(4)
+    w13 = (torch.randn(experts._EXPERTS, 2 * INTERMEDIATE, HIDDEN, generator=g) * 0.05).bfloat16()
+    w2 = (torch.randn(experts._EXPERTS, HIDDEN, INTERMEDIATE, generator=g) * 0.05).bfloat16()
+    x, logits = torch.randn(TOKENS, HIDDEN, generator=g).bfloat16(), torch.randn(TOKENS, experts._EXPERTS, generator=g)
+    parts = {"gate_proj": w13[:, :INTERMEDIATE], "up_proj": w13[:, INTERMEDIATE:], "down_proj": w2}
+    register()
+    path = shapes.save_config(experts._config(), tmp_path)
+    with engine_model.vllm_config(path), engine_model.process_group(), torch.no_grad():
+        layer, load = experts._layer(precision, path, torch.device(device))
+        for part, weights in parts.items():
+            load((f"model.layers.0.mlp.experts.{e}.{part}.weight", w.to(device)) for e, w in enumerate(weights))
+        layer.quant_method.process_weights_after_loading(layer)
+        out = experts._output(layer, x.to(device), logits.to(device)).cpu()
     assert out.dtype == torch.bfloat16
-    # 57 dB would be the rounding of the output to BF16; a code that falls on the other side of a tie costs more. vLLM's
-    # own INT8 expert kernel for CPUs (0.27.1) is at 44 dB here, and a swapped gate and up below 10.
-    assert numerics.sqnr_db(exact(case, INT8), out) > 46
-
-
-@on_cpu
-def test_emulated_fp8_experts_are_exact_w8a8_up_to_the_rounding_of_their_output(case):
-    w13, w2, x, logits = case
-    (c13, s13), (c2, s2) = (numerics.quantize_rows(w, FP8) for w in (w13, w2))
-    out = expert_loop(
-        LAYER,
-        x,
-        logits,
-        lambda e, rows: emulated_multiply(rows.float(), c13[e], s13[e], FP8),
-        lambda e, rows: emulated_multiply(rows.float(), c2[e], s2[e], FP8),
-    )
-    assert numerics.sqnr_db(exact(case, FP8), out) > 45
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("fmt", [INT8, FP8], ids=["int8", "fp8"])
-def test_the_fused_cuda_kernel_is_w8a8(case, fmt):
-    """The same function the engine calls. INT8 weight-only, which vLLM's own class computes, is 33 dB from W8A8."""
-    from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
-
-    from flashrl_verl.quantization.experts import expert_quant_config
-
-    w13, w2, x, logits = case
-    (c13, s13), (c2, s2) = (tuple(t.cuda() for t in numerics.quantize_rows(w, fmt)) for w in (w13, w2))
-    weights, chosen = logits.softmax(-1).topk(TOP_K)
-    weights = (weights / weights.sum(-1, keepdim=True)).cuda()
-    out = fused_experts(x.cuda(), c13, c2, weights, chosen.int().cuda(), quant_config=expert_quant_config(fmt, s13, s2))
-    # The kernel rounds to BF16 between the projections, 12 dB worse than float32 there.
-    assert numerics.sqnr_db(exact(case, fmt), out.cpu()) > (38 if fmt.name == "int8" else 30)
-
-
-@on_cpu
-def test_bf16_experts_are_the_dense_sum_over_the_chosen_experts(case):
-    """Against the dense sum over the chosen experts in float32, router weights included."""
-    w13, w2, x, logits = case
-    out = expert_loop(
-        LAYER,
-        x,
-        logits,
-        lambda e, rows: rows @ w13[e].t(),
-        lambda e, rows: rows.bfloat16() @ w2[e].t(),
-    )
-    weights, chosen = logits.softmax(-1).topk(TOP_K)
-    weights = weights / weights.sum(-1, keepdim=True)
-    expected = torch.zeros(TOKENS, HIDDEN)
-    for token in range(TOKENS):
-        for weight, e in zip(weights[token], chosen[token].tolist(), strict=True):
-            gate, up = (w13[e].float() @ x[token].float()).split(INTERMEDIATE)
-            expected[token] += weight * (w2[e].float() @ (torch.nn.functional.silu(gate) * up))
-    assert numerics.sqnr_db(expected, out) > 40
+    assert numerics.sqnr_db(exact(weight_format(precision), w13, w2, x, logits), out) > least

@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+from engines import in_own_process
 
 from flashrl_verl.refit.scan import Scan
 
@@ -12,8 +13,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 def scan(*tensors: torch.Tensor) -> list[tuple[int, bool]]:
     found = Scan()
-    for tensor in tensors:
-        found.add(tensor)
+    found.add(*tensors)
     return found.results()
 
 
@@ -23,45 +23,58 @@ def by_hand(tensor: torch.Tensor) -> int:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_checksums_equal_a_sum_of_sixteen_bit_words_weighted_by_position(device):
+    g, tensors = torch.Generator().manual_seed(9), [torch.arange(9)]
+    for dtype in DTYPES:
+        tensors += [
+            torch.randn(shape, generator=g).to(dtype) for shape in ((33, 65), (130, 201), (), (8191, 3), (0, 4))
+        ]
+        tensors.append(torch.full((20001,), -float(torch.finfo(dtype).max), dtype=dtype))  # the largest sums
+        tensors.append(tensors[-5].t())
+    assert scan(*(tensor.to(device) for tensor in tensors)) == [(by_hand(tensor), True) for tensor in tensors]
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_checksums_equal_a_sum_of_sixteen_bit_words_weighted_by_position(dtype, device):
-    g = torch.Generator().manual_seed(9)
-    tensors = [
-        torch.randn(shape, generator=g).to(dtype).to(device) for shape in ((33, 65), (130, 201), (), (1,), (8191, 3))
-    ]
-    tensors.append(torch.full((20001,), -float(torch.finfo(dtype).max), dtype=dtype, device=device))  # the largest sums
-    assert scan(*tensors) == [(by_hand(tensor), True) for tensor in tensors]
+def test_one_value_that_is_not_finite_is_found_anywhere(dtype, device):
+    for elements in (1, 8192, 20001):
+        sound = torch.randn(elements, generator=torch.Generator().manual_seed(1)).to(dtype)
+        sound[0] = torch.finfo(dtype).max
+        tensors = [sound]
+        for bad in (float("nan"), float("inf"), float("-inf")):
+            for place in (0, elements // 2, elements - 1):
+                tensors.append(sound.clone())
+                tensors[-1][place] = bad
+        assert [finite for _, finite in scan(*(t.to(device) for t in tensors))] == [True] + [False] * 9
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_checksums_of_both_devices_are_equal(dtype):
+def test_many_tensors_of_all_sizes_have_the_same_checksums_on_both_devices(dtype):
     g = torch.Generator().manual_seed(1)
-    tensors = [
-        torch.randn(n, generator=g).to(dtype) for n in (1, 7, 8191, 8192, 20001, 5_000_003)
-    ] * 400  # more than one block
+    tensors = 400 * [torch.randn(n, generator=g).to(dtype) for n in (1, 7, 8191, 8192, 20001, 5_000_003)]
     assert scan(*[tensor.cuda() for tensor in tensors]) == scan(*tensors)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("elements", [1, 8192, 20001])
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_one_value_that_is_not_finite_is_found_anywhere(elements, dtype, bad, device):
-    tensor = torch.randn(elements, generator=torch.Generator().manual_seed(1)).to(dtype).to(device)
-    tensor[0] = torch.finfo(dtype).max
-    broken = [tensor.clone() for _ in range(3)]
-    for one, place in zip(broken, (0, elements // 2, elements - 1), strict=True):
-        one[place] = bad
-    assert [finite for _, finite in scan(tensor, *broken)] == [True, False, False, False]
+def interpreted() -> None:
+    from flashrl_verl.refit import scan as module
+    from flashrl_verl.refit import triton_scan
+
+    g = torch.Generator().manual_seed(0)
+    for dtype in DTYPES:
+        tensors = [torch.randn(n, generator=g).to(dtype) for n in 2 * (5, 8192, 20001, 70000)]
+        for tensor in tensors[4:]:
+            tensor[-1] = float("nan")
+        tensors.append(tensors[2][1:])  # not aligned
+        expected = [[by_hand(tensor), bad] for tensor, bad in zip(tensors, [0] * 4 + [1] * 4 + [0], strict=True)]
+        for triton_scan._PROGRAMS in (1024, 2):
+            out, words = torch.zeros(len(tensors), 2, dtype=torch.int64), [t.view(torch.int16) for t in tensors]
+            triton_scan.scan_on_gpu(words, out, module._PERIOD, module._EXPONENTS[dtype], dtype.itemsize // 2)
+            assert out.tolist() == expected
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_rows_that_changed_places_are_seen_and_any_dtype_and_stride_is_taken(device):
-    tensor = torch.randn(50, 512, generator=torch.Generator().manual_seed(2)).bfloat16().to(device)
-    flags = torch.tensor([True, False, True], device=device)
-    sums = [
-        total for total, _ in scan(tensor, tensor.flip(0), flags, flags.roll(1), tensor.t(), tensor.t().contiguous())
-    ]
-    assert sums[0] != sums[1] and sums[2] != sums[3] and sums[4] == sums[5]
-    assert [finite for _, finite in scan(torch.empty(0, device=device), torch.arange(9, device=device))] == [True, True]
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the compiled kernel is tested instead")
+def test_tritons_interpreter_gives_the_same_checksums(monkeypatch):
+    pytest.importorskip("triton", reason="the CPU environment leaves Triton out")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    in_own_process(interpreted)

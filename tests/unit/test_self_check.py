@@ -1,53 +1,93 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The self-check's comparison: anything that is not the same is named, and stops the run."""
+"""The self-check: whatever is not the same after it is named, and so is a layer that computes with a copy."""
 
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import pytest
+import torch
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 
 from flashrl_verl.errors import FlashRLError
-from flashrl_verl.refit.self_check import EngineState, differences, prompt, require_same
+from flashrl_verl.plugins.vllm import register
+from flashrl_verl.quantization import gemm
+from flashrl_verl.refit.self_check import EngineState, require_same
+from flashrl_verl.refit.stale_copies import layers_with_stale_copies
+from flashrl_verl.settings import Precision
+from flashrl_verl.tools.check import numerics
+from flashrl_verl.tools.engines import model as engine_model
+from flashrl_verl.tools.engines import shapes
 
-STATE = EngineState(
-    workers=[{"a.weight": (11, 0x1000), "a.scale": (12, 0x2000)}, {"a.weight": (21, 0x3000)}],
-    token_ids=[4, 5, 6],
-    log_probs=[-0.5, -1.0, -0.25],
-)
+ONE = {"a.weight": (11, 0x1000), "a.scale": (12, 0x2000)}
+STATE = EngineState(workers=[ONE, {"a.weight": (21, 0x3000)}], token_ids=[4, 5, 6], log_probs=[-0.5, -1.0, -0.25])
+CHANGES = [
+    ({"workers": [ONE, {"a.weight": (22, 0x3000)}]}, "worker 1: with other contents: a.weight"),
+    ({"workers": [{**ONE, "a.scale": (12, 0x2010)}, STATE.workers[1]]}, "worker 0: moved: a.scale"),
+    ({"workers": [{"a.weight": ONE["a.weight"]}, STATE.workers[1]]}, "worker 0: there only once: a.scale"),
+    ({"token_ids": [4, 5, 7]}, "greedy tokens [4, 5, 7] instead of [4, 5, 6]"),
+    ({"log_probs": [-0.5, -1.01, -0.25]}, "log-probs of the same greedy tokens differ by up to 0.01"),
+    ({"log_probs": [-0.5, math.nan, -0.25]}, "log-probs of the same greedy tokens"),
+]
 
 
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        (
-            {"workers": [{"a.weight": (11, 0x1000), "a.scale": (12, 0x2000)}, {"a.weight": (22, 0x3000)}]},
-            "worker 1: with other",
-        ),
-        (
-            {"workers": [{"a.weight": (11, 0x1000), "a.scale": (12, 0x2010)}, {"a.weight": (21, 0x3000)}]},
-            "worker 0: moved: a.scale",
-        ),
-        ({"workers": [{"a.weight": (11, 0x1000)}, {"a.weight": (21, 0x3000)}]}, "worker 0: there only once: a.scale"),
-        ({"token_ids": [4, 5, 7]}, "greedy tokens [4, 5, 7] instead of [4, 5, 6]"),
-        ({"log_probs": [-0.5, -1.01, -0.25]}, "differ by up to 0.01"),
-        ({"log_probs": [-0.5, math.nan, -0.25]}, "log-probs of the same greedy tokens"),
-    ],
-)
+@pytest.mark.parametrize("change, words", CHANGES)
 def test_whatever_changed_is_named_with_its_replica(change, words):
-    after = dataclasses.replace(STATE, **change)
-    assert words in "; ".join(differences(STATE, after))
+    require_same([STATE], [dataclasses.replace(STATE, log_probs=[-0.5, -1.0004, -0.25])], "rounding")
     with pytest.raises(FlashRLError) as caught:
-        require_same([STATE, STATE], [STATE, after], "sleep at level 1")
+        require_same([STATE, STATE], [STATE, dataclasses.replace(STATE, **change)], "sleep at level 1")
     message = str(caught.value)
-    assert "after sleep at level 1" in message and f"replica 1: {differences(STATE, after)[0]}" in message
-    assert "replica 0" not in message and "flashrl.self_check=false" in message
+    assert "after sleep at level 1" in message and f"replica 1: {words}" in message and "replica 0" not in message
 
 
-def test_the_same_state_passes_and_rounding_of_log_probs_too():
-    require_same([STATE], [dataclasses.replace(STATE, log_probs=[-0.5, -1.0004, -0.25])], "sleep")
+def stale(folder, precision: Precision) -> list[str]:
+    """What is said of a model of one linear layer and a head."""
+    register()
+    path = shapes.save_config(shapes.load_config("tiny"), folder)
+    with engine_model.vllm_config(path), engine_model.process_group():
+        layer = numerics._layer(precision, torch.device("cpu"), 256, 384, bias=False)
+        model = torch.nn.ModuleDict(
+            {"down_proj": layer, "lm_head": ParallelLMHead(128, 64, params_dtype=torch.bfloat16)}
+        )
+
+        def process_weights():
+            for module in model.values():
+                module.quant_method.process_weights_after_loading(module)
+
+        return layers_with_stale_copies(model, process_weights)
 
 
-@pytest.mark.parametrize("vocabulary", [20, 262, 151_936])
-def test_the_prompt_is_made_of_tokens_the_model_has(vocabulary):
-    ids = prompt(vocabulary)
-    assert len(ids) == 16 and all(0 <= i < vocabulary for i in ids) and len(set(ids)) > 10
+@pytest.mark.parametrize("precision", list(Precision))
+def test_sound_layers_are_not_named(tmp_path, precision):
+    assert stale(tmp_path, precision) == []
+
+
+@pytest.mark.parametrize("copied", [("weight",), ("weight_scale",), ("weight", "weight_scale")], ids="+".join)
+def test_a_layer_that_computes_with_a_copy_is_named_whatever_it_copied(tmp_path, monkeypatch, copied):
+    apply, copies = gemm.EmulatedGemm.apply, {}
+
+    def with_copies(self, layer, x, bias):
+        now = {name: getattr(layer, name).data for name in ("weight", "weight_scale")}
+        for name in copied:
+            now[name] = copies.setdefault(name, now[name].clone())
+        return apply(self, SimpleNamespace(**now), x, bias)
+
+    monkeypatch.setattr(gemm.EmulatedGemm, "apply", with_copies)
+    assert stale(tmp_path, Precision.FP8) == ["down_proj"]
+
+
+def test_packed_copies_that_are_not_made_again_are_named(tmp_path, monkeypatch):
+    packed = set()
+    for owner, hook in (
+        (gemm.OneDnnGemm, "weights_changed"),
+        (UnquantizedEmbeddingMethod, "process_weights_after_loading"),
+    ):
+        pack = getattr(owner, hook)
+
+        def once(self, layer, pack=pack):
+            if layer not in packed:
+                pack(self, layer)
+            packed.add(layer)
+
+        monkeypatch.setattr(owner, hook, once)
+    assert stale(tmp_path, Precision.INT8) == ["down_proj", "lm_head"]
