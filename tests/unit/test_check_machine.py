@@ -209,22 +209,17 @@ def test_a_proxy_between_the_machine_and_itself_is_told(environment, verdict):
 def test_what_the_proxy_check_says_of_clients_is_so(tmp_path):
     """requests and httpx ask the proxy, aiohttp (verl's) and http.client (ours) do not; no_proxy helps."""
     program = (
-        "import asyncio, http.client, http.server, json, os, threading, aiohttp, httpx, requests\n"
-        "server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), http.server.BaseHTTPRequestHandler)\n"
-        "threading.Thread(target=server.serve_forever, daemon=True).start()\n"
-        "url = f'http://127.0.0.1:{server.server_port}/'\n"
-        "async def by_aiohttp():\n"
-        "    async with aiohttp.ClientSession() as session, session.get(url) as answer: return answer.status\n"
-        "def by_http_client():\n"
-        "    connection = http.client.HTTPConnection('127.0.0.1', server.server_port); connection.request('GET', '/')\n"
-        "    return connection.getresponse().status\n"
-        "ways = {'requests': lambda: requests.get(url).status_code, 'httpx': lambda: httpx.get(url).status_code,\n"
-        "        'aiohttp': lambda: asyncio.run(by_aiohttp()), 'http.client': by_http_client}\n"
-        "told = {}\n"
-        "for name, way in ways.items():\n"
-        "    try: told[name] = way()\n"
-        "    except Exception as error: told[name] = type(error).__name__\n"
-        "print(json.dumps(told))\n"
+        "import asyncio, http.client, http.server, json, os, threading, aiohttp, httpx, requests\nserver = "
+        "http.server.ThreadingHTTPServer(('127.0.0.1', 0), "
+        "http.server.BaseHTTPRequestHandler)\nthreading.Thread(target=server.serve_forever, daemon=True).start()\nurl "
+        "= f'http://127.0.0.1:{server.server_port}/'\nasync def by_aiohttp():\n    async with aiohttp.ClientSession() "
+        "as session, session.get(url) as answer: return answer.status\ndef by_http_client():\n    connection = "
+        "http.client.HTTPConnection('127.0.0.1', server.server_port); connection.request('GET', '/')\n    return "
+        "connection.getresponse().status\nways = "
+        "{'requests': lambda: requests.get(url).status_code, 'httpx': lambda: httpx.get(url).status_code,\n        "
+        "'aiohttp': lambda: asyncio.run(by_aiohttp()), 'http.client': by_http_client}\ntold = {}\nfor name, way in "
+        "ways.items():\n    try: told[name] = way()\n    except Exception as error: told[name] = "
+        "type(error).__name__\nprint(json.dumps(told))\n"
     )
     (tmp_path / "program.py").write_text(program)
 

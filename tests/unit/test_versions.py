@@ -27,9 +27,8 @@ def run_python(*arguments: str, cwd: Path) -> str:
 def test_import_is_lean():
     """A wrong setting is refused, and a command line answers, in a second."""
     code = (
-        "import sys, flashrl_verl.cli, flashrl_verl.validation, flashrl_verl.plugins.versions as versions\n"
-        "versions.check_versions()\n"
-        "print(*sorted({name.split('.')[0] for name in sys.modules}))"
+        "import sys, flashrl_verl.cli, flashrl_verl.validation, flashrl_verl.plugins.versions as "
+        "versions\nversions.check_versions()\nprint(*sorted({name.split('.')[0] for name in sys.modules}))"
     )
     loaded = run_python("-c", code, cwd=ROOT).split()
     assert "flashrl_verl" in loaded
@@ -53,12 +52,10 @@ def test_an_environment_without_what_a_run_needs_is_refused_with_the_install_com
         folder.mkdir()
         (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
     code = (
-        f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(tmp_path)!r}]\n"
-        "from flashrl_verl import errors\nfrom flashrl_verl.plugins import versions\n"
-        "for name in ('require_verl', 'require_vllm', 'vllm_device'):\n"
-        "    try: print(getattr(versions, name)())\n"
-        "    except errors.ConfigError as error: print('refused:', error)\n"
-        "    except ModuleNotFoundError as error: print('passed')\n"  # it was about to import vLLM
+        f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(tmp_path)!r}]\nfrom flashrl_verl import errors\nfrom "
+        "flashrl_verl.plugins import versions\nfor name in ('require_verl', 'require_vllm', 'vllm_device'):\n    try: "
+        "print(getattr(versions, name)())\n    except errors.ConfigError as error: print('refused:', error)\n    "
+        "except ModuleNotFoundError as error: print('passed')\n"  # it was about to import vLLM
     )
     verl, vllm, device = run_python("-I", "-S", "-c", code, cwd=tmp_path).splitlines()
     assert verl.startswith("refused: verl is not installed") and INSTALL_COMMAND in verl

@@ -31,10 +31,8 @@ def test_a_file_that_does_not_fit_leaves_the_old_one(tmp_path):
     path.write_bytes(b"old")
     code = (
         "import resource, signal, sys; from pathlib import Path; from flashrl_verl.trainer.atomic_write import "
-        "write_whole\n"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
-        "try: write_whole(Path(sys.argv[1]), bytes(100_000))\n"
-        "except OSError as error: print(error.strerror)"
+        "write_whole\nsignal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (1000, "
+        "1000))\ntry: write_whole(Path(sys.argv[1]), bytes(100_000))\nexcept OSError as error: print(error.strerror)"
     )
     done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
     assert done.stdout == "File too large\n"
@@ -44,14 +42,11 @@ def test_a_file_that_does_not_fit_leaves_the_old_one(tmp_path):
 def test_a_stop_in_the_middle_leaves_nothing_beside_the_file(tmp_path):
     path = tmp_path / "state.json"
     code = (
-        "import signal, sys; from pathlib import Path; from flashrl_verl.tools.process_tree import Stopped\n"
-        "from flashrl_verl.trainer.atomic_write import write_whole\n"
-        "def stop(number, frame): raise Stopped(number)\n"
-        "signal.signal(signal.SIGALRM, stop); content = bytes(50_000_000)\n"
-        "try:\n"
-        "    signal.setitimer(signal.ITIMER_REAL, 0.2)\n"
-        "    while True: write_whole(Path(sys.argv[1]), content)\n"
-        "except Stopped: print('stopped')"
+        "import signal, sys; from pathlib import Path; from flashrl_verl.tools.process_tree import Stopped\nfrom "
+        "flashrl_verl.trainer.atomic_write import write_whole\ndef stop(number, frame): raise "
+        "Stopped(number)\nsignal.signal(signal.SIGALRM, stop); content = bytes(50_000_000)\ntry:\n    "
+        "signal.setitimer(signal.ITIMER_REAL, 0.2)\n    while True: write_whole(Path(sys.argv[1]), content)\nexcept "
+        "Stopped: print('stopped')"
     )
     done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
     assert done.stdout == "stopped\n"
