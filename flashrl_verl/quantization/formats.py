@@ -54,7 +54,7 @@ FP8 = WeightFormat(
     code_max=448.0,
 )
 
-_KERNELS = {
+KERNELS = {
     INT8: (
         KernelChoice(device="cuda", since=75, before=100, linear=Kernel.CUTLASS, experts=Kernel.TRITON),
         # vLLM's CUTLASS has no INT8 from Blackwell on (vllm#54311).
@@ -66,13 +66,9 @@ _KERNELS = {
         KernelChoice(device="cpu", linear=Kernel.EMULATED, experts=Kernel.EMULATED),
     ),
 }
+"""The kernels of a format, in order of preference."""
 
 
 def weight_format(precision: Precision) -> WeightFormat | None:
     """Return the format of a precision; None for BF16, which quantizes nothing."""
     return {Precision.INT8: INT8, Precision.FP8: FP8}.get(precision)
-
-
-def kernel_choices(fmt: WeightFormat) -> tuple[KernelChoice, ...]:
-    """Return the kernels of a format, in order of preference."""
-    return _KERNELS[fmt]

@@ -13,7 +13,7 @@ from vllm import _custom_ops as ops
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.plugins.versions import cuda_capability, vllm_device
 from flashrl_verl.quantization import numerics
-from flashrl_verl.quantization.formats import Kernel, KernelChoice, kernel_choices
+from flashrl_verl.quantization.formats import KERNELS, Kernel, KernelChoice
 from flashrl_verl.quantization.numerics import WeightFormat
 
 _PRIMITIVE_CACHE_SIZE = 32
@@ -35,7 +35,7 @@ def choose_kernel(fmt: WeightFormat, device: str, capability: int) -> KernelChoi
     Raises:
         ConfigError: no kernel multiplies this format there; the message says what to set instead.
     """
-    choices = [choice for choice in kernel_choices(fmt) if choice.device == device]
+    choices = [choice for choice in KERNELS[fmt] if choice.device == device]
     for choice in choices:
         if device == "cpu" or choice.since <= capability < choice.before:
             return choice

@@ -19,9 +19,9 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 import flashrl_verl
-from flashrl_verl.errors import ConfigError, FlashRLError, refuse
+from flashrl_verl.errors import ConfigError, FlashRLError
 from flashrl_verl.plugins.versions import DISTRIBUTION
-from flashrl_verl.settings import DATA, MODEL, get, positive_integer
+from flashrl_verl.settings import DATA, MODEL, get
 
 log = logging.getLogger("verl.flashrl")
 
@@ -56,12 +56,8 @@ def check_gpus(nodes: int, gpus_per_node: int, cluster: Sequence[float]) -> None
         cluster: GPUs of every node that is alive, as Ray counts them (on the CPU platform they are logical ones).
 
     Raises:
-        ConfigError: there are too few, and the message has both keys and what the cluster has; or the run asks for
-            none.
+        ConfigError: there are too few; the message has both keys and what the cluster has.
     """
-    for key, value in (("trainer.nnodes", nodes), ("trainer.n_gpus_per_node", gpus_per_node)):
-        if not positive_integer(value):
-            refuse(key, value, "a run needs at least one", f"{key}=1 or more")
     if sum(int(gpus) // gpus_per_node for gpus in cluster) >= nodes:
         return
     counts = " + ".join(f"{gpus:g}" for gpus in sorted(cluster, reverse=True)) or "0"
@@ -69,8 +65,7 @@ def check_gpus(nodes: int, gpus_per_node: int, cluster: Sequence[float]) -> None
         f"trainer.nnodes={nodes} with trainer.n_gpus_per_node={gpus_per_node} is refused: the Ray cluster has "
         f"{sum(cluster):g} GPUs on {len(cluster)} node(s) ({counts}), so the workers would wait for ever. Remedy: "
         "trainer.nnodes and trainer.n_gpus_per_node that fit; or start the missing nodes first (`ray status` shows who "
-        "has "
-        "joined; an autoscaling cluster takes ray.autoscaler.sdk.request_resources); or hardware=cpu for the toy model."
+        "has joined; an autoscaling cluster takes ray.autoscaler.sdk.request_resources); or hardware=cpu for the toy."
     )
 
 

@@ -26,8 +26,6 @@ RUNTIME_ENV = "ray_kwargs.ray_init.runtime_env"
         # Enough in all, and no node has its share.
         (4, 8, [4.0] * 8, "has 32 GPUs on 8 node"),
         (4, 8, [31.0], "has 31 GPUs on 1 node"),
-        (0, 8, [8.0], "^trainer.nnodes=0 is refused"),
-        (1, None, [8.0], "^trainer.n_gpus_per_node=null is refused"),
     ],
 )
 def test_a_run_that_no_node_can_take_its_share_of_is_refused_with_both_keys_and_the_count(nodes, gpus, cluster, said):
