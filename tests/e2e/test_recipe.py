@@ -232,7 +232,7 @@ def test_an_int8_and_a_bf16_replica_sample_for_one_trainer(recipe):
 @pytest.mark.timeout(1200)
 def test_a_mixture_of_experts_trains_with_int8_experts_and_a_router_that_is_not(recipe, moe_assets):
     run = recipe("trainer.total_training_steps=5", assets=moe_assets, timeout=800)
-    # The untrained model's distribution is nearly flat (5.41 of at most 5.57 nats), so a few tokens whose experts differ
+    # The untrained model's distribution is nearly flat (5.41 of at most 5.57 nats), so tokens whose experts differ
     # lower the correlation: 0.976 to 0.9985 in the first step of four INT8 runs, 0.9999 in BF16.
     assert_healthy(run, steps=5, correlation=0.95)
     metrics = run.metrics()
