@@ -99,7 +99,7 @@ MUTANTS = [
     # What was never sent stays poison, and the receipts agree on what is left.
     dropped("drop_weight", MATRIX),
     dropped("drop_norm", NORM),
-    Mutant("drop_is_not_missed", LOAD, "or not finite\", unwritten(parameters))", "or not finite\", [])",
+    Mutant("drop_is_not_missed", LOAD, "if bad := unwritten(parameters):", "if bad := []:",
         (UNACCOUNTED,)),
     # A loader that takes a tensor and writes nothing, or a part.
     skipped("loader_skips_weight", MATRIX),
@@ -142,7 +142,6 @@ MUTANTS = [
         'super()._preprocess_engine_kwargs(engine_kwargs)\n        engine_kwargs["logprobs_mode"] = "raw_logprobs"\n',
         (SMOKE,)),
     # One NaN becomes a policy, a checkpoint, or a loss of NaN.
-    Mutant("nan_arrived", LOAD, "if bad := self._manifest.non_finite():", "if bad := []:", (UNACCOUNTED,)),
     Mutant("nan_saved", "flashrl_verl/trainer/trainer.py",
         "sorted({name for names in self.actor_rollout_wg.flashrl_non_finite() for name in names})", "[]", (SAVED,)),
     Mutant("nan_not_seen", "flashrl_verl/trainer/worker.py", "return non_finite(found)", "return []", (SAVED,)),

@@ -6,8 +6,8 @@ Every update is the same operation. All storage is poisoned first (NaN, for 8-bi
 to ``load_weights``, whose parameters quantize what they are given (``../quantization/parameter.py``), and at the end
 
 - the names, shapes and dtypes are those of the first update, in the dtype of the rollout;
-- no tensor held NaN or Inf;
-- no parameter, quantized or not, has poison left, and quantized elements were written exactly once;
+- no parameter, quantized or not, holds NaN or Inf, arrived or left over, and quantized elements were written exactly
+  once;
 - no parameter has moved, which CUDA graphs would not see.
 
 In the first update a tensor that no parameter takes is refused by name. What arrived is compared with what was sent by
@@ -15,7 +15,9 @@ the driver (``receipt.py``).
 """
 
 import bisect
+import logging
 import time
+import traceback
 from typing import Any
 
 import torch
@@ -30,6 +32,8 @@ from flashrl_verl.quantization.parameter import QuantizedStorage
 from flashrl_verl.refit.receipt import Manifest
 from flashrl_verl.refit.scan import non_finite
 from flashrl_verl.refit.wire import wire_dtype
+
+logger = logging.getLogger(__name__)
 
 NamedTensors = list[tuple[str, torch.Tensor]]
 
@@ -53,37 +57,36 @@ class WeightRefit:
         self._model_config = model_config
         self._first: dict[str, tuple[tuple[int, ...], str]] | None = None  # shapes and dtypes of the first whole update
         self._meter: CodeChangeMeter | None = None
-        self._tied = _ties_its_head(model)
+        self._tied = bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False))
         self._buffers = dict(model.named_buffers())
         # Where each parameter was when the engine captured its CUDA graphs.
         self._addresses = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
 
     def begin(self, step: int) -> None:
         """Start an update: poison all storage. Args: step: the trainer's global step."""
-        self._manifest, self.last_receipt, self._seconds = Manifest(step), {}, 0.0
+        self._manifest, self.last_receipt, self._seconds, self._loading = Manifest(step), {}, 0.0, ""
         self._problems: list[str] = []
         self._skipped: list[str] = []
         self._unread: list[str] = []
         poison(dict(self.model.named_parameters()))
 
     def load(self, weights: NamedTensors) -> None:
-        """Load one bucket. Problems are collected, not raised: the sender must be able to finish.
+        """Load one bucket. Errors are collected, not raised: the sender must be able to finish.
 
         Args:
             weights: (Hugging Face name, tensor) pairs; the tensors are not kept past this call.
         """
         started = time.perf_counter()
-        self._manifest.add(weights)
-        taken = []
-        for name, tensor in weights:
-            if self._is_skipped(name):
-                self._skipped.append(name)
-            else:
-                taken.append((name, tensor))
-        if taken and not self._problems:
-            self._load(taken)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # the receiver does so next: it frees the bucket
+        try:
+            self._manifest.add(weights)
+            if not self._problems:
+                self._load(weights)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)  # the receiver does so next: it frees the bucket
+        except Exception as error:  # noqa: BLE001 - models raise anything; the name is what the user needs
+            # As text: a kept traceback would keep the bucket, whose memory the sender is about to take away.
+            logger.error("loading %s failed\n%s", self._loading, traceback.format_exc())
+            self._problems.append(f"{self._loading} cannot be loaded: {_first_line(error)}")
         self._seconds += time.perf_counter() - started
 
     def finish(self) -> dict:
@@ -91,7 +94,7 @@ class WeightRefit:
 
         Returns:
             Plain data: ``seconds`` (``load``: the loading itself; ``finish``: post-processing and verification),
-            ``tensors``, ``bytes``, ``quantized``: number of quantized parameters, ``skipped``: names of tensors the
+            ``tensors``, ``quantized``: number of quantized parameters, ``skipped``: names of tensors the
             model has no use for, and ``code_change_rate``: share of sampled codes that changed (None at first).
 
         Raises:
@@ -118,39 +121,30 @@ class WeightRefit:
         return {
             "seconds": {"load": self._seconds, "finish": time.perf_counter() - started},
             "tensors": len(manifest.tensors),
-            "bytes": manifest.num_bytes,
             "quantized": len(quantized),
             "skipped": self._skipped,
             "code_change_rate": changed,
         }
 
-    def _is_skipped(self, name: str) -> bool:
-        """Whether the model has no use for a tensor: a head that is its embedding, rotary frequencies that it
-        computes."""
-        return (self._tied and name.startswith("lm_head.")) or name.endswith("rotary_emb.inv_freq")
-
     def _load(self, weights: NamedTensors) -> None:
+        self._loading = "a bucket"
+        # A head that is the embedding: vLLM's model has no parameter for it.
+        self._skipped += [name for name, _ in weights if self._tied and name.startswith("lm_head.")]
+        weights = [(name, tensor) for name, tensor in weights if name not in self._skipped]
         buffers = [(name, tensor) for name, tensor in weights if name in self._buffers]
         weights = [(name, tensor) for name, tensor in weights if name not in self._buffers]
-        current = ""
 
         def one_by_one():
-            nonlocal current
-            for current, tensor in weights:  # noqa: UP028 - the name is what an error needs
-                yield current, tensor
+            for self._loading, tensor in weights:
+                yield self._loading, tensor
 
-        reads = None if self._first is not None else _Reads(weights)
-        try:
-            apply_buffer_updates(self.model, buffers, self._buffers)
-            if reads is None:
-                self.model.load_weights(one_by_one())
-            else:
-                with reads:
-                    self.model.load_weights(one_by_one())
-                self._unread += reads.unread()
-        except Exception as error:  # noqa: BLE001 - models raise anything; the name is what the user needs
-            at_fault = current or ", ".join(name for name, _ in buffers)
-            self._problems.append(f"{at_fault} cannot be loaded: {_first_line(error)}")
+        apply_buffer_updates(self.model, buffers, self._buffers)
+        if self._first is not None:
+            self.model.load_weights(one_by_one())
+            return
+        with _Reads(weights) as reads:
+            self.model.load_weights(one_by_one())
+        self._unread += reads.unread()
 
     def _check_arrived(self) -> None:
         """The tensors of the first update, no other, each once, finite, in the rollout's dtype."""
@@ -166,11 +160,6 @@ class WeightRefit:
             self._report("unexpected tensors", [n for n in seen if n not in first])
             differ = [n for n in seen if n in first and seen[n] != first[n]]
             self._report("changed tensors", [f"{n} {_kind(seen[n])} instead of {_kind(first[n])}" for n in differ])
-        if bad := self._manifest.non_finite():
-            self._problems.append(
-                f"NaN or Inf in {_list(bad)}: resume from a checkpoint before it with a lower "
-                "actor_rollout_ref.actor.optim.lr or actor_rollout_ref.actor.optim.clip_grad"
-            )
 
     def _check_storage(self, parameters: dict[str, torch.nn.Parameter], quantized: dict[str, QuantizedStorage]) -> None:
         """Everything was written, quantized elements exactly once, and nothing has moved."""
@@ -180,7 +169,12 @@ class WeightRefit:
             if p.loaded_elements != p.numel()
         ]
         self._report("quantized weights that were not written exactly once", partial)
-        self._report("parameters that are (partly) unwritten or not finite", unwritten(parameters))
+        if bad := unwritten(parameters):
+            self._problems.append(
+                f"NaN or Inf in {_list(bad)}: it arrived so, or the loader left that part unwritten. If the trainer "
+                "diverged, resume from a checkpoint before it with a lower actor_rollout_ref.actor.optim.lr or "
+                "actor_rollout_ref.actor.optim.clip_grad"
+            )
         moved = [n for n, p in parameters.items() if self._addresses.get(n, p.data_ptr()) != p.data_ptr()]
         self._report("parameters that moved, which CUDA graphs would not see", moved)
 
@@ -206,7 +200,7 @@ def poison(parameters: dict[str, torch.nn.Parameter]) -> None:
 
 
 def unwritten(parameters: dict[str, torch.nn.Parameter]) -> list[str]:
-    """Names of the parameters in which poison, or another value that is not finite, is left (synchronizes)."""
+    """Names of the parameters that hold NaN or Inf: poison that is left, or as they arrived (synchronizes)."""
     return non_finite({name: parameter.data for name, parameter in parameters.items() if _takes_nan(parameter)})
 
 
@@ -271,12 +265,6 @@ class CodeChangeMeter:
         now = torch.cat([as_bytes(weight.rows).index_select(0, rows).flatten() for weight, rows in self._rows])
         last, self._last = self._last, now
         return None if last is None else float((now != last).float().mean())
-
-
-def _ties_its_head(model: torch.nn.Module) -> bool:
-    config = model.config
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return bool(getattr(text, "tie_word_embeddings", False))
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from flashrl_verl.errors import RefitError
-from flashrl_verl.refit.scan import Scan
+from flashrl_verl.refit.scan import Checksums
 
 _LISTED = 8
 """Names an error lists before it only counts."""
@@ -27,7 +27,7 @@ class Manifest:
         self.repeated: list[str] = []
         """Names that passed more than once."""
         self.num_bytes = 0
-        self._scan = Scan()
+        self._checksums = Checksums()
 
     def add(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Record tensors as they pass. On a GPU nothing is copied to the host yet."""
@@ -39,7 +39,7 @@ class Manifest:
             self.tensors[name] = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
             self.num_bytes += tensor.nbytes
             fresh.append(tensor)
-        self._scan.add(*fresh)
+        self._checksums.add(*fresh)
 
     def watch(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield ``weights`` unchanged, recording each."""
@@ -47,14 +47,10 @@ class Manifest:
             self.add([(name, tensor)])
             yield name, tensor
 
-    def non_finite(self) -> list[str]:
-        """Names of the tensors that hold NaN or Inf (synchronizes)."""
-        return [name for name, (_, finite) in zip(self.tensors, self._scan.results(), strict=True) if not finite]
-
     def receipt(self) -> dict:
         """Plain data for the driver: ``step``, ``bytes``, ``tensors``: name -> dtype, shape and checksum in words
         (which every serializer leaves as they are), and ``sum``: one number for "the same weights"."""
-        sums = [checksum for checksum, _ in self._scan.results()]
+        sums = self._checksums.results()
         tensors = {
             name: f"{dtype} {list(shape)} checksum {total}"
             for (name, (shape, dtype)), total in zip(self.tensors.items(), sums, strict=True)

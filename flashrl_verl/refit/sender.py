@@ -12,7 +12,7 @@ from verl.utils.device import get_device_name
 from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
-from flashrl_verl.errors import ConfigError, RefitError
+from flashrl_verl.errors import RefitError
 from flashrl_verl.refit.receipt import Manifest
 from flashrl_verl.refit.transfer import TIMEOUT_KEY, WatchedSender, socket_scope
 from flashrl_verl.refit.wire import wire_dtype
@@ -98,7 +98,6 @@ class FlashRLServerAdapter(ServerAdapter):
         self,
         weights: Iterable[tuple[str, torch.Tensor]],
         global_steps: int | None = None,
-        wire_format: str = "named_tensors",
         **kwargs,
     ) -> None:
         """Send one update and wait until the engine has loaded and verified it.
@@ -106,26 +105,19 @@ class FlashRLServerAdapter(ServerAdapter):
         Args:
             weights: (Hugging Face name, whole tensor) pairs, any floating dtype.
             global_steps: the trainer's step, written into the receipt.
-            wire_format: ``named_tensors``; anything else is refused.
-            **kwargs: verl's LoRA arguments, handed through.
+            **kwargs: verl's arguments of LoRA adapters, which are refused when the configuration is composed.
 
         Raises:
             RefitError: the engine could not take the update, ended, or was silent for ``flashrl.update_timeout_s``.
         """
-        if wire_format != "named_tensors":
-            raise ConfigError(
-                f"wire_format={wire_format!r} cannot be accounted for; set "
-                "actor_rollout_ref.rollout.checkpoint_engine.backend=naive"
-            )
         started = time.perf_counter()
         step = -1 if global_steps is None else int(global_steps)
-        request = {"step": step, "timeout_s": self.flashrl.update_timeout_s, "self_check": self.self_check_next}
+        timeout_s = self.flashrl.update_timeout_s
+        request = {"step": step, "timeout_s": timeout_s, "self_check": self.self_check_next, "use_shm": self.use_shm}
         self.self_check_next = False
-        future = await self._execute_method(
-            "update_weights_from_ipc", non_block=True, kwargs={**kwargs, "use_shm": self.use_shm, "flashrl": request}
-        )
+        future = await self._execute_method("update_weights_from_ipc", non_block=True, kwargs=request)
         sender = WatchedSender(
-            timeout_s=self.flashrl.update_timeout_s,
+            timeout_s=timeout_s,
             receiver_ended=lambda: self._why_ended(future, step),
             zmq_handle=self.zmq_handle,
             bucket_size_mb=self.config.checkpoint_engine.update_weights_bucket_megabytes,

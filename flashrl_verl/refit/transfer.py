@@ -2,17 +2,14 @@
 """verl's bucketed weight transfer, with both ends unable to wait for ever.
 
 Upstream (``verl/workers/rollout/vllm_rollout/bucketed_weight_transfer.py``) an exception in the receiver's callback
-leaves the sender in ``recv()`` for good, and a dead sender leaves the receiver there. Here the receiver drains every
-bucket whatever happens to it, and each end watches the other.
+leaves the sender in ``recv()`` for good, and a dead sender leaves the receiver there. Here each end watches the other,
+and the callback (``load.py``) raises nothing.
 """
 
-import logging
 import time
-import traceback
 from collections.abc import Callable
 
 import ray
-import torch
 import zmq
 from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import (
     BucketedWeightReceiver,
@@ -20,8 +17,6 @@ from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import (
 )
 
 from flashrl_verl.errors import RefitError
-
-logger = logging.getLogger(__name__)
 
 _POLL_MS = 200
 """How often a waiting sender looks whether its receiver is still there, milliseconds."""
@@ -42,11 +37,14 @@ def socket_scope() -> str:
     return f"{context.get_job_id()}-{context.get_node_id()[:16]}"
 
 
+TIMEOUT_KEY = "flashrl.update_timeout_s"
+
+
 class _WatchedSocket:
     """A ZMQ REQ/REP socket whose blocking calls end with an error after ``timeout_s`` or when ``peer_gone`` says so."""
 
-    def __init__(self, socket: zmq.Socket, timeout_s: float, peer_gone: Callable[[], str | None], key: str):
-        self._socket, self._timeout_s, self._peer_gone, self._key = socket, timeout_s, peer_gone, key
+    def __init__(self, socket: zmq.Socket, timeout_s: float, peer_gone: Callable[[], str | None]):
+        self._socket, self._timeout_s, self._peer_gone = socket, timeout_s, peer_gone
         # The receiver closes right after its last acknowledgement: 0 would throw that away, -1 (ZMQ's default) would
         # wait for a peer that is gone.
         socket.setsockopt(zmq.LINGER, _LINGER_MS)
@@ -60,7 +58,7 @@ class _WatchedSocket:
             if time.monotonic() > deadline:
                 raise RefitError(
                     f"the other side of the weight update was silent for {self._timeout_s:g} s; if it is only slow, "
-                    f"raise {self._key}, else its own log says why it stopped"
+                    f"raise {TIMEOUT_KEY}, else its own log says why it stopped"
                 )
 
     def recv(self, *args, **kwargs):
@@ -83,9 +81,6 @@ class _WatchedSocket:
         self._socket.close()
 
 
-TIMEOUT_KEY = "flashrl.update_timeout_s"
-
-
 class WatchedSender(BucketedWeightSender):
     """Trainer side.
 
@@ -101,7 +96,7 @@ class WatchedSender(BucketedWeightSender):
 
     def _init_socket(self) -> None:
         super()._init_socket()
-        self.socket = _WatchedSocket(self.socket, self._timeout_s, self._receiver_ended, TIMEOUT_KEY)
+        self.socket = _WatchedSocket(self.socket, self._timeout_s, self._receiver_ended)
 
     def _cleanup(self) -> None:
         try:
@@ -112,8 +107,8 @@ class WatchedSender(BucketedWeightSender):
             self.shm = None
 
 
-class DrainingReceiver(BucketedWeightReceiver):
-    """Engine side: acknowledges every bucket, even after loading one failed.
+class WatchedReceiver(BucketedWeightReceiver):
+    """Engine side.
 
     Args:
         timeout_s: longest silence of the sender, seconds.
@@ -126,25 +121,4 @@ class DrainingReceiver(BucketedWeightReceiver):
 
     def _init_socket(self) -> None:
         super()._init_socket()
-        self.socket = _WatchedSocket(self.socket, self._timeout_s, lambda: None, TIMEOUT_KEY)
-
-    def drain(self, load: Callable[[list[tuple[str, torch.Tensor]]], None]) -> None:
-        """Receive all buckets; raise the first exception of ``load`` only after the last bucket is acknowledged."""
-        failure: list[Exception] = []
-
-        def on_bucket(weights: list[tuple[str, torch.Tensor]], is_last: bool) -> None:
-            if failure:
-                return
-            try:
-                load(weights)
-            except Exception as error:  # noqa: BLE001 - reported below, once the sender is free
-                # Its traceback would keep this bucket's tensors alive, in a log handler's record too, and shared memory
-                # cannot be closed (nor CUDA IPC memory returned) under them: upstream's clean-up would then fail before
-                # the last acknowledgement.
-                logger.error("loading a bucket failed\n%s", traceback.format_exc())
-                error.__traceback__ = error.__context__ = error.__cause__ = None
-                failure.append(error)
-
-        self.receive_weights(on_bucket_received=on_bucket)
-        if failure:
-            raise failure[0]
+        self.socket = _WatchedSocket(self.socket, self._timeout_s, lambda: None)

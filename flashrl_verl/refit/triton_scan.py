@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checksum and the search for NaN and Inf of ``scan.py`` on a GPU: one read of each tensor, one launch for many."""
+"""The checksum of ``scan.py`` on a GPU: one read of each tensor, one launch for many."""
 
 from collections.abc import Sequence
 
@@ -18,10 +18,9 @@ _PROGRAMS = 1024
 
 
 @triton.jit
-def _scan_kernel(
-    table_ptr, out_ptr, PERIOD: tl.constexpr, EXPONENT: tl.constexpr, STEP: tl.constexpr, ALIGNED: tl.constexpr,
-    SUMMED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+def _checksum_kernel(
+    table_ptr, out_ptr, PERIOD: tl.constexpr, ALIGNED: tl.constexpr, SUMMED: tl.constexpr, BLOCK: tl.constexpr
+):
     tensor = tl.program_id(1)
     address, words = tl.load(table_ptr + 2 * tensor), tl.load(table_ptr + 2 * tensor + 1)
     word_ptr = address.to(tl.pointer_type(tl.int16))
@@ -29,44 +28,33 @@ def _scan_kernel(
         word_ptr, words = tl.multiple_of(word_ptr, 16), tl.multiple_of(words, 16)
     offsets = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK // SUMMED], tl.int64)
-    bad = tl.zeros([BLOCK // SUMMED], tl.int32)
     for start in range(tl.program_id(0).to(tl.int64) * BLOCK, words, tl.num_programs(0).to(tl.int64) * BLOCK):
         values = tl.load(word_ptr + start + offsets, mask=start + offsets < words, other=0).to(tl.int32)
-        # The sum with zero is for Triton's interpreter, whose loops count in Python's integers.
-        shift = (start % PERIOD + tl.zeros([], tl.int64)).to(tl.int32)
-        place = shift + offsets  # below twice the period
+        place = (start % PERIOD).to(tl.int32) + offsets  # below twice the period
         weights = 1 + tl.where(place < PERIOD, place, place - PERIOD)
         # 64-bit multiplications and additions are several instructions each: most of the sum is made in 32 bits.
         total += tl.sum(tl.reshape(values * weights, [BLOCK // SUMMED, SUMMED]), 1).to(tl.int64)
-        if EXPONENT > 0:
-            # BLOCK is even: the words of an element that hold its exponent are the last of every STEP.
-            extreme = ((values & EXPONENT) == EXPONENT) & (offsets % STEP == STEP - 1)
-            bad |= tl.max(tl.reshape(extreme.to(tl.int32), [BLOCK // SUMMED, SUMMED]), 1)
-    tl.atomic_add(out_ptr + 2 * tensor, tl.sum(total, 0))
-    tl.atomic_max(out_ptr + 2 * tensor + 1, tl.max(bad, 0).to(tl.int64))
+    tl.atomic_add(out_ptr + tensor, tl.sum(total, 0))
 
 
-def scan_on_gpu(words: Sequence[torch.Tensor], out: torch.Tensor, period: int, exponent: int, step: int) -> None:
-    """Add each tensor's checksum to ``out[:, 0]``, and set ``out[:, 1]`` to 1 where an element is NaN or Inf.
+def checksums_on_gpu(words: Sequence[torch.Tensor], period: int) -> torch.Tensor:
+    """Return the tensors' checksums, [len(words)] int64 on their device; nothing is copied to the host.
 
     Args:
         words: contiguous int16 tensors on one device, none empty.
-        out: [len(words), 2] int64, zero before; nothing is copied to the host.
         period: after which the weights of the sum repeat.
-        exponent: bits of the exponent in the word that holds it, all ones in NaN and Inf; 0 looks for none.
-        step: words of an element.
     """
     rows = [(tensor.data_ptr(), tensor.numel()) for tensor in words]
+    out = torch.zeros(len(rows), dtype=torch.int64, device=words[0].device)
     table = torch.tensor(rows).to(out.device, non_blocking=True)
     blocks = triton.cdiv(max(count for _, count in rows), _BLOCK)
-    _scan_kernel[(min(blocks, _PROGRAMS), len(rows))](
+    _checksum_kernel[(min(blocks, _PROGRAMS), len(rows))](
         table,
         out,
         PERIOD=period,
-        EXPONENT=exponent,
-        STEP=step,
         ALIGNED=all(address % 16 == count % 16 == 0 for address, count in rows),
         SUMMED=_SUMMED,
         BLOCK=_BLOCK,
         num_warps=8,
     )
+    return out

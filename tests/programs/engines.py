@@ -118,8 +118,8 @@ def update(llm: Any, ranks: int, weights: dict[str, torch.Tensor], step: int) ->
 
     with ThreadPoolExecutor(ranks) as pool:
         sent = [pool.submit(send, rank) for rank in range(ranks)]
-        request = {"step": step, "timeout_s": 120.0}
-        reports = llm.collective_rpc("update_weights_from_ipc", kwargs={"use_shm": True, "flashrl": request})
+        request = {"step": step, "timeout_s": 120.0, "self_check": False, "use_shm": True}
+        reports = llm.collective_rpc("update_weights_from_ipc", kwargs=request)
     failed = [one for one in [*(report["error"] for report in reports), *(one.exception() for one in sent)] if one]
     assert not failed, failed
     llm.reset_prefix_cache()

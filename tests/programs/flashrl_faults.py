@@ -65,7 +65,7 @@ def stale_tensor_on_rank_1(refit) -> None:
 
 
 def raise_in_receiver(refit) -> None:
-    load = refit.WeightRefit.load
+    load = refit.WeightRefit._load
 
     def raising(self, weights):
         if self._manifest.step == STEP:
@@ -73,7 +73,7 @@ def raise_in_receiver(refit) -> None:
             raise OSError("a fault inside the receiver")
         load(self, weights)
 
-    refit.WeightRefit.load = raising
+    refit.WeightRefit._load = raising
 
 
 def kill_engine(refit) -> None:

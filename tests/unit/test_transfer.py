@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from flashrl_verl.errors import RefitError
-from flashrl_verl.refit.transfer import DrainingReceiver, WatchedSender
+from flashrl_verl.refit.transfer import WatchedReceiver, WatchedSender
 
 G = torch.Generator().manual_seed(1)
 TENSORS = [(f"t{i}", torch.randn(256, 512, generator=G).bfloat16()) for i in range(12)]
@@ -34,25 +34,8 @@ def send(handle: str, weights, timeout_s: float = 200.0, receiver_ended=lambda: 
 
 def receive(handle: str, load, timeout_s: float = 200.0) -> None:
     device = torch.device("cpu")
-    DrainingReceiver(zmq_handle=handle, device=device, use_shm=True, timeout_s=timeout_s).drain(load)
-
-
-def test_a_receiver_that_raises_lets_the_sender_finish_and_then_reports(handle):
-    taken: list[str] = []
-
-    def load(weights):
-        if taken:
-            raise ValueError("the second bucket does not load")
-        for (name, tensor), (expected_name, expected) in zip(weights, TENSORS, strict=False):
-            assert name == expected_name and torch.equal(tensor, expected)
-            taken.append(name)
-
-    with ThreadPoolExecutor(1) as pool:
-        received = pool.submit(receive, handle, load)
-        send(handle, TENSORS)
-    with pytest.raises(ValueError, match="the second bucket does not load"):
-        received.result()
-    assert taken == ["t0", "t1", "t2", "t3"]
+    receiver = WatchedReceiver(zmq_handle=handle, device=device, use_shm=True, timeout_s=timeout_s)
+    receiver.receive_weights(on_bucket_received=lambda weights, is_last: load(weights))
 
 
 def test_a_receiver_gives_up_on_a_sender_that_stops(handle):
@@ -70,10 +53,10 @@ def test_a_receiver_gives_up_on_a_sender_that_stops(handle):
 
 DIES = """
 import os, sys, torch
-from flashrl_verl.refit.transfer import DrainingReceiver
+from flashrl_verl.refit.transfer import WatchedReceiver
 
-receiver = DrainingReceiver(zmq_handle=sys.argv[1], device=torch.device("cpu"), use_shm=True, timeout_s=200.0)
-receiver.drain(lambda weights: os._exit(9))
+receiver = WatchedReceiver(zmq_handle=sys.argv[1], device=torch.device("cpu"), use_shm=True, timeout_s=200.0)
+receiver.receive_weights(on_bucket_received=lambda weights, is_last: os._exit(9))
 """
 
 
