@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -62,16 +62,9 @@ def words(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-MODULES = frozenset(
-    {
-        # requirements in setup.py
-        *("hydra", "omegaconf", "numpy", "pyarrow", "rich", "typer", "packaging", "zmq", "orjson", "psutil"),
-        # what verl and vLLM bring
-        *("torch", "transformers", "tensordict", "ray", "huggingface_hub"),
-    }
-)
-"""Modules of the environment that start-up may find missing. Not verl and vLLM (``plugins/versions.py`` speaks of them)
-and not matplotlib, which only `flashrl report` draws with and asks for itself."""
+def listed(names: Sequence[str], most: int = 8) -> str:
+    """The first ``most`` names, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 @contextmanager
@@ -84,7 +77,7 @@ def environment_needed() -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        if error.name not in MODULES:
+        if not error.name or "." in error.name or error.name == __package__:
             raise
         sys.exit(
             f"error: {sys.executable} has no module {error.name!r}. Remedy: `source .venv/bin/activate` "

@@ -17,7 +17,6 @@ from typing import Any, ClassVar
 import torch
 from vllm.config import VllmConfig, get_current_vllm_config, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
-from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -32,7 +31,7 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from flashrl_verl.attention import kernels, pages
-from flashrl_verl.attention.limits import CAPABILITY, HEAD_SIZES, NAME, REMEDY, why_not
+from flashrl_verl.attention.limits import NAME, REMEDY, why_not
 from flashrl_verl.attention.metadata import Metadata, Prefill, prefills_of
 
 KV_CACHE_DTYPE = "int8_per_token_head"
@@ -89,17 +88,6 @@ class Int8KVBackend(AttentionBackend):
     @classmethod
     def supports_sliding_window(cls) -> bool:
         return True  # so that it is ``Int8KVAttention`` that refuses it, with a remedy, and not vLLM, which has none
-
-    @classmethod
-    def supports_combination(cls, head_size: int, *others: Any) -> str | None:
-        """Here and not in a method of each: what this returns is in vLLM's message, where "head_size not supported"
-        would have no remedy. The last argument is the GPU's capability."""
-        capability: DeviceCapability = others[-1]
-        if capability.to_int() < CAPABILITY:
-            return f"compute capability {capability.as_version_str()}, and it needs {CAPABILITY / 10}. {REMEDY}"
-        if head_size not in HEAD_SIZES:
-            return f"{why_not(head_size, 1, 1)}. {REMEDY}"
-        return None
 
 
 class MetadataBuilder(AttentionMetadataBuilder[Metadata]):

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The kernels as functions of tensors: write to pages, read back, decode."""
 
-import os
 from dataclasses import dataclass
 
 import torch
@@ -16,8 +15,6 @@ _TILE, _WARPS, _STAGES = 64, 2, 3
 _PROGRAMS_PER_SM = 8
 """As many as its registers hold of this size."""
 _MOST_SPLITS = 32
-
-_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @dataclass(frozen=True)
@@ -144,7 +141,6 @@ def decode(
         SLOTS=pages.slots,
         TILE=_TILE,
         DIRECT=splits == 1,
-        PACKED=not _INTERPRETED,
         num_warps=_WARPS,
         num_stages=_STAGES,
     )

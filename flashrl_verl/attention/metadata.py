@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What all layers of a step share: which sequences decode, and which prompts are read together."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -64,7 +65,7 @@ def prefills_of(
             total += seq_lens[end]
             end += 1
         queries = [query_starts[row] - query_starts[start] for row in range(start, end + 1)]
-        keys = [sum(seq_lens[start:row]) for row in range(start, end + 1)]
+        keys = [0, *itertools.accumulate(seq_lens[start:end])]
         longest = max(after - before for before, after in zip(queries, queries[1:], strict=False))
         if longest > 0:  # else rows that pad the batch
             prefills.append(

@@ -22,29 +22,26 @@ _MOST = tl.constexpr(32768.0)
 
 
 @triton.jit
-def _halves(codes, PACKED: tl.constexpr):
-    """INT8 to FP16, exactly. ``PACKED``: four at once by bits, 1024 + 128 + x being the FP16 number 0x6400 + (128 +
-    x)."""
-    if PACKED:
-        return tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 biased, bias;
-            xor.b32 biased, $2, 0x80808080;
-            mov.b32 bias, 0x64806480;
-            prmt.b32 $0, biased, 0x64646464, 0x4140;
-            prmt.b32 $1, biased, 0x64646464, 0x4342;
-            sub.rn.f16x2 $0, $0, bias;
-            sub.rn.f16x2 $1, $1, bias;
-            }
-            """,
-            "=r,=r,r",
-            [codes],
-            dtype=tl.float16,
-            is_pure=True,
-            pack=4,
-        )
-    return codes.to(tl.float16)
+def _halves(codes):
+    """INT8 to FP16, exactly, four at once by bits: 1024 + 128 + x is the FP16 number 0x6400 + (128 + x)."""
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 biased, bias;
+        xor.b32 biased, $2, 0x80808080;
+        mov.b32 bias, 0x64806480;
+        prmt.b32 $0, biased, 0x64646464, 0x4140;
+        prmt.b32 $1, biased, 0x64646464, 0x4342;
+        sub.rn.f16x2 $0, $0, bias;
+        sub.rn.f16x2 $1, $1, bias;
+        }
+        """,
+        "=r,=r,r",
+        [codes],
+        dtype=tl.float16,
+        is_pure=True,
+        pack=4,
+    )
 
 
 @triton.jit
@@ -63,7 +60,7 @@ def int8_attention_kernel(
     q_ptr, k_ptr, ks_ptr, v_ptr, vs_ptr, table_ptr, lengths_ptr, out_ptr, sums_ptr, state_ptr, softmax_scale,
     q_row, q_head, page_bytes, head_bytes, page_scales, head_scales, table_row, out_row, out_head,
     GROUP: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr, SLOTS: tl.constexpr, TILE: tl.constexpr,
-    DIRECT: tl.constexpr, PACKED: tl.constexpr,
+    DIRECT: tl.constexpr,
 ):  # fmt: skip
     """Split (program 2) of sequence (program 0) for the queries that share KV head (program 1).
 
@@ -97,7 +94,7 @@ def int8_attention_kernel(
         page = tl.max_constancy(page, [SLOTS if SLOTS < TILE else TILE])
         keys = tl.load(k_ptr + (page * page_bytes + slot * SIZE)[:, None] + dimension[None, :])
         key_scales = tl.load(ks_ptr + page * page_scales + slot) * factor
-        scores = tl.dot(_halves(keys, PACKED), query) * key_scales[:, None]
+        scores = tl.dot(_halves(keys), query) * key_scales[:, None]
         scores = tl.where(inside[:, None], scores, float("-inf"))
         now = tl.maximum(most, tl.max(scores, 0))
         weights = tl.exp2(scores - now[None, :])
@@ -108,7 +105,7 @@ def int8_attention_kernel(
         greatest = tl.maximum(tl.max(value_scales, 0), 1e-30) / _MOST
         weights = (weights * (value_scales / greatest)[:, None]).to(tl.float16)
         values = tl.load(v_ptr + (page * page_bytes + slot)[None, :] + dimension[:, None] * SLOTS)
-        sums = sums * before[None, :] + tl.dot(_halves(values, PACKED), weights) * greatest
+        sums = sums * before[None, :] + tl.dot(_halves(values), weights) * greatest
         most = now
 
     if DIRECT:

@@ -27,9 +27,6 @@ class _CpuDeviceModule(types.ModuleType):
     def empty_cache(self) -> None:
         pass
 
-    def ipc_collect(self) -> None:
-        pass
-
     def memory_allocated(self, *args) -> int:
         return 0
 
@@ -40,18 +37,6 @@ class _CpuDeviceModule(types.ModuleType):
 
     def get_device_name(self, *args) -> str:
         return "CPU"
-
-    def get_rng_state(self, *args) -> torch.Tensor:
-        return torch.get_rng_state()
-
-    def set_rng_state(self, state: torch.Tensor, *args) -> None:
-        torch.set_rng_state(state)
-
-    def set_device(self, *args) -> None:
-        pass
-
-    def synchronize(self, *args) -> None:
-        pass
 
 
 _DEVICE_MODULE = _CpuDeviceModule("flashrl_cpu_device")
@@ -115,9 +100,6 @@ class PlatformCPU(PlatformBase):
 
     def ray_resource_name(self) -> str:
         return "GPU"
-
-    def ray_resource_options(self, num_gpus: float) -> dict[str, Any]:
-        return {"num_gpus": num_gpus}
 
     def ray_noset_envvars(self) -> list[str]:
         return []

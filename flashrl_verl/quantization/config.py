@@ -35,7 +35,7 @@ from flashrl_verl.quantization.experts import QuantizedMoEMethod, UnpackedMoEMet
 from flashrl_verl.quantization.formats import weight_format
 from flashrl_verl.quantization.linear import Fp32HeadMethod, QuantizedLinearMethod, UnpackedLinearMethod
 from flashrl_verl.quantization.selection import LayerSelection, expert_parts, fused_parts
-from flashrl_verl.settings import FlashRLConfig, KVCache, Precision
+from flashrl_verl.settings import FlashRLConfig, KVCache
 
 NAME = "flashrl"
 
@@ -49,33 +49,22 @@ class FlashRLQuantizationConfig(QuantizationConfig):
     """8-bit codes (or none) for ``QUANTIZED_LAYERS`` and fused experts; everything else keeps the model's dtype.
 
     Args:
-        precision: format of the codes.
-        ignore: names or patterns of layers to leave alone (``selection.py``).
-        keep_first_layers: decoder layers at the start to leave alone.
-        keep_last_layers: decoder layers at the end to leave alone.
-        fp32_lm_head: whether the head returns FP32 logits.
-        kv_cache: format of the KV cache. The engine argument ``kv_cache_dtype`` sets it; here it is refused where it
-            cannot be.
+        settings: all but ``kv_cache`` is read here, which the engine argument ``kv_cache_dtype`` sets; it is refused
+            where nothing computes with it.
 
     Raises:
         ConfigError: nothing computes with such a KV cache here.
     """
 
-    def __init__(
-        self,
-        precision: Precision,
-        ignore: tuple[str, ...] = (),
-        keep_first_layers: int = 0,
-        keep_last_layers: int = 0,
-        fp32_lm_head: bool = False,
-        kv_cache: KVCache = KVCache.AUTO,
-    ):
+    def __init__(self, settings: FlashRLConfig):
         super().__init__()
-        require_kv_kernel(kv_cache)
-        self.fp32_lm_head = fp32_lm_head
-        self.precision = precision
-        self.format = weight_format(precision)
-        self.selection = LayerSelection(ignore=ignore, keep_first=keep_first_layers, keep_last=keep_last_layers)
+        require_kv_kernel(settings.kv_cache)
+        self.fp32_lm_head = settings.fp32_lm_head
+        self.precision = settings.precision
+        self.format = weight_format(settings.precision)
+        self.selection = LayerSelection(
+            ignore=settings.ignore, keep_first=settings.keep_first_layers, keep_last=settings.keep_last_layers
+        )
 
     def __repr__(self) -> str:
         return f"FlashRLQuantizationConfig(precision={self.precision.value})"
@@ -100,17 +89,9 @@ class FlashRLQuantizationConfig(QuantizationConfig):
     def from_config(cls, config: dict[str, Any]) -> "FlashRLQuantizationConfig":
         config = {key: value for key, value in config.items() if key != "quant_method"}
         try:
-            settings = FlashRLConfig(**config)
+            return cls(FlashRLConfig(**config))
         except TypeError as error:
             raise ConfigError(f"the quantization config {config!r} is not FlashRL's: {error}") from error
-        return cls(
-            settings.precision,
-            settings.ignore,
-            settings.keep_first_layers,
-            settings.keep_last_layers,
-            settings.fp32_lm_head,
-            settings.kv_cache,
-        )
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         if isinstance(layer, LinearBase):

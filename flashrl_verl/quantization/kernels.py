@@ -38,36 +38,16 @@ def quantize_rows_into(
         column_offset: first column of ``weight`` that belongs to ``codes``.
 
     Raises:
-        ValueError: the shapes or dtypes do not fit together, or ``weight`` is not floating point.
+        ValueError: ``weight`` has another dtype.
     """
-    _require_fit(weight, codes, scales, fmt, column_offset)
+    if weight.dtype not in _SOURCES:
+        raise ValueError(f"expected a bfloat16, float16 or float32 weight to quantize, got {weight.dtype}")
     if weight.is_cuda:
         _launch(weight, codes, scales, fmt, column_offset)
         return
     row_scales = numerics.row_scales(weight, fmt)
     codes.copy_(numerics.quantize_rows(weight.narrow(1, column_offset, codes.shape[1]), fmt, row_scales)[0])
     scales.copy_(row_scales)
-
-
-def _require_fit(
-    weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, fmt: WeightFormat, column_offset: int
-) -> None:
-    n, k = weight.shape
-    if (
-        codes.shape[0] != n
-        or scales.shape != (n, 1)
-        or not 0 <= column_offset <= k - codes.shape[1]
-        or codes.dtype != fmt.dtype
-        or scales.dtype != torch.float32
-        or not weight.device == codes.device == scales.device
-    ):
-        raise ValueError(
-            f"cannot quantize a weight of shape {tuple(weight.shape)} on {weight.device} into {codes.dtype} codes "
-            f"{tuple(codes.shape)} of format {fmt.name} and {scales.dtype} scales {tuple(scales.shape)} on "
-            f"{codes.device} at column {column_offset}"
-        )
-    if weight.dtype not in _SOURCES:
-        raise ValueError(f"expected a bfloat16, float16 or float32 weight to quantize, got {weight.dtype}")
 
 
 def _launch(

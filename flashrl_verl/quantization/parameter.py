@@ -127,7 +127,7 @@ class QuantizedExperts(QuantizedStorage, torch.nn.Parameter):
         Args:
             param: this parameter; vLLM passes it along.
             loaded_weight: [N, K] of the whole projection, before tensor parallelism cuts it.
-            weight_name: vLLM's name, for messages.
+            weight_name: vLLM's name of the tensor.
             shard_id: ``w1`` (gate), ``w3`` (up) or ``w2`` (down).
             expert_id: number of the expert; every rank holds all (expert parallelism is refused).
             return_success: whether to return True.
@@ -135,17 +135,13 @@ class QuantizedExperts(QuantizedStorage, torch.nn.Parameter):
         Raises:
             ValueError: the shape is not that of the projection.
         """
-        experts, rows, columns = self.data.shape
-        if not 0 <= expert_id < experts:
-            raise ValueError(f"{weight_name}: expert {expert_id} of {experts}")
+        _, rows, columns = self.data.shape
         if shard_id == "w2":
             self._require(loaded_weight, rows, columns * self.tp_size)
             self._quantize(loaded_weight, expert_id * rows, self.tp_rank * columns)
-        elif shard_id in ("w1", "w3"):
+        else:
             half = rows // 2
             self._require(loaded_weight, half * self.tp_size, columns)
             first = expert_id * rows + (0 if shard_id == "w1" else half)
             self._quantize(loaded_weight.narrow(0, self.tp_rank * half, half), first, 0)
-        else:
-            raise ValueError(f"{weight_name}: unknown projection {shard_id!r} of an expert")
         return True if return_success else None

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from flashrl_verl.errors import ConfigError
+from flashrl_verl.errors import ConfigError, listed
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
@@ -58,7 +58,7 @@ class LayerSelection:
         return list(self._kept)
 
     @property
-    def kept_numbers(self) -> list[int]:
+    def kept_indices(self) -> list[int]:
         """Decoder layers that ``keep_first_layers`` and ``keep_last_layers`` keep."""
         return sorted(self._numbers)
 
@@ -78,8 +78,8 @@ class LayerSelection:
         missing = [part for part in parts if part not in named]
         if named and missing:
             raise ConfigError(
-                f"flashrl.ignore (--ignore) names {_some([p for p in parts if p in named])}, but not {_some(missing)}; "
-                f"vLLM keeps them in one weight, {name}. Name all of them, or {name}, or none"
+                f"flashrl.ignore (--ignore) names {listed([p for p in parts if p in named])}, but not "
+                f"{listed(missing)}; vLLM keeps them in one weight, {name}. Name all of them, or {name}, or none"
             )
         return bool(named)
 
@@ -103,7 +103,3 @@ def fused_parts(name: str, packed: Mapping[str, Sequence[str]]) -> list[str]:
 def expert_parts(name: str, experts: int) -> list[str]:
     """Return the checkpoint's names of the projections of ``experts`` fused experts called ``name``."""
     return [f"{name}.{i}.{projection}" for i in range(experts) for projection in ("gate_proj", "up_proj", "down_proj")]
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

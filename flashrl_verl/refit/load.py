@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from verl.workers.rollout.vllm_rollout.weight_update_utils import apply_buffer_updates
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
-from flashrl_verl.errors import RefitError
+from flashrl_verl.errors import RefitError, listed
 from flashrl_verl.quantization.numerics import as_bytes
 from flashrl_verl.quantization.parameter import QuantizedStorage
 from flashrl_verl.refit.receipt import Manifest
@@ -36,9 +36,6 @@ from flashrl_verl.refit.wire import wire_dtype
 logger = logging.getLogger(__name__)
 
 NamedTensors = list[tuple[str, torch.Tensor]]
-
-_LISTED = 20
-"""Names an error lists before it only counts."""
 
 
 class WeightRefit:
@@ -171,7 +168,7 @@ class WeightRefit:
         self._report("quantized weights that were not written exactly once", partial)
         if bad := unwritten(parameters):
             self._problems.append(
-                f"NaN or Inf in {_list(bad)}: it arrived so, or the loader left that part unwritten. If the trainer "
+                f"NaN or Inf in {listed(bad)}: it arrived so, or the loader left that part unwritten. If the trainer "
                 "diverged, resume from a checkpoint before it with a lower actor_rollout_ref.actor.optim.lr or "
                 "actor_rollout_ref.actor.optim.clip_grad"
             )
@@ -180,7 +177,7 @@ class WeightRefit:
 
     def _report(self, text: str, names: list[str]) -> None:
         if names:
-            self._problems.append(f"{text}: {_list(names)}")
+            self._problems.append(f"{text}: {listed(names)}")
 
 
 def poison(parameters: dict[str, torch.nn.Parameter]) -> None:
@@ -273,11 +270,6 @@ def _name(dtype: torch.dtype) -> str:
 
 def _kind(entry: tuple[tuple[int, ...], str]) -> str:
     return f"{entry[1]} {list(entry[0])}"
-
-
-def _list(names: list[str]) -> str:
-    shown = ", ".join(names[:_LISTED])
-    return shown if len(names) <= _LISTED else f"{shown} and {len(names) - _LISTED} more"
 
 
 def _first_line(error: BaseException) -> str:

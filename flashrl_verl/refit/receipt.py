@@ -10,11 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from flashrl_verl.errors import RefitError
+from flashrl_verl.errors import RefitError, listed
 from flashrl_verl.refit.scan import Checksums
-
-_LISTED = 8
-"""Names an error lists before it only counts."""
 
 
 class Manifest:
@@ -105,11 +102,10 @@ def verify_receipts(sent: dict, received: dict, step: int, where: str) -> None:
     if sent_tensors == taken:
         return
     wrong = [name for name in {**sent_tensors, **taken} if sent_tensors.get(name) != taken.get(name)]
-    listed = ", ".join(
-        f"{name} (sent {sent_tensors.get(name, 'nothing')}, arrived {taken.get(name, 'nothing')})"
-        for name in wrong[:_LISTED]
-    )
+    told = [
+        f"{name} (sent {sent_tensors.get(name, 'nothing')}, arrived {taken.get(name, 'nothing')})" for name in wrong
+    ]
     raise RefitError(
         f"{where}: at step {step} the rollout engine does not hold what the trainer sent for {len(wrong)} of "
-        f"{len(sent_tensors)} tensors: {listed}"
+        f"{len(sent_tensors)} tensors: {listed(told)}"
     )

@@ -4,6 +4,7 @@
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
+from flashrl_verl.errors import listed
 from flashrl_verl.refit.load import WeightRefit
 from flashrl_verl.refit.scan import Checksums
 from flashrl_verl.refit.stale_copies import layers_with_stale_copies
@@ -61,7 +62,7 @@ class WeightReceiver(vLLMColocateWorkerExtension):
         report = refit.finish()
         if stale:
             raise ValueError(
-                f"self-check: {len(stale)} layers compute with a stale copy of their weights: {', '.join(stale[:8])}. "
+                f"self-check: {len(stale)} layers compute with a stale copy of their weights: {listed(stale)}. "
                 "Set flashrl.precision=bf16 to see whether quantization is at fault, and check `flashrl version`"
             )
         return report

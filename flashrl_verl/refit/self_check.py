@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flashrl_verl.errors import FlashRLError
+from flashrl_verl.errors import FlashRLError, listed
 
 PROMPT_TOKENS, NEW_TOKENS = 16, 16
 """Length of the greedy output that is compared: enough to pass every layer in prefill and in decoding."""
@@ -22,9 +22,6 @@ LOG_PROB_TOLERANCE = 1e-3
 """Largest difference of log-probs. The same kernels on the same numbers give the same bits wherever this has been run;
 a library may still add in another order, which changes BF16 logits by about this much, where stale weights change them
 by far more (and poisoned ones give NaN)."""
-
-_LISTED = 6
-"""Names a message lists before it only counts."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,7 +56,7 @@ def differences(before: EngineState, after: EngineState) -> list[str]:
         changed = [name for name in old if name in new and old[name][0] != new[name][0]]
         for text, names in (("there only once", gone), ("moved", moved), ("with other contents", changed)):
             if names:
-                found.append(f"worker {rank}: {text}: {_some(names)}")
+                found.append(f"worker {rank}: {text}: {listed(names)}")
     if list(before.token_ids) != list(after.token_ids):
         found.append(f"greedy tokens {list(after.token_ids)} instead of {list(before.token_ids)}")
     elif not all(
@@ -93,7 +90,3 @@ def require_same(before: Sequence[EngineState], after: Sequence[EngineState], ev
             "model would leave something behind: set flashrl.precision=bf16 to see whether quantization is at fault, "
             "check `flashrl version`, and report it (flashrl.self_check=false skips this)"
         )
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:_LISTED]) + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")

@@ -36,7 +36,7 @@ def describe_model(runner: Any) -> dict[str, Any]:
     Returns:
         ``precision`` of the engine's quantization config; ``quantized``: quantized weights by dtype (a linear layer has
         one, a layer of experts two); ``quantized_layers`` and ``quantized_names``; ``unquantized_layers``: name ->
-        class of the others, routers left out; ``kept_layers`` that the user kept, ``kept_numbers`` of decoder layers
+        class of the others, routers left out; ``kept_layers`` that the user kept, ``kept_indices`` of decoder layers
         kept whole, ``ignore_unused``: entries of ``flashrl.ignore`` that matched nothing; ``head_dtype`` in which
         logits are computed; ``quantized_bytes`` (codes and scales), ``quantized_bytes_as_bf16``, ``weight_bytes`` of
         all parameters; ``logprobs_mode``; ``kv_cache``: ``dtypes``, attention layers by vLLM's name of their KV cache's
@@ -72,7 +72,7 @@ def describe_model(runner: Any) -> dict[str, Any]:
         "quantized_names": names,
         "unquantized_layers": unquantized,
         "kept_layers": selection.kept if selection is not None else [],
-        "kept_numbers": selection.kept_numbers if selection is not None else [],
+        "kept_indices": selection.kept_indices if selection is not None else [],
         "ignore_unused": selection.unused() if selection is not None else [],
         "head_dtype": head_dtype(model, runner.vllm_config.model_config),
         "quantized_bytes": quantized_bytes,
@@ -162,7 +162,7 @@ def _require_kept(settings: FlashRLConfig, found: dict[str, Any]) -> None:
             f"named like {list(found['unquantized_layers'])[:2] + found['quantized_names'][:4]}; correct the entries "
             "or remove them"
         )
-    asked, kept = settings.keep_first_layers + settings.keep_last_layers, len(found["kept_numbers"])
+    asked, kept = settings.keep_first_layers + settings.keep_last_layers, len(found["kept_indices"])
     if kept < asked and settings.precision is not Precision.BF16:
         raise ConfigError(
             f"flashrl.keep_first_layers={settings.keep_first_layers} and keep_last_layers={settings.keep_last_layers} "

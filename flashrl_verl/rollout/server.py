@@ -34,11 +34,6 @@ class FlashRLHttpServer(vLLMHttpServer):
     def _validate_configs(self) -> None:
         super()._validate_configs()
         self.flashrl = FlashRLConfig.from_mapping((self.config.custom or {}).get("flashrl", {}))
-        if self.flashrl.bf16_replica_fraction:
-            raise FlashRLError(
-                "an engine was started without a precision of its own, outside of the replicas among which "
-                f"flashrl.bf16_replica_fraction={self.flashrl.bf16_replica_fraction:g} is shared out; set it to 0.0"
-            )
         self._generated_tokens = 0
 
     def _apply_quantization(self) -> tuple[str | None, dict]:

@@ -19,7 +19,7 @@ from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 
-from flashrl_verl.errors import DynamicSamplingError, FlashRLError, GuardError
+from flashrl_verl.errors import DynamicSamplingError, FlashRLError, GuardError, listed
 from flashrl_verl.plugins.versions import Status, check_versions
 from flashrl_verl.refit.receipt import verify_ranks
 from flashrl_verl.refit.self_check import require_same, sleeps_between_steps
@@ -180,7 +180,7 @@ class FlashRLTrainer(PPOTrainerSync):
         if bad:
             raise FlashRLError(
                 f"step {self.global_steps}: the actor's update left NaN or Inf in {len(bad)} tensors "
-                f"({', '.join(bad[:8])}); no checkpoint was saved from it. Resume from the last one with a lower "
+                f"({listed(bad)}); no checkpoint was saved from it. Resume from the last one with a lower "
                 "actor_rollout_ref.actor.optim.lr or actor_rollout_ref.actor.optim.clip_grad"
             )
         folder = Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"

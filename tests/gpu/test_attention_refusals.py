@@ -23,9 +23,3 @@ def test_layers_of_another_kind_are_refused_with_a_remedy(given, said):
     with pytest.raises(ValueError, match=f"flashrl.kv_cache=int8_per_token_head: its attention has {said}") as refused:
         Int8KVAttention(8, 128, 128**-0.5, 4, **given)
     assert REMEDY in str(refused.value)
-
-
-def test_vllm_leaves_a_sliding_window_to_that_refusal():
-    from flashrl_verl.attention.backend import Int8KVBackend
-
-    assert Int8KVBackend.supports_sliding_window()

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kernels of the INT8 KV cache against float64 by hand: compiled where there is a GPU, else in Triton's interpreter."""
+"""Kernels of the INT8 KV cache against float64 by hand."""
 
 from dataclasses import dataclass
 
 import pytest
 import torch
-from engines import in_own_process
+
+pytestmark = pytest.mark.gpu
 
 
 @dataclass
@@ -33,8 +34,6 @@ CASES = {
     "large": Case(heads=8, kv_heads=2, lengths=(200, 77), spread=30.0),
     "small": Case(heads=8, kv_heads=2, lengths=(200, 77), spread=1e-3),
     "an empty row": Case(heads=8, kv_heads=2, lengths=(9, 0, 50)),
-}
-ON_GPU = {
     "head of 128": Case(heads=40, kv_heads=8, size=128, lengths=(8287, 1, 700, 3000)),
     "head of 256": Case(heads=8, kv_heads=4, size=256, lengths=(500, 1000)),
     "many": Case(heads=28, kv_heads=4, size=128, lengths=tuple(range(1, 2000, 9))),
@@ -45,27 +44,27 @@ ON_GPU = {
 class Filled:
     """A cache that the write kernel has filled, and what was written."""
 
-    def __init__(self, case: Case, device: str, seed: int):
+    def __init__(self, case: Case, seed: int):
         from flashrl_verl.attention import kernels, pages
 
-        self.case, self.device = case, device
+        self.case = case
         self.generator = torch.Generator().manual_seed(seed)
         counts = [-(-length // case.slots) for length in case.lengths]
         order = torch.randperm(sum(counts) + 3, generator=self.generator).int()
         shape = pages.shape(len(order), case.slots, case.kv_heads, case.size)
         # What was there before is anything, NaN among its scales.
         cache = torch.randint(-128, 128, shape, generator=self.generator).to(torch.int8)
-        self.pages = pages.pages_of(cache.to(device))
+        self.pages = pages.pages_of(cache.cuda())
         self.table = torch.nn.utils.rnn.pad_sequence(order[: sum(counts)].split(counts), batch_first=True)
         self.keys, self.values = ([self._draw(length) for length in case.lengths] for _ in range(2))
         slots = torch.cat([self.slots(row, torch.arange(length)) for row, length in enumerate(case.lengths)])
         mixed = torch.randperm(len(slots), generator=self.generator)
-        both = [torch.cat(parts)[mixed].to(device) for parts in (self.keys, self.values)]
+        both = [torch.cat(parts)[mixed].cuda() for parts in (self.keys, self.values)]
         left_out = len(slots) // 3
         both = [torch.cat([part, part[:left_out] * 2]) for part in both]
-        places = torch.cat([slots[mixed], torch.full([left_out], -1)]).to(device)
+        places = torch.cat([slots[mixed], torch.full([left_out], -1)]).cuda()
         kernels.write(*both, self.pages, places)
-        self.table, self.lengths = self.table.to(device), torch.tensor(case.lengths, dtype=torch.int32, device=device)
+        self.table, self.lengths = self.table.cuda(), torch.tensor(case.lengths, dtype=torch.int32, device="cuda")
 
     def _draw(self, tokens: int) -> torch.Tensor:
         case = self.case
@@ -82,7 +81,7 @@ class Filled:
 
         case = self.case
         query = torch.randn(len(case.lengths), case.heads, case.size, generator=self.generator)
-        query = (query / case.spread).to(case.dtype).to(self.device)
+        query = (query / case.spread).to(case.dtype).cuda()
         out = torch.full_like(query, float("nan"))
         scratch = kernels.Scratch.make(len(case.lengths), case.heads, case.kv_heads, case.size, query.device)
         kernels.decode(query, self.pages, self.table, self.lengths, case.size**-0.5, out, scratch)
@@ -105,15 +104,15 @@ def attention(query, keys, values) -> torch.Tensor:
     return torch.einsum("hgt,thd->hgd", scores.softmax(-1), values).reshape(heads, size)
 
 
-def check(case: Case, device: str) -> None:
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_what_is_read_and_decoded_equals_float64(case):
     """What is read back is codes times scales, rounded once; what is decoded is as exact as the output's dtype."""
     from flashrl_verl.attention import kernels
 
-    filled = Filled(case, device, seed=3)
-    starts = torch.tensor([0, *torch.tensor(case.lengths).cumsum(0)], dtype=torch.int32, device=device)
+    filled = Filled(case, seed=3)
+    starts = torch.tensor([0, *torch.tensor(case.lengths).cumsum(0)], dtype=torch.int32, device="cuda")
     coded = [quantized(torch.cat(written)) for written in (filled.keys, filled.values)]
-    bf16 = 2.0**-8 if device == "cuda" else 2.0**-7  # Triton's interpreter cuts off where a GPU rounds
-    for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, bf16)):
+    for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 2.0**-8)):
         found = kernels.read(filled.pages, filled.table, starts, max(case.lengths), sum(case.lengths), dtype)
         for got, expected in zip(found, coded, strict=True):
             assert torch.allclose(got.cpu().double(), expected, rtol=tolerance, atol=0)
@@ -128,41 +127,16 @@ def check(case: Case, device: str) -> None:
         assert (difference < 5e-3).all(), (row, float(difference.max()))
 
 
-def check_what_is_not_finite(device: str) -> None:
+def test_what_is_not_finite_comes_out():
     """NaN and infinity of one token reach the output of the heads that read it, and no other."""
     from flashrl_verl.attention import kernels
 
     for bad in (float("nan"), float("inf")):
         for part in (0, 1):
-            filled = Filled(Case(heads=4, kv_heads=2, lengths=(40, 40)), device, seed=5)
+            filled = Filled(Case(heads=4, kv_heads=2, lengths=(40, 40)), seed=5)
             token = [filled.keys[0][7:8].clone(), filled.values[0][7:8].clone()]
             token[part][0, 1, 5] = bad
-            place = filled.slots(0, torch.tensor([7], device=device))
-            kernels.write(*(half.to(device) for half in token), filled.pages, place)
+            place = filled.slots(0, torch.tensor([7], device="cuda"))
+            kernels.write(*(half.cuda() for half in token), filled.pages, place)
             _, out = filled.decode()
             assert out[0, 2:].isnan().all() and out[0, :2].isfinite().all() and out[1].isfinite().all(), (bad, part)
-
-
-def check_all(device: str) -> None:
-    for case in CASES.values():
-        check(case, device)
-    check_what_is_not_finite(device)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", [*CASES.values(), *ON_GPU.values()], ids=[*CASES, *ON_GPU])
-def test_compiled(case):
-    check(case, "cuda")
-
-
-@pytest.mark.gpu
-def test_what_is_not_finite_comes_out_compiled():
-    check_what_is_not_finite("cuda")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the compiled kernels are tested instead")
-def test_interpreted(monkeypatch):
-    pytest.importorskip("triton", reason="the CPU environment leaves Triton out")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    in_own_process(check_all, "cpu")

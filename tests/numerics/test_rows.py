@@ -4,7 +4,6 @@
 import numpy as np
 import pytest
 import torch
-from engines import in_own_process
 from references import quantize as reference
 
 from flashrl_verl.quantization.formats import FP8, INT8
@@ -107,24 +106,3 @@ def test_sixteen_million_quotients_are_rounded_as_ieee_division_rounds_them(fmt,
     expected, expected_scales = quantize_rows(weight.cpu(), fmt)
     assert torch.equal(got_scales.cpu(), expected_scales)
     assert torch.equal(as_bytes(got).cpu(), as_bytes(expected))
-
-
-def interpreted() -> None:
-    """Rows are divided, because the interpreter's FMA rounds twice; E4M3 is the compiled kernel's."""
-    import triton.language as tl
-
-    from flashrl_verl.quantization import kernels, triton_rows
-
-    triton_rows._MOST = tl.constexpr(0.0)
-    kernels._MAX_IN_REGISTERS, kernels._LONG_ROWS = 128, ((1000, 64, 4),)
-    for seed in range(6):
-        for dtype in DTYPES:
-            weight = random_weight(seed, dtype)[-9:]
-            assert_exact(weight, INT8, 3, weight.shape[1] // 2, quantize=kernels._launch)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the compiled kernel is tested instead")
-def test_tritons_interpreter_gives_the_same_codes(monkeypatch):
-    pytest.importorskip("triton", reason="the CPU environment leaves Triton out")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    in_own_process(interpreted)

@@ -161,8 +161,7 @@ class Refit:
 
 
 def in_own_process(function: Callable, *args: Any) -> Any:
-    """Call a test module's function in a new process: vLLM takes one engine with sleep mode in each, and Triton chooses
-    its interpreter when it is imported.
+    """Call a test module's function in a new process: vLLM takes one engine with sleep mode in each.
 
     The function goes there by value, because test modules cannot be imported by name.
     """

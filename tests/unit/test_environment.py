@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from flashrl_verl.errors import MODULES, environment_needed
+from flashrl_verl.errors import environment_needed
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = "recipe/flashrl/run_dapo_qwen2.5_32b_int8.sh"
@@ -46,10 +46,3 @@ def test_without_the_environment_a_command_is_one_line_with_the_remedy(tmp_path,
 def test_a_module_that_the_environment_cannot_lack_is_raised(name):
     with pytest.raises(ModuleNotFoundError, match=name), environment_needed():
         importlib.import_module(name)
-
-
-def test_every_requirement_of_the_package_is_known_but_the_one_for_pictures():
-    required = (ROOT / "setup.py").read_text().partition("INSTALL_REQUIRES = [")[2].partition("]")[0]
-    names = {line.strip().strip('",').partition(">")[0] for line in required.splitlines() if line.strip()}
-    modules = {{"hydra-core": "hydra", "pyzmq": "zmq"}.get(name, name) for name in names}
-    assert modules - MODULES == {"matplotlib"}

@@ -164,7 +164,7 @@ def test_only_what_an_evaluation_left_is_replaced(tmp_path):
 def _layers(precision: str, quantized: dict[str, int]) -> dict:
     cache = {"dtypes": {"auto": 2}, "backends": ["CPU_ATTN"]}
     held = {"precision": precision, "quantized": quantized, "ignore_unused": [], "kv_cache": cache}
-    return held | {"unquantized_layers": {}, "kept_layers": [], "kept_numbers": []}
+    return held | {"unquantized_layers": {}, "kept_layers": [], "kept_indices": []}
 
 
 NONE_KEPT = {"ignore": [], "keep_first_layers": 0, "keep_last_layers": 0}
@@ -198,12 +198,12 @@ def test_an_engine_with_a_layer_that_the_quantizer_does_not_know_is_refused_by_i
 
 def test_layers_to_keep_that_the_model_does_not_have_are_refused():
     kept, held = {"ignore": [], "keep_first_layers": 2, "keep_last_layers": 1}, _layers("int8", {"int8": 8})
-    require_engine(Precision.INT8, [held | {"kept_numbers": [0, 1, 27]}], kept)
+    require_engine(Precision.INT8, [held | {"kept_indices": [0, 1, 27]}], kept)
     require_engine(Precision.BF16, [_layers("None", {})], kept)
     with pytest.raises(
         FlashRLError, match="--keep-first-layers 2 and --keep-last-layers 1 keep 1 layers .* instead of 3"
     ):
-        require_engine(Precision.INT8, [held | {"kept_numbers": [0]}], kept)
+        require_engine(Precision.INT8, [held | {"kept_indices": [0]}], kept)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ HELD = {
     "quantized_names": ["model.layers.0.mlp.down_proj"],
     "unquantized_layers": {},
     "kept_layers": [],
-    "kept_numbers": [],
+    "kept_indices": [],
     "ignore_unused": [],
     "head_dtype": "bfloat16",
     "kv_cache": {"dtypes": {"auto": 2}, "backends": ["FLASH_ATTN"]},
@@ -52,7 +52,7 @@ def kv_cache(**dtypes: int) -> dict:
         ({"precision": "bf16"}, BF16),
         ({"fp32_lm_head": True}, {"head_dtype": "float32"}),
         ({"kv_cache": "int8_per_token_head"}, kv_cache(int8_per_token_head=2)),
-        (KEEP, {"kept_numbers": [0, 1, 27]}),
+        (KEEP, {"kept_indices": [0, 1, 27]}),
     ],
 )
 def test_an_engine_that_holds_what_was_asked_for_is_accepted(settings, held):
@@ -71,7 +71,7 @@ def test_an_engine_that_holds_what_was_asked_for_is_accepted(settings, held):
         ({"precision": "bf16"}, {"precision": "bf16"}, ["flashrl.precision=bf16", "'int8': 8"]),
         # layers to keep that the model does not have
         ({}, {"ignore_unused": ["lm_haed"]}, ["lm_haed", "flashrl.ignore", "model.layers.0.mlp.down_proj"]),
-        (KEEP, {"kept_numbers": [0, 1]}, ["keep 2 layers of this model instead of 3", "flashrl.ignore"]),
+        (KEEP, {"kept_indices": [0, 1]}, ["keep 2 layers of this model instead of 3", "flashrl.ignore"]),
         # the head
         ({"fp32_lm_head": True}, {}, ["flashrl.fp32_lm_head=true", "in bfloat16", "fp32_lm_head=false"]),
         ({"fp32_lm_head": True}, NO_HEAD, ["in unknown (TypeError: x)", "fp32_lm_head=false"]),

@@ -29,7 +29,8 @@ class Unknown(linear.ColumnParallelLinear):
 
 def method(kind: type, precision: Precision, prefix: str = "model.layers.3.x", **settings):
     """Of an instance without its weights: the choice looks at the type only, and a full one needs a process group."""
-    return FlashRLQuantizationConfig(precision, **settings).get_quant_method(kind.__new__(kind), prefix)
+    config = FlashRLQuantizationConfig(FlashRLConfig(precision=precision, **settings))
+    return config.get_quant_method(kind.__new__(kind), prefix)
 
 
 @pytest.mark.parametrize("precision", list(Precision))
@@ -55,7 +56,8 @@ def test_the_four_parallel_linears_are_quantized_and_nothing_else(precision):
 @pytest.mark.parametrize("kind", [linear.RowParallelLinear, linear.ReplicatedLinear, *HEADS])
 def test_an_entry_of_ignore_is_of_use_for_every_kind_of_layer_and_precision(kind, precision):
     """compressed-tensors' own lists name lm_head and routers; a BF16 baseline keeps the INT8 run's list."""
-    config = FlashRLQuantizationConfig(precision, ignore=("model.layers.3.x", "model.layers.99.mlp.gate"))
+    settings = FlashRLConfig(precision=precision, ignore=("model.layers.3.x", "model.layers.99.mlp.gate"))
+    config = FlashRLQuantizationConfig(settings)
     config.get_quant_method(kind.__new__(kind), "model.layers.3.x")
     assert config.selection.unused() == ["model.layers.99.mlp.gate"]
 

@@ -15,8 +15,8 @@ from flashrl_verl.tools.check.subjects import ATTENTION
 
 _LIMIT = 5e-3
 """Largest relative error of a head's output, of its norm: BF16 rounds it to 2**-9 of a value, so 2e-3 at most, and
-weights have FP16's bits (tests/numerics/test_attention.py has the same limit). Triton's interpreter cuts off instead,
-4e-3. A value's scale that is off by a hundredth gives a hundredth."""
+weights have FP16's bits (tests/numerics/test_attention.py has the same limit). A value's scale that is off by a
+hundredth gives a hundredth."""
 
 _CASES = ((14, 2, 64, (1, 17, 64, 300, 1025)), (40, 8, 128, (1, 16, 33, 100) * 50))
 """Query heads, KV heads and elements of a head, of Qwen2.5-0.5B and -32B, and tokens of the sequences: few long ones,
@@ -69,7 +69,7 @@ def largest_error(heads: int, kv_heads: int, size: int, lengths: tuple[int, ...]
         kv_heads: key and value heads.
         size: elements of a head.
         lengths: tokens of the sequences.
-        device: where; a CPU under Triton's interpreter.
+        device: a GPU.
 
     Returns:
         Largest relative error of a head's output; NaN if one is not finite.

@@ -125,9 +125,9 @@ def require_engine(precision: Precision, workers: list[dict[str, Any]], kept: di
         )
         if layers["ignore_unused"]:
             raise FlashRLError(f"--ignore {' '.join(layers['ignore_unused'])} matches no layer of the model")
-        if precision is not Precision.BF16 and len(layers["kept_numbers"]) < first + last:
+        if precision is not Precision.BF16 and len(layers["kept_indices"]) < first + last:
             raise FlashRLError(
-                f"--keep-first-layers {first} and --keep-last-layers {last} keep {len(layers['kept_numbers'])} layers "
+                f"--keep-first-layers {first} and --keep-last-layers {last} keep {len(layers['kept_indices'])} layers "
                 f"of this model instead of {first + last}: they count names with '.layers.<number>.', and need as "
                 "many. Name the layers with --ignore"
             )

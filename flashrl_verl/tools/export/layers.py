@@ -54,10 +54,7 @@ def survey(folder: Path, precision: Precision, layers: dict[str, Any], names: Co
 
     from flashrl_verl.quantization.config import FlashRLQuantizationConfig
 
-    settings = FlashRLConfig(precision=precision, **layers)
-    config = FlashRLQuantizationConfig(
-        settings.precision, settings.ignore, settings.keep_first_layers, settings.keep_last_layers
-    )
+    config = FlashRLQuantizationConfig(FlashRLConfig(precision=precision, **layers))
     quantized: list[str] = []
     kept: list[str] = []
     experts = False
