@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Package metadata, extras and entry points; tool settings live in pyproject.toml."""
+"""Package metadata and entry points; tool settings live in pyproject.toml."""
 
 import re
 from pathlib import Path
@@ -26,26 +26,6 @@ INSTALL_REQUIRES = [
     "psutil>=6",
 ]
 
-TEST = ["pytest>=8", "pytest-timeout>=2.3", "import-linter>=2"]
-
-EXTRAS_REQUIRE = {
-    # Only when asked for by name, on a GPU node without a fork of verl. Same pins as requirements/cuda.txt.
-    # There is no `cpu` extra: pip cannot resolve vLLM's CPU build (requirements/cpu.txt says why).
-    "cuda": [
-        "verl==0.9.1",
-        "vllm==0.24.0",
-        "torch==2.11.0",
-        "torchvision==0.26.0",
-        "torchaudio==2.11.0",
-        "transformers==5.9.0",
-        "ray[default]==2.60.0",
-        "tensordict==0.10.0",
-        "TransferQueue==0.1.11",
-    ],
-    "test": TEST,
-    "dev": [*TEST, "ruff>=0.8", "pre-commit>=3"],
-}
-
 setup(
     name="flashrl-verl",
     version=VERSION,
@@ -58,7 +38,6 @@ setup(
     packages=find_packages(include=["flashrl_verl", "flashrl_verl.*"]),
     package_data={"flashrl_verl": ["configs/**/*.yaml"]},
     install_requires=INSTALL_REQUIRES,
-    extras_require=EXTRAS_REQUIRE,
     entry_points={
         "console_scripts": ["flashrl = flashrl_verl.cli:main"],
         # verl imports the module in each of its processes; vLLM calls the function in each of its own.

@@ -38,10 +38,6 @@ class GuardError(FlashRLError):
     known."""
 
 
-class NodeLostError(FlashRLError):
-    """A node that the run needs left the Ray cluster."""
-
-
 def refuse(key: str, value: Any, reason: str, remedy: str) -> NoReturn:
     """Raise the one error for a wrong setting, in one line.
 

@@ -6,13 +6,12 @@ needs two values at once. Neither torch nor vLLM nor verl is imported.
 
 verl 0.9.1 tests the rollout's name for some of these; one called flashrl slips past, so they are tested again here:
     workers/config/rollout.py       pipeline_model_parallel_size > 1 is refused for vllm
-    workers/config/rollout.py, workers/rollout/replica.py       disaggregation is for sglang and vllm
     workers/rollout/llm_server.py   request priorities go to vllm only; any other name loses them silently
-    checkpoint_engine/base.py       delta_sharded is for sglang and vllm (here: naive only)
     utils/config.py                 the LoRA rank is checked for vllm only
 """
 
 import json
+import math
 import os
 from collections.abc import Callable, Iterator
 from difflib import get_close_matches
@@ -143,13 +142,8 @@ _RATIO = "correction and mismatch metrics divide the trainer's probability by th
 _SCRAPES = "it reads /metrics of the rollout's servers, which ask for a key that verl does not give it"
 
 RULES = (
+    Rule(CORRECTION, lambda node: node is not None, "verl reads its keys", "correction=none"),
     # Another trainer or backend than ours.
-    Rule(
-        "trainer.use_v1",
-        one_of(True),
-        "FlashRL's trainer builds on verl's V1 trainer; V0 is deprecated and would run without it",
-        "trainer.use_v1=true",
-    ),
     Rule(
         "trainer.v1.trainer_mode",
         one_of("flashrl"),
@@ -161,13 +155,6 @@ RULES = (
         one_of("flashrl"),
         "there is a flashrl node, but another backend would sample, with unchecked weight updates",
         f"{ROLLOUT}.name=flashrl, or leave FlashRL's experiment out",
-    ),
-    Rule(
-        "actor_rollout_ref.hybrid_engine",
-        one_of(True),
-        "the synchronous trainer samples on the training GPUs",
-        "actor_rollout_ref.hybrid_engine=true",
-        default=True,
     ),
     # Hardware.
     Rule(
@@ -245,14 +232,8 @@ RULES = (
     Rule(
         f"{ROLLOUT}.quantization",
         one_of(None),
-        "verl's own quantization would replace FlashRL's",
+        "FlashRL's rollout does not read it",
         f"{ROLLOUT}.quantization=null and flashrl.precision=int8",
-    ),
-    Rule(
-        f"{ROLLOUT}.quantization_config_file",
-        one_of(None),
-        "verl's own quantization would replace FlashRL's",
-        f"{ROLLOUT}.quantization_config_file=null",
     ),
     Rule(
         f"{ROLLOUT}.qat.enable",
@@ -317,13 +298,6 @@ RULES = (
         default=1,
     ),
     Rule(
-        f"{ROLLOUT}.disaggregation.enabled",
-        one_of(False),
-        "separate prefill and decode replicas are built from verl's own server class, without FlashRL",
-        f"{ROLLOUT}.disaggregation.enabled=false",
-        default=False,
-    ),
-    Rule(
         f"{ROLLOUT}.scheduling_policy",
         one_of("fcfs"),
         "verl hands request priorities only to a rollout named vllm, so they would be dropped",
@@ -336,13 +310,6 @@ RULES = (
         "the drafter's weights are not part of the checked weight update",
         "actor_rollout_ref.model.mtp.enable_rollout=false",
         default=False,
-    ),
-    Rule(
-        f"{ROLLOUT}.checkpoint_engine.backend",
-        one_of("naive"),
-        "other engines send weights past FlashRL's sender, which casts, times out and asks for a receipt",
-        f"{ROLLOUT}.checkpoint_engine.backend=naive",
-        default="naive",
     ),
     # Monitors that would ask the servers without their key.
     Rule(
@@ -486,24 +453,6 @@ RULES = (
         default=-1,
         when=_measures,
     ),
-    Rule(
-        # Not a field of verl's RolloutConfig; a user who adds it means it.
-        f"{ROLLOUT}.min_p",
-        one_of(0, 0.0),
-        f"{_RATIO}, and min-p renormalizes only the sampler's",
-        f"remove {ROLLOUT}.min_p, or correction=none",
-        default=0,
-        when=_measures,
-    ),
-    Rule(
-        # V1's agent loop sends 1.0 whatever this key says: a user who sets it gets no penalty and no warning.
-        f"{ROLLOUT}.repetition_penalty",
-        one_of(1, 1.0),
-        f"{_RATIO}, and a repetition penalty changes only the sampler's",
-        f"{ROLLOUT}.repetition_penalty=1.0",
-        default=1.0,
-        when=_measures,
-    ),
 )
 
 
@@ -617,23 +566,31 @@ def _check_batches(cfg: DictConfig) -> None:
     keys = (f"{ACTOR}.ulysses_sequence_parallel_size", f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size")
     data_parallel = max(1, ranks // max(get(cfg, key, 1) or 1 for key in keys))
     samples = get(cfg, f"{ROLLOUT}.n", 1)
-    for key, dynamic, source in (
-        (f"{ACTOR}.ppo_micro_batch_size_per_gpu", f"{ACTOR}.use_dynamic_bsz", f"{ACTOR}.ppo_mini_batch_size"),
+    whole = prompts * samples
+    if positive_integer(mini_batch):  # verl fills the batch up, so that mini-batches are whole
+        whole += -whole % math.lcm(data_parallel, mini_batch * samples)
+    for key, dynamic, source, sequences in (
+        (
+            f"{ACTOR}.ppo_micro_batch_size_per_gpu",
+            f"{ACTOR}.use_dynamic_bsz",
+            f"{ACTOR}.ppo_mini_batch_size={mini_batch}",
+            mini_batch * samples,
+        ),
         (
             f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu",
             f"{ROLLOUT}.log_prob_use_dynamic_bsz",
-            "data.train_batch_size",
+            f"data.train_batch_size={prompts}",
+            whole,
         ),
     ):
-        size, batch = get(cfg, key), get(cfg, source, 0)
-        share, rest = divmod(batch * samples, data_parallel)
+        size = get(cfg, key)
+        share, rest = divmod(sequences, data_parallel)
         if size and not get(cfg, dynamic, False) and (rest or share % size):
             refuse(
                 key,
                 size,
-                f"{source}={batch} prompts x {samples} samples on {data_parallel} ranks are "
-                f"{batch * samples / data_parallel:g} sequences a rank, which cannot be cut into micro-batches of that "
-                "many",
+                f"{source} prompts x {samples} samples on {data_parallel} ranks are {sequences / data_parallel:g} "
+                "sequences a rank, which cannot be cut into micro-batches of that many",
                 f"{key} that divides them, or {dynamic}=true",
             )
 

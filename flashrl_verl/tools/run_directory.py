@@ -36,7 +36,7 @@ MAY_CHANGE = (
         for name in ("resume_mode", "max_actor_ckpt_to_keep", "rollout_data_dir", "validation_data_dir")
     ),
     *("ray_kwargs", "global_profiler", "transfer_queue"),
-    *(f"flashrl.{name}" for name in ("update_timeout_s", "receipt_tensors", "max_num_gen_batches", "self_check")),
+    *(f"flashrl.{name}" for name in ("update_timeout_s", "max_num_gen_batches", "self_check")),
     *("flashrl.padded_vocab_mass_limit", "flashrl.guard"),
     *(
         f"actor_rollout_ref.rollout.{name}"

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 import ray
 
-from flashrl_verl.errors import FlashRLError, NodeLostError
+from flashrl_verl.errors import FlashRLError
 
 log = logging.getLogger("verl.flashrl")
 
@@ -41,29 +41,14 @@ def needed_nodes() -> dict[str, str]:
     return {} if nodes.keys() <= {ray.get_runtime_context().get_node_id()} else nodes
 
 
-def require_nodes(nodes: Mapping[str, str], remedy: str) -> None:
-    """Look at the cluster once.
-
-    Args:
-        nodes: id to address of those that the run needs.
-        remedy: for the error.
-
-    Raises:
-        NodeLostError: one is gone.
-    """
-    alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-    gone = [f"{address} ({node[:8]})" for node, address in nodes.items() if node not in alive]
-    if gone:
-        raise NodeLostError(f"{', '.join(gone)} left the Ray cluster, and its workers with it. {remedy}")
-
-
 @contextmanager
 def watching(nodes: Mapping[str, str], remedy: str) -> Iterator[None]:
     """Within it a lost node ends this process, whatever its other threads wait for; without ``nodes`` nothing is
     watched.
 
     Args:
-        nodes, remedy: as in ``require_nodes``.
+        nodes: id to address of those that the run needs.
+        remedy: for the error.
     """
     done = threading.Event()
     if nodes:
@@ -81,11 +66,13 @@ def watching(nodes: Mapping[str, str], remedy: str) -> Iterator[None]:
 def _watch(nodes: Mapping[str, str], remedy: str, done: threading.Event) -> None:
     while not done.wait(INTERVAL_S):
         try:
-            require_nodes(nodes, remedy)
-        except NodeLostError as error:
-            if not done.is_set():
-                print(f"{NodeLostError.__module__}.NodeLostError: {error}", file=sys.stderr, flush=True)
-                time.sleep(_TELLING_S)
-                os._exit(1)
+            alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
         except Exception as error:  # the cluster's service is busy or restarting: the next look may be answered
             log.warning("[flashrl] the list of nodes cannot be had (%s: %s)", type(error).__name__, error)
+            continue
+        gone = [f"{address} ({node[:8]})" for node, address in nodes.items() if node not in alive]
+        if gone and not done.is_set():
+            told = f"{', '.join(gone)} left the Ray cluster, and its workers with it. {remedy}"
+            print(f"error: {told}", file=sys.stderr, flush=True)
+            time.sleep(_TELLING_S)
+            os._exit(1)

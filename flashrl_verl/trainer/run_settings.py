@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from flashrl_verl.errors import FlashRLError
-from flashrl_verl.settings import FlashRLConfig, KVCache
+from flashrl_verl.settings import FlashRLConfig
 from flashrl_verl.trainer.atomic_write import write_whole
 
 FILE = "flashrl.json"
@@ -14,9 +14,6 @@ FILE = "flashrl.json"
 
 KEYS = ("precision", "ignore", "keep_first_layers", "keep_last_layers", "fp32_lm_head", "kv_cache")
 """Settings that decide what the engine computes from given weights."""
-
-_NOT_IN_OLD_RECORDS = {"kv_cache": KVCache.AUTO.value}
-"""What earlier versions did not write down, and their runs nearly all had."""
 
 
 def record(settings: FlashRLConfig) -> dict[str, Any]:
@@ -40,7 +37,7 @@ def load(folder: Path) -> dict[str, Any] | None:
     """
     path = folder / FILE
     try:
-        found = _NOT_IN_OLD_RECORDS | json.loads(path.read_text())
+        found = json.loads(path.read_text())
         return record(FlashRLConfig.from_mapping({key: found[key] for key in KEYS}))
     except FileNotFoundError:
         return None

@@ -87,14 +87,10 @@ class FlashRLTrainer(PPOTrainerSync):
 
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()
-        from verl.workers.engine_workers import ActorRolloutRefWorker
-
         from flashrl_verl.trainer.worker import FlashRLWorker
 
-        actor_roles = (Role.Actor, Role.ActorRollout, Role.ActorRolloutRef)
-        for role in actor_roles:
+        for role in (Role.ActorRollout, Role.ActorRolloutRef):
             if role in self.role_worker_mapping:
-                assert issubclass(FlashRLWorker, ActorRolloutRefWorker)
                 self.role_worker_mapping[role] = ray.remote(FlashRLWorker)
 
     def on_init_end(self) -> None:
@@ -131,9 +127,7 @@ class FlashRLTrainer(PPOTrainerSync):
 
     def _load_checkpoint(self) -> None:
         if folder := self._resumes_from():
-            require_same_ranks(folder, "actor", self.actor_rollout_wg.world_size)
-            if self.use_critic:
-                require_same_ranks(folder, str(Role.Critic), self.critic_wg.world_size)
+            require_same_ranks(folder, self.actor_rollout_wg.world_size)
             self.guard.last_checkpoint = folder
         super()._load_checkpoint()
 
@@ -276,7 +270,7 @@ class FlashRLTrainer(PPOTrainerSync):
         limit = self.flashrl.padded_vocab_mass_limit
         text = (
             f"step {self.global_steps}: the model puts {mass:.2e} of its probability on tokens past len(tokenizer), "
-            "which the rollout masks and the trainer does not, so every importance ratio is off by that factor"
+            "which the rollout masks and the trainer does not, so that every importance ratio is smaller by that share"
         )
         if not mass <= limit:
             raise FlashRLError(
@@ -288,24 +282,23 @@ class FlashRLTrainer(PPOTrainerSync):
             log.warning("%s (allowed: flashrl.padded_vocab_mass_limit=%g)", text, limit)
 
 
-def require_same_ranks(folder: Path, part: str, ranks: int) -> None:
+def require_same_ranks(folder: Path, ranks: int) -> None:
     """Refuse a checkpoint of another number of ranks: every FSDP rank loads the shard of its own number.
 
     Args:
-        folder: ``global_step_<N>``.
-        part: actor or critic, the folder in it. One without verl's record of its ranks is left to verl.
-        ranks: of this run's actor or critic.
+        folder: ``global_step_<N>``. One without verl's record of its ranks is left to verl.
+        ranks: of this run's actor.
 
     Raises:
         FlashRLError: there are more or fewer of them now.
     """
     try:
-        saved = json.loads((folder / part / "fsdp_config.json").read_text())["world_size"]
+        saved = json.loads((folder / "actor" / "fsdp_config.json").read_text())["world_size"]
     except (OSError, ValueError, KeyError, TypeError):
         return
     if saved != ranks:
         raise FlashRLError(
-            f"{folder / part} was saved by {saved} ranks and this run has {ranks}. Remedy: the same trainer.nnodes and "
+            f"{folder}/actor was saved by {saved} ranks and this run has {ranks}. Remedy: the same trainer.nnodes and "
             "trainer.n_gpus_per_node; or a weights-only start from a merged model: python -m verl.model_merger merge "
             f"--backend fsdp --local_dir {folder / 'actor'} --target_dir <model> (or `flashrl export`), then "
             "actor_rollout_ref.model.path=<model> and trainer.resume_mode=disable"

@@ -45,8 +45,8 @@ def train(cfg: DictConfig) -> None:
         FlashRLError: verl does not load the plugin; it would hide that.
     """
     settings = validation.validate_config(cfg)
-    validation.check_paths(cfg)
     prepare(cfg, ship_code=settings.ship_code)
+    validation.check_paths(cfg)
     platforms.activate(cfg)
 
     # Imported only now: these modules make verl decide on its platform.

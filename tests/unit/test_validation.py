@@ -31,10 +31,8 @@ REINFORCE = {**BYPASS, f"{CORRECTION}.loss_type": "reinforce"}
 
 CASES = [
     # another trainer or backend than ours
-    ({"trainer.use_v1": False}, "trainer.use_v1=true"),
     ({"trainer.v1.trainer_mode": "sync"}, "trainer.v1.trainer_mode=flashrl"),
     ({f"{ROLLOUT}.name": "vllm"}, f"{ROLLOUT}.name=flashrl"),
-    ({"actor_rollout_ref.hybrid_engine": False}, "actor_rollout_ref.hybrid_engine=true"),
     # hardware
     ({"trainer.device": "npu"}, "hardware=cuda or hardware=cpu"),
     ({PLATFORM: "cpu"}, "VERL_PLATFORM=cpu in the environment of the command"),
@@ -47,9 +45,7 @@ CASES = [
     ({f"{ROLLOUT}.pipeline_model_parallel_size": 2}, f"{ROLLOUT}.pipeline_model_parallel_size=1"),
     ({f"{ROLLOUT}.data_parallel_size": 2}, f"{ROLLOUT}.data_parallel_size=1"),
     ({f"{ROLLOUT}.expert_parallel_size": 2}, f"{ROLLOUT}.expert_parallel_size=1"),
-    ({f"{ROLLOUT}.disaggregation.enabled": True}, f"{ROLLOUT}.disaggregation.enabled=false"),
     ({f"{ROLLOUT}.scheduling_policy": "priority"}, f"{ROLLOUT}.scheduling_policy=fcfs"),
-    ({f"{ROLLOUT}.checkpoint_engine.backend": "nccl"}, f"{ROLLOUT}.checkpoint_engine.backend=naive"),
     ({f"{ACTOR}.strategy": "megatron"}, f"{ACTOR}.strategy=fsdp2"),
     ({f"{ACTOR_MODEL}.lora_rank": 8}, f"{ACTOR_MODEL}.lora.merge=True"),
     ({f"{ACTOR_MODEL}.lora.rank": 8}, f"{ACTOR_MODEL}.lora.merge=True"),
@@ -62,7 +58,6 @@ CASES = [
     ({f"{ROLLOUT}.dtype": "float32"}, f"{ROLLOUT}.dtype=bfloat16"),
     ({f"{ROLLOUT}.load_format": "bitsandbytes"}, f"{ROLLOUT}.load_format=dummy"),
     ({f"{ROLLOUT}.quantization": "fp8"}, f"{ROLLOUT}.quantization=null"),
-    ({f"{ROLLOUT}.quantization_config_file": "q.json"}, f"{ROLLOUT}.quantization_config_file=null"),
     ({f"{ACTOR}.fsdp_config.qat.enable": True}, f"{ACTOR}.fsdp_config.qat.enable=false"),
     (
         {"flashrl.fp32_lm_head": True, f"{ACTOR_MODEL}.use_fused_kernels": True},
@@ -74,6 +69,7 @@ CASES = [
     ({f"{ROLLOUT}.prometheus.enable": True}, f"{ROLLOUT}.prometheus.enable=false"),
     ({"trainer.logger": ["console", "rl_insight"]}, "trainer.logger without rl_insight"),
     ({"trainer.logger": "rl_insight"}, "trainer.logger without rl_insight"),
+    ({CORRECTION: None}, "correction=none"),
     # a correction of which something would be ignored, or that divides by zero (the rest: test_correction_settings.py)
     ({f"{CORRECTION}.rollout_is": "word"}, f"{CORRECTION}.rollout_is=token"),
     ({f"{CORRECTION}.loss_type": "reinforce"}, f"{CORRECTION}.loss_type=ppo_clip"),
@@ -104,8 +100,6 @@ CASES = [
             ("logprobs_mode", "raw_logprobs", "{}=processed_logprobs"),
             ("top_p", 0.9, "{}=1.0"),
             ("top_k", 50, "{}=-1"),
-            ("min_p", 0.05, "remove {}"),
-            ("repetition_penalty", 1.1, "{}=1.0"),
         )
     ),
     # settings that would not reach the workers
@@ -214,7 +208,7 @@ ACCEPTED = [
     {f"{ROLLOUT}.dtype": "float16"},
     {f"{ACTOR_MODEL}.lora_rank": 8, f"{ACTOR_MODEL}.lora.merge": True},
     {"my_own": {"a": 1}},
-    {f"{ROLLOUT}.top_k": 0, f"{ROLLOUT}.top_p": 1, f"{ROLLOUT}.min_p": 0.0, f"{ROLLOUT}.repetition_penalty": 1},
+    {f"{ROLLOUT}.top_k": 0, f"{ROLLOUT}.top_p": 1},
     {f"{ROLLOUT}.val_kwargs.top_p": 0.7, f"{ROLLOUT}.val_kwargs.top_k": 20, f"{ROLLOUT}.val_kwargs.temperature": 0},
     {**NO_WEIGHTS, f"{ROLLOUT}.top_p": 0.9, f"{ROLLOUT}.calculate_log_probs": False},
     {"flashrl.fp32_lm_head": True, MIXED: {"reduce_dtype": "fp32"}},
@@ -270,6 +264,12 @@ def test_micro_batches_that_do_not_divide_a_ranks_share_are_refused_before_anyth
         assert message.startswith(f"{key}=256 is refused: ") and "are 128 sequences a rank" in message
         OmegaConf.update(cfg, key, 64)
     validate_config(cfg)
+    # 100 prompts x 8 samples are filled up to four mini-batches of 32 prompts: 512 sequences a rank.
+    OmegaConf.update(cfg, "data.train_batch_size", 100)
+    OmegaConf.update(cfg, log_prob, 256)
+    validate_config(cfg)
+    OmegaConf.update(cfg, log_prob, 200)
+    assert "are 512 sequences a rank" in refusal(cfg)
 
 
 # ---- local paths ----

@@ -26,7 +26,7 @@ REFIT_PHASES = {
     "quantize": "flashrl/refit_quantize_seconds",
     "verify": "flashrl/refit_verify_seconds",
 }
-"""Column to metric; ``step_metrics.refit_metrics`` says what each is."""
+"""Column to metric; ``trainer/metrics.py`` says what each is."""
 
 MEMORY = {"allocated GiB": "actor/perf/max_memory_allocated_gb", "reserved GiB": "actor/perf/max_memory_reserved_gb"}
 """Column to verl's metric of the actor's GPUs; not logged on CPUs."""
