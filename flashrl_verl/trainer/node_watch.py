@@ -73,6 +73,6 @@ def _watch(nodes: Mapping[str, str], remedy: str, done: threading.Event) -> None
         gone = [f"{address} ({node[:8]})" for node, address in nodes.items() if node not in alive]
         if gone and not done.is_set():
             told = f"{', '.join(gone)} left the Ray cluster, and its workers with it. {remedy}"
-            print(f"error: {told}", file=sys.stderr, flush=True)
+            print(f"NodeLostError: {told}", file=sys.stderr, flush=True)
             time.sleep(_TELLING_S)
             os._exit(1)
