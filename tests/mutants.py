@@ -78,8 +78,8 @@ def dropped(name: str, tensor: str) -> Mutant:
 
 def skipped(name: str, tensor: str) -> Mutant:
     """The model's loader never sees ``tensor``, in any update; the receipts are of what arrived."""
-    line = "                yield current, tensor"
-    return Mutant(name, LOAD, line, f'                if current != "{tensor}":\n    {line}', (ENGINE,))
+    line = "                yield self._loading, tensor"
+    return Mutant(name, LOAD, line, f'                if self._loading != "{tensor}":\n    {line}', (ENGINE,))
 
 
 MUTANTS = [

@@ -61,7 +61,7 @@ class WeightRefit:
 
     def begin(self, step: int) -> None:
         """Start an update: poison all storage. Args: step: the trainer's global step."""
-        self._manifest, self.last_receipt, self._seconds, self._loading = Manifest(step), {}, 0.0, ""
+        self._manifest, self.last_receipt, self._seconds = Manifest(step), {}, 0.0
         self._problems: list[str] = []
         self._skipped: list[str] = []
         self._unread: list[str] = []
@@ -73,7 +73,7 @@ class WeightRefit:
         Args:
             weights: (Hugging Face name, tensor) pairs; the tensors are not kept past this call.
         """
-        started = time.perf_counter()
+        started, self._loading = time.perf_counter(), "a bucket"
         try:
             self._manifest.add(weights)
             if not self._problems:
@@ -124,7 +124,6 @@ class WeightRefit:
         }
 
     def _load(self, weights: NamedTensors) -> None:
-        self._loading = "a bucket"
         # A head that is the embedding: vLLM's model has no parameter for it.
         self._skipped += [name for name, _ in weights if self._tied and name.startswith("lm_head.")]
         weights = [(name, tensor) for name, tensor in weights if name not in self._skipped]
