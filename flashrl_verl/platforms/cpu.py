@@ -38,6 +38,9 @@ class _CpuDeviceModule(types.ModuleType):
     def get_device_name(self, *args) -> str:
         return "CPU"
 
+    def set_rng_state(self, state: torch.Tensor, *args) -> None:
+        torch.set_rng_state(state)  # as verl resumes: a checkpoint has a state called cpu
+
 
 _DEVICE_MODULE = _CpuDeviceModule("flashrl_cpu_device")
 
