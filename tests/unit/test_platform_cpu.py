@@ -21,13 +21,19 @@ print("PLATFORM", get_platform().device_name, patched.keywords, hasattr(patched.
 import verl.workers.engine.fsdp.transformer_impl as engines
 from verl.workers.engine import EngineRegistry
 print("ENGINE", EngineRegistry.get_engine_cls("language_model", "fsdp2") is engines.FSDPEngineWithLMHead)
+import torch
+from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
+saved = BaseCheckpointManager.get_rng_state()
+drawn = torch.rand(3)
+BaseCheckpointManager.load_rng_state(saved)
+print("RESUMED", torch.equal(torch.rand(3), drawn))
 """
 
 
-def test_chosen_by_name_it_trains_with_fsdp_over_gloo_and_the_patch_is_applied_once():
+def test_chosen_by_name_it_trains_with_fsdp_over_gloo_resumes_and_the_patch_is_applied_once():
     env = os.environ | {"VERL_PLATFORM": "cpu"}  # verl decides its platform once in a process
     done = subprocess.run([sys.executable, "-c", CHOSEN], env=env, capture_output=True, text=True, timeout=400)
-    assert "PLATFORM cpu {'backend': 'gloo'} False\nENGINE True" in done.stdout, done.stderr
+    assert "PLATFORM cpu {'backend': 'gloo'} False\nENGINE True\nRESUMED True" in done.stdout, done.stderr
 
 
 def test_the_reason_for_the_patch_still_holds():
