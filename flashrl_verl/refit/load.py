@@ -165,7 +165,8 @@ class WeightRefit:
             if p.loaded_elements != p.numel()
         ]
         self._report("quantized weights that were not written exactly once", partial)
-        if bad := unwritten(parameters):
+        arrived = {n: buffer for n, buffer in self._buffers.items() if n in self._manifest.tensors}
+        if bad := unwritten({**parameters, **arrived}):
             self._problems.append(
                 f"NaN or Inf in {listed(bad)}: it arrived so, or the loader left that part unwritten. If the trainer "
                 "diverged, resume from a checkpoint before it with a lower actor_rollout_ref.actor.optim.lr or "
@@ -195,12 +196,12 @@ def poison(parameters: dict[str, torch.nn.Parameter]) -> None:
         torch._foreach_mul_(tensors, float("nan"))  # a few launches for hundreds of norms and scales
 
 
-def unwritten(parameters: dict[str, torch.nn.Parameter]) -> list[str]:
+def unwritten(parameters: dict[str, torch.Tensor]) -> list[str]:
     """Names of the parameters that hold NaN or Inf: poison that is left, or as they arrived (synchronizes)."""
     return non_finite({name: parameter.data for name, parameter in parameters.items() if _takes_nan(parameter)})
 
 
-def _takes_nan(parameter: torch.nn.Parameter) -> bool:
+def _takes_nan(parameter: torch.Tensor) -> bool:
     return parameter.is_floating_point() and parameter.dtype.itemsize > 1 and parameter.numel() > 0
 
 

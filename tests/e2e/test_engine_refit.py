@@ -143,6 +143,15 @@ def test_whatever_is_unaccounted_for_is_one_error_that_names_it(trainer, refit, 
         refit(weights, step=7)
 
 
+def test_a_buffer_that_arrives_with_nan_is_named(engine, trainer, monkeypatch):
+    model = Refit(engine).model
+    monkeypatch.setitem(model._buffers, "correction", torch.zeros(4, device=next(model.parameters()).device))
+    refit = Refit(engine)
+    refit({**wire(trainer), "correction": torch.ones(4).bfloat16()}, step=0)
+    with pytest.raises(RefitError, match="NaN or Inf in correction:"):
+        refit({**wire(trainer), "correction": torch.full([4], float("nan")).bfloat16()}, step=1)
+
+
 def test_a_tensor_that_arrives_twice_is_named(trainer, refit):
     bucket = [(name, tensor.to(refit.device)) for name, tensor in wire(trainer).items()]
     refit.account.begin(1)
