@@ -17,29 +17,6 @@ OUR_ATTENTION = "h200-int8-kv.json"
 """Of ``mismatch``; in the older ones ``int8_per_token_head`` was read by vLLM's Triton attention."""
 
 
-def test_every_refit_is_in_the_table_with_its_figures():
-    expected = []
-    for report in raw("refit"):
-        copy = statistics.median(report["copy_gigabytes_per_second"])
-        for result in report["results"]:
-            seconds = result["refit_seconds"]
-            bandwidth = (result["read_bytes"] + result["written_bytes"]) / 1e9 / statistics.median(seconds)
-            low, median, high = (f"{f(seconds) * 1e3:.1f}" for f in (min, statistics.median, max))
-            expected.append(
-                [
-                    report["model"],
-                    result["source"],
-                    result["arm"],
-                    f"{median} ({low}-{high})",
-                    f"{statistics.median(result['load_seconds']) * 1e3:.1f}",
-                    f"{bandwidth / copy:.0%}",
-                    f"{result['extra_bytes'] / 2**20:.0f}",
-                ]
-            )
-    (table,) = tables("refit.md")
-    assert sorted(table[1:]) == sorted(expected)
-
-
 def test_every_cost_of_the_correction_is_in_the_table_with_its_figures():
     from benchmarks.correction import PARTS
 
