@@ -10,9 +10,9 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.learning_archive import learning_pack, learning_unpack
-from benchmarks.learning_command import learning
-from benchmarks.learning_figure import learning_figure
+from benchmarks.legacy_learning.learning_archive import learning_pack, learning_unpack
+from benchmarks.legacy_learning.learning_command import learning
+from benchmarks.legacy_learning.learning_figure import learning_figure
 from benchmarks.mismatch_command import mismatch
 from benchmarks.rollout_command import rollout
 from benchmarks.rollout_figure import rollout_figure

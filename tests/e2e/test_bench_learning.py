@@ -16,11 +16,11 @@ import torch
 from learning_runs import config
 from safetensors.torch import load_file, save_file
 
-from benchmarks import learning
-from benchmarks import learning_bf16 as bf16
-from benchmarks.learning import arms_of
-from benchmarks.learning_recipe import compose_run
-from benchmarks.learning_results import accuracy_of
+from benchmarks.legacy_learning import learning
+from benchmarks.legacy_learning import learning_bf16 as bf16
+from benchmarks.legacy_learning.learning import arms_of
+from benchmarks.legacy_learning.learning_recipe import compose_run
+from benchmarks.legacy_learning.learning_results import accuracy_of
 from flashrl_verl.quickstart.chain import ChainConfig
 from flashrl_verl.quickstart.model import ToyModelConfig
 from flashrl_verl.quickstart.warmup import WarmupConfig

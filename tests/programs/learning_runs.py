@@ -9,8 +9,8 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from benchmarks.learning import LearningConfig, arms_of
-from benchmarks.learning_schedule import Limits, Schedule
+from benchmarks.legacy_learning.learning import LearningConfig, arms_of
+from benchmarks.legacy_learning.learning_schedule import Limits, Schedule
 
 KEY = "val-core/toy_chain/acc/mean@2"
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from benchmarks.learning import CHAIN, WARMUP
+from benchmarks.legacy_learning.learning import CHAIN, WARMUP
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.quickstart.chain import DATA_SOURCE, Chain, ChainConfig
 from flashrl_verl.quickstart.reward import compute_score

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A chain of additions and subtractions that is worked out step by step: a longer task than one sum, for learning
+curves.
+
+The response writes every intermediate result (``52-38=14;14+27=41;#41``), and one wrong digit anywhere makes the answer
+wrong. As in the toy task the warm-up data hold a slip for RL to unlearn: most of their subtractions forget to borrow
+(52-38=24), and go on from what they wrote. So the policy that RL starts from is right where nothing is borrowed and
+mostly wrong elsewhere, greedily too, and each borrow is a place where a 0/1 reward at the end has to find the cause.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+from flashrl_verl.errors import ConfigError
+from benchmarks.legacy_learning.quickstart.task import Split
+
+DATA_SOURCE = "toy_chain"
+
+_LARGEST = 99
+"""Intermediate results run from 0 to this one."""
+
+_DRAWS = 30
+"""For each chain that is wanted, at most: of equally likely ones ln(n) + 0.6 bring up all n, 10.5 of 20,000; rare ones
+take more."""
+
+_REMEDY = "Remedy: more steps (--chain-steps of flashrl bench learning), or fewer chains."
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A number and what is added to it, one after another; negative terms are subtracted."""
+
+    first: int
+    terms: tuple[int, ...]
+
+    @property
+    def prompt(self) -> str:
+        """What the user says."""
+        return str(self.first) + "".join(f"{term:+d}" for term in self.terms) + "="
+
+    @property
+    def answer(self) -> str:
+        """The whole response, every step right."""
+        return self._worked(lambda: False)
+
+    @property
+    def ground_truth(self) -> str:
+        """The number that the reward asks for."""
+        return str(self.first + sum(self.terms))
+
+    @property
+    def borrows(self) -> int:
+        """Subtractions whose units have to borrow, where every step is right."""
+        values = [self.first + sum(self.terms[:i]) for i in range(len(self.terms))]
+        return sum(_borrows(value, term) for value, term in zip(values, self.terms, strict=True))
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """What goes into verl's ``extra_info``."""
+        return {"borrows": self.borrows}
+
+    def worked(self, rng: random.Random, slip_rate: float) -> str:
+        """A response in which each borrow is forgotten with a probability of ``slip_rate``."""
+        return self._worked(lambda: rng.random() < slip_rate)
+
+    def _worked(self, forgets) -> str:
+        steps, value = [], self.first
+        for term in self.terms:
+            result = value + term
+            if _borrows(value, term) and forgets():
+                result += 10  # 52-38=24
+            steps.append(f"{value}{term:+d}={result};")
+            value = result
+        return "".join(steps) + f"#{value}"
+
+
+def _borrows(value: int, term: int) -> bool:
+    return term < 0 and value % 10 < -term % 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChainConfig:
+    """Which chains there are. All are different, so that none that is held out is trained on."""
+
+    steps: int = 8
+    """Additions and subtractions of a chain."""
+    subtraction_rate: float = 0.5
+    """Share of subtractions where both are possible. With 8 steps a sixth of the chains borrows nowhere, and who
+    forgets 0.6 of the borrows gets 0.37 of them right."""
+    max_term: int = 49
+    """Terms run from 1 to this one."""
+    train: int = 20000
+    """Chains that RL and the warm-up see."""
+    probe: int = 256
+    """Held out from the warm-up; they decide when that stops."""
+    test: int = 512
+    """Held out from everything."""
+    slip_rate: float = 0.6
+    """Probability that the warm-up forgets a borrow. Above 0.5, so that the greedy answer does."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "train", "probe", "test"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} of a chain must be at least 1.")
+        for name in ("subtraction_rate", "slip_rate"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ConfigError(f"{name}={getattr(self, name)} is not a probability. Set it between 0 and 1.")
+        if not 1 <= self.max_term <= _LARGEST // 2:
+            raise ConfigError(
+                f"max_term={self.max_term} must be from 1 to {_LARGEST // 2}, or some number has no next step."
+            )
+
+        if self._wanted > (there := self._possible()):
+            raise ConfigError(
+                f"{self._wanted} different chains (train, probe and test) of steps={self.steps} are wanted, and there "
+                f"are {there}. {_REMEDY}"
+            )
+
+    @property
+    def data_source(self) -> str:
+        """verl groups its validation metrics by this name."""
+        return DATA_SOURCE
+
+    @property
+    def _wanted(self) -> int:
+        return self.test + self.probe + self.train
+
+    def _possible(self) -> int:
+        """How many different chains can be drawn: by the number that a chain has come to, of its steps the last ones
+        first."""
+        ways = [1] * (_LARGEST + 1)
+        for _ in range(self.steps):
+            ways = [
+                sum(
+                    ways[value + sign * term]
+                    for sign, size in self._terms(value).items()
+                    for term in range(1, size + 1)
+                )
+                for value in range(_LARGEST + 1)
+            ]
+        return sum(ways[1:])  # the first number is no 0
+
+    def _terms(self, value: int) -> dict[int, int]:
+        """Signs of the terms that may follow a number, and the largest term of each."""
+        sizes = {-1: min(self.max_term, value), 1: min(self.max_term, _LARGEST - value)}
+        certain = {0.0: 1, 1.0: -1}.get(self.subtraction_rate)
+        if certain is not None and sizes[certain]:
+            return {certain: sizes[certain]}
+        return {sign: size for sign, size in sizes.items() if size}
+
+    def split(self, seed: int) -> Split:
+        """Draw the chains; a function of the configuration and the seed only.
+
+        Raises:
+            ConfigError: too few different ones come up: there are hardly more, or a rate makes most of them rare.
+        """
+        rng, chains = random.Random(seed), {}
+        for _ in range(_DRAWS * self._wanted):
+            chains[self._draw(rng)] = None
+            if len(chains) == self._wanted:
+                break
+        else:
+            raise ConfigError(
+                f"{self._wanted} different chains (train, probe and test) are wanted, and {_DRAWS} times as many draws "
+                f"of steps={self.steps} with subtraction_rate={self.subtraction_rate} gave {len(chains)}. {_REMEDY}"
+            )
+        drawn = list(chains)
+        held_out = self.test + self.probe
+        return Split(
+            test=tuple(drawn[: self.test]), probe=tuple(drawn[self.test : held_out]), train=tuple(drawn[held_out:])
+        )
+
+    def _draw(self, rng: random.Random) -> Chain:
+        first = value = rng.randint(1, _LARGEST)
+        terms = []
+        for _ in range(self.steps):
+            sizes = {-1: min(self.max_term, value), 1: min(self.max_term, _LARGEST - value)}
+            sign = -1 if rng.random() < self.subtraction_rate else 1
+            sign = sign if sizes[sign] else -sign
+            terms.append(sign * rng.randint(1, sizes[sign]))
+            value += terms[-1]
+        return Chain(first, tuple(terms))

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a person needs of a failed run's log."""
+
+import re
+
+_COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+_PREFIX = re.compile(r"^(?:\((?:[^\s()]+ )*pid=\d+(?:, ip=\S+)?\) ?)+(?:ERROR \d\d-\d\d \S+ \[\S+\] )?")
+"""Who said it, by Ray (`(WorkerDict pid=5399) `, also nested), and when, by vLLM."""
+_OURS = re.compile(r"^(?:flashrl_verl\.errors\.)?(?:FlashRL|Config|Refit|DynamicSampling|Guard)Error: \S")
+_CONSEQUENCE = re.compile(r"root cause|EngineDeadError|(Actor|Worker)\w*DiedError")
+"""vLLM's and Ray's errors that only say that another process failed."""
+_ANY = re.compile(r"^(?!ray\.exceptions\.)(?:\w+\.)*\w*(?:Error|Exception|Killed|Exit): \S")
+
+
+def last_error(log: str) -> list[str]:
+    """What a person needs of a failed run's log: the exception's message without traceback and prefixes.
+
+    FlashRL's own errors come first: what follows them is only their consequence in other processes.
+    """
+    lines = [_PREFIX.sub("", _COLOURS.sub("", line)).rstrip() for line in log.splitlines()]
+    for pattern in (_OURS, _ANY):
+        found = [i for i, line in enumerate(lines) if pattern.match(line)]
+        if found:
+            start = next((i for i in reversed(found) if not _CONSEQUENCE.search(lines[i])), found[-1])
+            more = lines[start + 1 : start + 6]
+            end = next(
+                (i for i, line in enumerate(more) if not line or _ANY.match(line) or _looks_like_log(line)), len(more)
+            )
+            return [lines[start], *more[:end]]
+    return [line for line in lines if line][-10:]
+
+
+def _looks_like_log(line: str) -> bool:
+    return bool(
+        re.match(
+            r"(Traceback|ray\.exceptions|\[|INFO|WARNING|ERROR|DEBUG|Set the environment variable HYDRA|  File |\d{4}-\d\d)",  # noqa: E501
+            line,
+        )
+    )

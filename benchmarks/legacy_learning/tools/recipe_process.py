@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The recipe: the configuration that it sees, and where and in which environment a process of its own starts it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flashrl_verl.errors import ConfigError
+from flashrl_verl.plugins.versions import require_verl
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+ROOT = Path(__file__).resolve().parents[3]
+"""The checkout: the recipe is not part of the installed package."""
+
+MODULE = "recipe.flashrl.main_flashrl"
+"""What ``python -m`` runs, started in ``ROOT``."""
+
+
+def environment(metrics: Path) -> dict[str, str]:
+    """Variables of a run that logs to ``metrics``, has a Ray of its own and asks no network."""
+    env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    return env | {
+        "VERL_FILE_LOGGER_PATH": str(metrics),
+        "PYTHONUNBUFFERED": "1",
+        "HF_HUB_OFFLINE": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+
+
+def compose(overrides: Sequence[str]) -> DictConfig:
+    """The configuration that the recipe will see.
+
+    Raises:
+        ConfigError: verl or the recipe is not there, or Hydra refuses an override.
+    """
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    require_verl()
+    configs = ROOT / "recipe" / "flashrl" / "config"
+    if not configs.is_dir():
+        raise ConfigError(
+            f"{configs} is not there. This runs from a checkout: pip install --no-deps -e . and try again."
+        )
+    # As a path: resolving pkg://verl.trainer.config would import verl and torch, which takes seconds.
+    verl = Path(next(iter(find_spec("verl").submodule_search_locations))) / "trainer" / "config"
+    searchpath = f"hydra.searchpath=[{quoted(f'file://{verl}')},pkg://flashrl_verl.configs]"
+    try:
+        with initialize_config_dir(str(configs), version_base=None):
+            return hydra_compose("flashrl_trainer", [searchpath, *overrides])
+    except (HydraException, OmegaConfBaseException) as error:
+        said = str(error)
+        if unknown := re.search(r"Could not override '([^']+)'", said):
+            said = (
+                f"there is no key {unknown[1]}. See `python -m recipe.flashrl.main_flashrl --dry-run` for those that "
+                "are"
+            )
+        raise ConfigError(f"Hydra refuses the overrides {' '.join(overrides)}: {said}") from error
+
+
+def quoted(text: str) -> str:
+    """A string in Hydra's override grammar, whatever is in it."""
+    return "'" + text.replace("'", r"\'") + "'"
