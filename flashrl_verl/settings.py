@@ -223,8 +223,8 @@ class GuardConfig(Settings):
     """Whether anything is watched at all."""
 
     action: Action = _choice(Action.WARN, "warn or stop (or flashrl.guard.enable=false)")
-    """What an event does. The default warns: what is wrong for certain stops a run under any settings, these limits are
-    a judgement."""
+    """What happens at an event. The default warns, because the limits are heuristics. What is wrong for certain always
+    stops the run."""
 
     patience: int = _count(3, 1, "a number of steps, 1 or more")
     """Consecutive steps beyond the limit that make an event. One batch can be odd, three in a row are a state."""

@@ -123,8 +123,8 @@ def _reinforce(cfg: DictConfig) -> bool:
 
 
 def _measures(cfg: DictConfig) -> bool:
-    """correction=metrics_only is the one that keeps a threshold without weights (correction=none has neither): its KL
-    is a statement about quantization only when the sampler's policy is otherwise the trainer's."""
+    """Whether the run compares log-probs of trainer and rollout. ``correction=metrics_only`` is known by its threshold
+    without weights; ``correction=none`` has neither."""
     return _weights(cfg) or _rejects(cfg) or _bypass(cfg) or get(cfg, f"{CORRECTION}.rollout_is_threshold") is not None
 
 
@@ -139,7 +139,7 @@ ROW_ESTIMATORS = ("grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectori
 _LOSS_MODE = f"{ACTOR}.policy_loss.loss_mode"
 _MERGE = "actor_rollout_ref.model.lora.merge"
 _RATIO = "correction and mismatch metrics divide the trainer's probability by the sampler's"
-_SCRAPES = "it reads /metrics of the rollout's servers, which ask for a key that verl does not give it"
+_NO_KEY = "it reads /metrics of the rollout's servers, which ask for a key that verl does not give it"
 
 RULES = (
     Rule(CORRECTION, lambda node: node is not None, "verl reads its keys", "correction=none"),
@@ -225,7 +225,7 @@ RULES = (
     Rule(
         f"{ROLLOUT}.load_format",
         one_of("dummy", "auto", "safetensors"),
-        "codes are made by vLLM's ordinary weight loaders, which this format goes round",
+        "codes are made by vLLM's ordinary weight loaders, which this format bypasses",
         f"{ROLLOUT}.load_format=dummy (weights arrive with the first update), auto or safetensors",
         default="dummy",
     ),
@@ -315,14 +315,14 @@ RULES = (
     Rule(
         f"{ROLLOUT}.prometheus.enable",
         one_of(False),
-        _SCRAPES,
+        _NO_KEY,
         f"{ROLLOUT}.prometheus.enable=false, and a scrape job of your own with the key (docs/security.md)",
         default=False,
     ),
     Rule(
         "trainer.logger",
         lambda loggers: "rl_insight" not in ([loggers] if isinstance(loggers, str) else loggers),
-        _SCRAPES,
+        _NO_KEY,
         "trainer.logger without rl_insight",
         default=[],
     ),
@@ -459,7 +459,7 @@ RULES = (
 # ---- vLLM's own arguments ----
 
 # verl's server builds {its own arguments, **engine_kwargs}: what stands in engine_kwargs wins without a word.
-_TWINS = {
+_ALIASES = {
     "dtype": "dtype",
     "load_format": "load_format",
     "logprobs_mode": "logprobs_mode",
@@ -476,7 +476,7 @@ _DEFAULTS = {rule.key: rule.default for rule in RULES if rule.default is not Non
 
 _PRECISION = "flashrl.precision=int8, fp8 or bf16"
 _KV_CACHE = "flashrl.kv_cache=auto or int8_per_token_head"
-_OWNED = {
+_RESERVED = {
     "quantization": ("it replaces FlashRL's quantization", _PRECISION),
     "q": ("it is vLLM's short name for quantization and replaces FlashRL's", _PRECISION),
     "quantization_config": ("it replaces FlashRL's quantization", _PRECISION),
@@ -486,7 +486,7 @@ _OWNED = {
     ),
     "kv_cache_dtype": ("nothing would make its scales follow the policy", _KV_CACHE),
     "calculate_kv_scales": ("its scales are those of the first batch, whatever the policy becomes", _KV_CACHE),
-    "kv_cache_dtype_skip_layers": ("flashrl.kv_cache would be half true", "flashrl.kv_cache for all layers"),
+    "kv_cache_dtype_skip_layers": ("only some layers would have flashrl.kv_cache", "flashrl.kv_cache for all layers"),
     "enable_expert_parallel": (
         "neither the loader nor the receipts of FlashRL know which experts a rank would hold",
         None,
@@ -512,14 +512,14 @@ def _check_engine_arguments(cfg: DictConfig) -> None:
             continue
         key = f"{ENGINE}.{name}"
         argument = str(name).replace("-", "_").split(".")[0]  # vLLM takes both spellings, and dots into a dict
-        if argument in _OWNED:
-            reason, instead = _OWNED[argument]
+        if argument in _RESERVED:
+            reason, instead = _RESERVED[argument]
             use = f", and use {instead}" if instead else ""
             refuse(key, value, f"verl puts engine_kwargs last, so this wins; {reason}", f"remove {key}{use}")
         if "ssl" in argument.split("_"):  # all of vLLM's arguments about certificates
             use = f"remove {key}; flashrl.server_address=loopback keeps HTTP on its machine (docs/security.md)"
             refuse(key, value, "verl starts vLLM's server without it, so that its HTTP would not be encrypted", use)
-        twin = f"{ROLLOUT}.{_TWINS[argument]}" if argument in _TWINS else None
+        twin = f"{ROLLOUT}.{_ALIASES[argument]}" if argument in _ALIASES else None
         if twin and value != (meant := get(cfg, twin, _DEFAULTS.get(twin, value))):
             reason = f"verl puts engine_kwargs last, so {twin}={words(meant)} would be ignored"
             refuse(key, value, reason, f"remove {key} and set {twin}")

@@ -99,7 +99,7 @@ MUTANTS = [
     # What was never sent stays poison, and the receipts agree on what is left.
     dropped("drop_weight", MATRIX),
     dropped("drop_norm", NORM),
-    Mutant("drop_is_not_missed", LOAD, "if bad := unwritten({**parameters, **arrived}):", "if bad := []:",
+    Mutant("drop_is_not_missed", LOAD, "if bad := non_finite_parameters({**parameters, **arrived}):", "if bad := []:",
         (UNACCOUNTED,)),
     # A loader that takes a tensor and writes nothing, or a part.
     skipped("loader_skips_weight", MATRIX),

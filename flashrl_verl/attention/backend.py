@@ -204,7 +204,7 @@ class Int8KVAttention(AttentionImpl):
             kv_cache: ``pages.shape``.
             attn_metadata: of the step; None while vLLM measures memory.
             output: like query, written.
-            output_scale: not supported; so is ``output_block_scale``.
+            output_scale: not supported; neither is ``output_block_scale``.
         """
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("quantized output of attention")

@@ -19,7 +19,7 @@ _MOST_SPLITS = 32
 
 @dataclass(frozen=True)
 class Scratch:
-    """What parts are kept in between the two kernels of a step; one for all layers."""
+    """Workspace between the split and the merge kernel; all layers share one."""
 
     sums: torch.Tensor
     """float32: values that the weights of each split give."""

@@ -48,7 +48,7 @@ def default_to_gloo(distributed: types.ModuleType) -> None:
     distributed.initialize_global_process_group_ray = functools.partial(original, backend="gloo")
 
 
-def many_tokens_at_once(torch_functional: types.ModuleType) -> None:
+def patch_logprobs_from_logits(torch_functional: types.ModuleType) -> None:
     """Apply the second entry to ``verl.utils.torch_functional``.
 
     Raises:

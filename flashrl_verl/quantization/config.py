@@ -131,8 +131,7 @@ class FlashRLQuantizationConfig(QuantizationConfig):
         Raises:
             ConfigError: ``ignore`` names some of the fused parts only.
         """
-        # Every layer is asked about, quantized or not, so that an entry of `ignore` for one that never is counts as of
-        # use.
+        # Ask about every layer, also those that are never quantized, so that their entries of `ignore` count as used.
         kept = self._kept(prefix, self.parts(layer, prefix))
         return (
             self.format is not None

@@ -13,7 +13,7 @@ from flashrl_verl.quantization.parameter import QuantizedStorage
 
 
 def layers_with_stale_copies(model: torch.nn.Module, process_weights: Callable[[], None]) -> list[str]:
-    """Names of linear layers, heads and experts whose products are the same for weights of 1 and 2, by codes or scales.
+    """Names of layers whose output does not change when all their weights (or scales) go from 1 to 2.
 
     The same weights sent again would not show such a copy: it is a copy of them. Of codes and scales one may be copied
     while the other is read where it lies, so each is changed alone. (NaN would not tell that.) All weights are

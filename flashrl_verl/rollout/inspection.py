@@ -151,7 +151,7 @@ def require_settings(settings: FlashRLConfig, found: dict[str, Any]) -> None:
 
 
 def unknown_layers(found: dict[str, Any]) -> dict[str, str]:
-    """Layers in high precision that nobody named, name -> class: with them an 8-bit engine's name is half true."""
+    """Layers in high precision that nobody named, name -> class: only some layers of the engine would have 8 bits."""
     return {name: kind for name, kind in found["unquantized_layers"].items() if name not in found["kept_layers"]}
 
 

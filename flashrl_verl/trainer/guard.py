@@ -148,7 +148,7 @@ class Guard:
     def __init__(self, settings: GuardConfig, limits: tuple[Limit, ...], first_step: int = 0, save_freq: int = -1):
         self.settings = settings
         self.last_checkpoint: Path | None = None
-        """The last whole one, which the trainer sets; an error names it."""
+        """The last whole one of a step at which every metric was within its limit: the trainer sets it, an error names it."""
         self._limits = [limit for limit in limits if settings.enable and self._value(limit) is not None]
         self._steps = {limit.name: 0 for limit in self._limits if limit.expected}
         self._events, self._first_step, self._save_freq = 0, first_step, save_freq
@@ -175,7 +175,7 @@ class Guard:
             )
         return guard
 
-    def look(self, step: int, metrics: Mapping[str, Any], *, refitted: bool = False) -> None:
+    def check(self, step: int, metrics: Mapping[str, Any], *, refitted: bool = False) -> None:
         """Count what is beyond its limit, and act on what has been for the patience.
 
         Args:
@@ -207,6 +207,11 @@ class Guard:
         raise GuardError(
             f"step {step}: the guard stops the run: {text}. {back}, or go on regardless with {NODE}.action=warn"
         )
+
+    @property
+    def healthy(self) -> bool:
+        """Whether every metric was within its limit when it was last seen."""
+        return not any(self._steps.values())
 
     def metrics(self) -> dict[str, int]:
         """``flashrl/guard_events``, all so far, and ``flashrl/guard_<name>_steps``, consecutive steps beyond the

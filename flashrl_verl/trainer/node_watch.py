@@ -23,8 +23,7 @@ INTERVAL_S = 2.0
 """How often the list of nodes is asked for. Ray notices a dead process at once, a silent node after half a minute."""
 
 SETTLING_S = 20.0
-"""How long after an error to wait for Ray to say that a node is gone: what it makes fail in Ray, gloo or verl may be
-first."""
+"""Wait this long after another error: a lost node may be its cause, and is reported later."""
 
 _TELLING_S = 5.0
 """How long Ray takes to carry the last lines of a process to the driver's console."""

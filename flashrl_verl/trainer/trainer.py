@@ -134,7 +134,7 @@ class FlashRLTrainer(PPOTrainerSync):
     def step(self, metrics: dict, timing_raw: dict):
         batch = super().step(metrics, timing_raw)
         self._step_metrics = metrics
-        self._look()  # before verl saves: what it stops is in no checkpoint
+        self._check_guard()  # before verl saves: what it stops is in no checkpoint
         return batch
 
     def prepare_step(self) -> dict:
@@ -180,12 +180,13 @@ class FlashRLTrainer(PPOTrainerSync):
         folder = Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"
         run_settings.save(folder, self.flashrl)  # first: verl ends with the record that makes it the last checkpoint
         super()._save_checkpoint()
-        self.guard.last_checkpoint = folder
+        if self.guard.healthy:
+            self.guard.last_checkpoint = folder
 
     def on_step_end(self) -> None:
         super().on_step_end()
         refit = self._verify_refit()
-        self._look(refit)
+        self._check_guard(refit)
         self._pending_sync_metrics = {**refit, **self._layer_metrics, **self.guard.metrics()}
 
     def _compute_metrics(self, batch, metrics: dict, timing_raw: dict, global_steps: int, epoch: int) -> None:
@@ -214,11 +215,11 @@ class FlashRLTrainer(PPOTrainerSync):
             found = trainer.resume_from_path if trainer.resume_mode == "resume_path" else None
         return Path(found) if found else None
 
-    def _look(self, refit: dict | None = None) -> None:
-        """Have the guard look at the step; what it stops is logged first, as verl logs at the end of a step."""
+    def _check_guard(self, refit: dict | None = None) -> None:
+        """Have the guard check the step; what it stops is logged first, as verl logs at the end of a step."""
         metrics = {**self._step_metrics, **(refit or {})}
         try:
-            self.guard.look(self.global_steps, metrics, refitted=refit is not None)
+            self.guard.check(self.global_steps, metrics, refitted=refit is not None)
         except GuardError:
             metrics |= self.guard.metrics()
             self.logger.log(

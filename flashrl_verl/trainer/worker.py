@@ -32,7 +32,7 @@ class FlashRLWorker(ActorRolloutRefWorker):
             ConfigError: the model's head is of a kind that cannot.
             FlashRLError: another verl than those that were run.
         """
-        patches.many_tokens_at_once(torch_functional)
+        patches.patch_logprobs_from_logits(torch_functional)
         super().init_model()
         if FlashRLConfig.from_mapping((self.config.rollout.get("custom") or {}).get("flashrl", {})).fp32_lm_head:
             for trained in (getattr(self, "actor", None), getattr(self, "ref", None)):

@@ -34,5 +34,5 @@ def shown(which: dict, values: dict) -> dict[str, float]:
 
 def step_of(guard: Guard, step: int, **values: float | None) -> None:
     """One step of a trainer: both looks, as it takes them."""
-    guard.look(step, shown(TRAINED, values))
-    guard.look(step, shown(METRICS, values), refitted=True)
+    guard.check(step, shown(TRAINED, values))
+    guard.check(step, shown(METRICS, values), refitted=True)

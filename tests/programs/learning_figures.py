@@ -10,7 +10,7 @@ from typing import Any
 
 from result_pages import RESULTS
 
-from benchmarks.legacy_learning.learning_results import t_quantile  # compared with published tables in test_bench_learning_report.py
+from benchmarks.legacy_learning.learning_results import t_quantile
 
 FIGURES = {
     "final, BF16": lambda run: run["bf16"]["mean@8"]["value"],

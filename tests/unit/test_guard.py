@@ -82,11 +82,19 @@ def test_an_event_is_a_row_of_as_many_steps_told_once_and_again_after_recovery(p
 
 def test_a_stop_comes_before_the_checkpoint_except_for_what_only_the_refit_shows():
     with pytest.raises(GuardError, match="k3_kl=1 "):
-        guard_of(action="stop", patience=1).look(1, shown(TRAINED, {"k3_kl": 1.0}))
+        guard_of(action="stop", patience=1).check(1, shown(TRAINED, {"k3_kl": 1.0}))
     guard = guard_of(action="stop", patience=1)
-    guard.look(1, shown(TRAINED, {}))
+    guard.check(1, shown(TRAINED, {}))
     with pytest.raises(GuardError, match="code_change_rate=0 "):
-        guard.look(1, shown(REFITTED, {"code_change_rate": 0.0}), refitted=True)
+        guard.check(1, shown(REFITTED, {"code_change_rate": 0.0}), refitted=True)
+
+
+def test_a_run_beyond_a_limit_is_unhealthy_before_the_patience_is_over():
+    guard = guard_of(action="stop", patience=3)
+    step_of(guard, 1)
+    assert guard.healthy
+    step_of(guard, 2, k3_kl=1.0)
+    assert not guard.healthy, "a checkpoint of this step is not one to resume from"
 
 
 @pytest.mark.parametrize("precision", Precision)
@@ -137,8 +145,8 @@ NO_LOG_PROBS = ("correction=none", "actor_rollout_ref.rollout.calculate_log_prob
 )
 def test_what_the_configuration_produces_may_not_be_missing_and_nothing_else_is_missed(overrides, absent):
     guard = configured(*overrides, "flashrl.guard.action=warn")
-    guard.look(1, {})
-    guard.look(1, {}, refitted=True)
+    guard.check(1, {})
+    guard.check(1, {}, refitted=True)
     assert counts(guard) | {"events": 0} == {"events": 0, **dict.fromkeys({*NAMES} - absent, 1)}
 
 
@@ -174,5 +182,5 @@ def test_with_two_bounds_what_is_dropped_on_either_side_is_watched_and_no_remedy
     assert metrics[watched["truncated_share"].metric] == 0.5, "one on each side of four"
     guard = configured("correction=icepop")
     with pytest.raises(GuardError, match=r"rollout_is_oob_ratio=0\.5 is beyond flashrl\.guard\.truncated_share_max"):
-        guard.look(1, shown(TRAINED, {}) | metrics)
+        guard.check(1, shown(TRAINED, {}) | metrics)
     assert not any("lower algorithm.rollout_correction" in limit.remedy for limit in watched.values())
