@@ -148,7 +148,7 @@ class Guard:
     def __init__(self, settings: GuardConfig, limits: tuple[Limit, ...], first_step: int = 0, save_freq: int = -1):
         self.settings = settings
         self.last_checkpoint: Path | None = None
-        """The last whole one of a step at which every metric was within its limit: the trainer sets it, an error names it."""
+        """The last whole one of a healthy step: the trainer sets it, an error names it."""
         self._limits = [limit for limit in limits if settings.enable and self._value(limit) is not None]
         self._steps = {limit.name: 0 for limit in self._limits if limit.expected}
         self._events, self._first_step, self._save_freq = 0, first_step, save_freq
