@@ -210,7 +210,7 @@ class GuardConfig(Settings):
     """Limits on how far the sampling policy may be from the trained one, looked at after every step.
 
     An event is a metric that was beyond its limit for ``patience`` consecutive steps; NaN and infinity are beyond every
-    limit. A limit of null turns its metric off. Where the limits come from: docs/precision_and_cap.md.
+    limit. A limit of null turns its metric off. Where the limits come from: docs/precision_and_correction.md.
 
     Raises:
         ConfigError: A value has the wrong type or is out of range; the message names ``flashrl.guard.<key>``.

@@ -316,7 +316,7 @@ RULES = (
         f"{ROLLOUT}.prometheus.enable",
         one_of(False),
         _NO_KEY,
-        f"{ROLLOUT}.prometheus.enable=false, and a scrape job of your own with the key (docs/security.md)",
+        f"{ROLLOUT}.prometheus.enable=false, and a scrape job of your own with the key (docs/clusters.md)",
         default=False,
     ),
     Rule(
@@ -517,7 +517,7 @@ def _check_engine_arguments(cfg: DictConfig) -> None:
             use = f", and use {instead}" if instead else ""
             refuse(key, value, f"verl puts engine_kwargs last, so this wins; {reason}", f"remove {key}{use}")
         if "ssl" in argument.split("_"):  # all of vLLM's arguments about certificates
-            use = f"remove {key}; flashrl.server_address=loopback keeps HTTP on its machine (docs/security.md)"
+            use = f"remove {key}; flashrl.server_address=loopback keeps HTTP on its machine (docs/clusters.md)"
             refuse(key, value, "verl starts vLLM's server without it, so that its HTTP would not be encrypted", use)
         twin = f"{ROLLOUT}.{_ALIASES[argument]}" if argument in _ALIASES else None
         if twin and value != (meant := get(cfg, twin, _DEFAULTS.get(twin, value))):
