@@ -19,7 +19,7 @@ with environment_needed():
     import typer
 
     from flashrl_verl.cli import run
-    from flashrl_verl.tools.data.command import data
+    from flashrl_verl.tools.data import data
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 app.command()(data)
