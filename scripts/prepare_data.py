@@ -5,7 +5,7 @@
 python scripts/prepare_data.py dapo-math-17k        # data/dapo-math-17k.parquet
 python scripts/prepare_data.py aime-2024            # data/aime-2024.parquet
 python scripts/prepare_data.py gsm8k                # data/gsm8k-train.parquet, data/gsm8k-test.parquet
-python scripts/prepare_data.py --check data/gsm8k-train.parquet --check data/gsm8k-test.parquet
+python scripts/prepare_data.py gsm8k --source FOLDER --tokenizer Qwen/Qwen2.5-0.5B-Instruct
 """
 
 import sys

@@ -13,7 +13,7 @@ import re
 import reprlib
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -272,24 +272,12 @@ def _local_file(path: Path, wanted: Published) -> Path:
 # ---- preparing ----
 
 SHOWN = 10
-"""Bad rows that a message shows; the rest are counted."""
+"""Bad rows that an error shows; the rest are counted."""
 
 
-@dataclass
-class Prepared:
-    """The rows for verl, and what was dropped on the way."""
-
-    rows: list[Row] = field(default_factory=list)
-    prompts: int = 0
-    copies: int = 0
-    """Rows dropped because an earlier one has their prompt."""
-    conflicting: int = 0
-    """Rows dropped because copies of their prompt have different answers: no reward is right for all."""
-    bad: list[str] = field(default_factory=list)
-    """Rows that verl could not use, in words."""
-
-
-def prepare(rows: Dataset, wanted: Published, where: str, *, keep_duplicates: bool, drop_invalid: bool) -> Prepared:
+def prepare(
+    rows: Dataset, wanted: Published, where: str, *, keep_duplicates: bool, drop_invalid: bool
+) -> tuple[list[Row], list[str]]:
     """Check every row, and make verl's of those that stay, in their order. Copies of a prompt share their `index`.
 
     Args:
@@ -298,42 +286,47 @@ def prepare(rows: Dataset, wanted: Published, where: str, *, keep_duplicates: bo
         keep_duplicates: whether copies of a prompt stay, those with another answer too.
         drop_invalid: whether rows that verl could not use are left out, instead of refusing all.
 
+    Returns:
+        The rows, and what was made of how many in words.
+
     Raises:
         DataError: rows that verl could not use, or none that stays.
     """
     from tqdm import tqdm
 
-    made = Prepared()
-    prompts: dict[tuple, dict[str, Row]] = {}
-    """Examples by prompt, then by answer: equal rows become one object, however many they are."""
+    made: list[Row] = []
+    bad: list[str] = []
+    prompts: dict[tuple, dict[str, Row]] = {}  # by prompt, then by answer: equal rows are one object
     every = 0.1 if sys.stderr.isatty() else 10.0  # seconds
     for number, row in enumerate(tqdm(rows, f"checking {where}", leave=False, mininterval=every, delay=every)):
         try:
             example = wanted.convert(row)
-        except BadRow as bad:
-            made.bad.append(f"row {number}: {bad}")
+        except BadRow as error:
+            bad.append(f"row {number}: {error}")
             continue
         prompt = tuple((message["role"], message["content"]) for message in example["prompt"])
-        made.rows.append(prompts.setdefault(prompt, {}).setdefault(example["reward_model"]["ground_truth"], example))
-    if made.bad and not drop_invalid:
-        more = f"\n  and {len(made.bad) - SHOWN:,} more" if len(made.bad) > SHOWN else ""
+        made.append(prompts.setdefault(prompt, {}).setdefault(example["reward_model"]["ground_truth"], example))
+    if bad and not drop_invalid:
+        shown = [*bad[:SHOWN], f"and {len(bad) - SHOWN:,} more"] if len(bad) > SHOWN else bad
         raise DataError(
-            f"verl cannot use {len(made.bad):,} of {len(rows):,} rows of {where} (counted from 0); nothing was written:"
-            + "".join(f"\n  {bad}" for bad in made.bad[:SHOWN])
-            + f"{more}\nRemedy: another --source, or --drop-invalid to leave these rows out."
+            f"verl cannot use {len(bad):,} of {len(rows):,} rows of {where} (counted from 0); nothing was written:\n  "
+            + "\n  ".join(shown)
+            + "\nRemedy: another --source, or --drop-invalid to leave these rows out."
         )
     kept = [examples for examples in prompts.values() if keep_duplicates or len(examples) == 1]
+    if not kept:
+        raise DataError(f"{where}: none of its {len(rows):,} rows stays; nothing was written.")
     for index, examples in enumerate(kept):
         for example in examples.values():
             example["extra_info"] = {"split": wanted.split, "index": index}
+    dropped = {f"rows that verl cannot use; the first: {bad[0] if bad else None}": len(bad)}
     if not keep_duplicates:
-        made.conflicting = sum("extra_info" not in example for example in made.rows)
-        made.copies = len(made.rows) - made.conflicting - len(kept)
-        made.rows = [example for examples in kept for example in examples.values()]
-    made.prompts = len(kept)
-    if not kept:
-        raise DataError(f"{where}: none of its {len(rows):,} rows stays; nothing was written.")
-    return made
+        conflicting = sum("extra_info" not in example for example in made)
+        dropped["rows, because copies of their prompt have different answers"] = conflicting
+        dropped["copies of a prompt"] = len(made) - conflicting - len(kept)
+        made = [example for examples in kept for example in examples.values()]
+    counts = f"{len(made):,} rows, {len(kept):,} prompts, from {len(rows):,} rows of {where}"
+    return made, [counts, *(f"dropped: {count:,} {what}" for what, count in dropped.items() if count)]
 
 
 def write(path: Path, rows: list[Row]) -> None:
@@ -440,21 +433,14 @@ def data(
             raise ConfigError(f"{path} is the source and the output. Choose another --output.")
     counter = load_tokenizer(tokenizer) if tokenizer is not None else None
 
-    results = []  # all splits are read and checked before the first is written
+    made = []  # all splits are read and checked before the first is written
     for wanted in splits:
         rows, where = load(wanted, source, revision)
         keep = wanted.keep_duplicates if keep_duplicates is None else keep_duplicates
-        made = prepare(rows, wanted, where, keep_duplicates=keep, drop_invalid=drop_invalid)
-        results.append((made, f"from {len(rows):,} rows of {where}"))
-    for path, (made, origin) in zip(paths, results, strict=True):
-        write(path, made.rows)
-        typer.echo(f"{path}: {len(made.rows):,} rows, {made.prompts:,} prompts, {origin}")
-        if made.copies:
-            typer.echo(f"  dropped: {made.copies:,} copies of a prompt")
-        if made.conflicting:
-            typer.echo(f"  dropped: {made.conflicting:,} rows, because copies of their prompt have different answers")
-        if made.bad:
-            typer.echo(f"  dropped: {len(made.bad):,} rows that verl cannot use; the first: {made.bad[0]}")
+        made.append(prepare(rows, wanted, where, keep_duplicates=keep, drop_invalid=drop_invalid))
+    for path, (rows, words) in zip(paths, made, strict=True):
+        write(path, rows)
         if counter is not None:
-            lengths = prompt_lengths(made.rows, counter)
-            typer.echo(f"  tokens of a prompt: {min(lengths):,} to {max(lengths):,}, median {median(lengths):,.0f}")
+            lengths = prompt_lengths(rows, counter)
+            words.append(f"tokens of a prompt: {min(lengths):,} to {max(lengths):,}, median {median(lengths):,.0f}")
+        typer.echo(f"{path}: " + "\n  ".join(words))
