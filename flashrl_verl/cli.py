@@ -15,7 +15,7 @@ import typer
 from flashrl_verl.errors import ConfigError, FlashRLError, environment_needed
 from flashrl_verl.tools.check.command import check
 from flashrl_verl.tools.console import new_console
-from flashrl_verl.tools.data.command import data
+from flashrl_verl.tools.data import data
 from flashrl_verl.tools.evaluate.command import evaluate
 from flashrl_verl.tools.export.command import export
 from flashrl_verl.tools.plan.command import plan

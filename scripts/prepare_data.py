@@ -5,7 +5,7 @@
 python scripts/prepare_data.py dapo-math-17k        # data/dapo-math-17k.parquet
 python scripts/prepare_data.py aime-2024            # data/aime-2024.parquet
 python scripts/prepare_data.py gsm8k                # data/gsm8k-train.parquet, data/gsm8k-test.parquet
-python scripts/prepare_data.py --check data/gsm8k-train.parquet --check data/gsm8k-test.parquet
+python scripts/prepare_data.py gsm8k --source FOLDER --tokenizer Qwen/Qwen2.5-0.5B-Instruct
 """
 
 import sys
@@ -19,7 +19,7 @@ with environment_needed():
     import typer
 
     from flashrl_verl.cli import run
-    from flashrl_verl.tools.data.command import data
+    from flashrl_verl.tools.data import data
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 app.command()(data)

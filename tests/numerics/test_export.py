@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from saved_checkpoints import assert_rounded, save, tensors
 
 from flashrl_verl.settings import FlashRLConfig, Precision
-from flashrl_verl.tools.data.source import sha256
+from flashrl_verl.tools.bar import sha256
 from flashrl_verl.tools.export.chosen import layers_of
 from flashrl_verl.tools.export.export import Request, export
 from flashrl_verl.tools.export.source import open_checkpoint

@@ -1,187 +1,352 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Published rows become what verl reads and scores; copies of a prompt stay or go."""
+"""`flashrl data`: what verl's dataset and rewards make of the files, copies of a prompt, wrong rows, the hub."""
 
+import hashlib
+import http.server
+import json
+import os
 import random
+import re
+import subprocess
+import sys
+import threading
+import urllib.parse
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
-from published_data import (
-    aime_rows,
-    dapo_rows,
-    gsm8k_folder,
-    gsm8k_rows,
-    make,
-    math_row,
-    quiet,
-    write_parquet,
-)
-from pyarrow import parquet
+from typer.testing import CliRunner
 
-from flashrl_verl.errors import ConfigError
-from flashrl_verl.tools.data.catalog import CATALOG, Name
-from flashrl_verl.tools.data.prepare import Request, check, prepare
-from flashrl_verl.tools.data.source import BATCH
-from flashrl_verl.tools.data.verl_file import schema
-from flashrl_verl.tools.recipe_process import compose
-from flashrl_verl.validation import check_paths
+from flashrl_verl.cli import app
+from flashrl_verl.errors import ConfigError, DataError
+from flashrl_verl.tools.data import CATALOG
 
-DAPO, AIME, GSM8K = Name.DAPO_MATH_17K, Name.AIME_2024, Name.GSM8K
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory, monkeypatch):
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
+
+
+def math_row(question: str, answer: object = "2", **columns: object) -> dict:
+    """As DAPO-Math-17k and AIME-2024 are published."""
+    return {
+        "data_source": "math_dapo",
+        "prompt": [{"content": f"Solve it. The last line is Answer: $Answer.\n\n{question}", "role": "user"}],
+        "ability": "MATH",
+        "reward_model": {"ground_truth": answer, "style": "rule-lighteval/MATH_v2"},
+        "extra_info": {"index": f"id of {question}"},
+        **columns,
+    }
+
+
+def gsm8k_row(number: int) -> dict:
+    return {"question": f"How many is {number}?", "answer": f"It is <<{number}={number}>>.\n#### {number:,}"}
+
+
+def save(path: Path, rows: list) -> Path:
+    import pyarrow
+    from pyarrow import parquet
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
+def read(path: Path) -> list[dict]:
+    from pyarrow import parquet
+
+    return parquet.read_table(path).to_pylist()
+
+
+def data(*words: object) -> str:
+    """`flashrl data`: what it says, or the error that it raises."""
+    result = CliRunner().invoke(app, ["data", *map(str, words)])
+    if result.exception is not None:
+        raise result.exception
+    return result.output
+
+
+@pytest.fixture
+def prepared(tmp_path):
+    """The folder with a file of every data set."""
+    save(tmp_path / "dapo.jsonl", [math_row(f"{n} + 1", str(n + 1)) for n in range(6)] * 3)
+    save(tmp_path / "aime.parquet", [math_row(f"{n} + 30", f"{n + 30:03}") for n in range(3)] * 4)
+    save(tmp_path / "gsm8k" / "main" / "train-00000-of-00001.parquet", [gsm8k_row(n) for n in range(998, 1003)])
+    save(tmp_path / "gsm8k" / "test.jsonl", [gsm8k_row(n) for n in range(4)])
+    for name, source in (("dapo-math-17k", "dapo.jsonl"), ("aime-2024", "aime.parquet"), ("gsm8k", "gsm8k")):
+        data(name, "--source", tmp_path / source, "--output", tmp_path / "data")
+    return tmp_path / "data"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    template = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}assistant"
+    return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", chat_template=template)
+
+
+@pytest.fixture
+def verl_dataset(tmp_path, tokenizer):
+    """verl's own dataset of files."""
+    from verl.utils.dataset.rl_dataset import RLHFDataset
+
+    def load(*files: Path, longest: int = 100):
+        config = {"cache_dir": str(tmp_path), "max_prompt_length": longest, "filter_overlong_prompts_workers": None}
+        return RLHFDataset(list(map(str, files)), tokenizer, OmegaConf.create(config))
+
+    return load
 
 
 # ---- what verl sees ----
 
 
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory):
-    """All data sets, prepared from local sources; by name and split."""
-    folder = tmp_path_factory.mktemp("prepared")
-    sources = {
-        DAPO: write_parquet(folder / "dapo.parquet", dapo_rows()),
-        AIME: write_parquet(folder / "aime.parquet", aime_rows()),
-        GSM8K: gsm8k_folder(folder / "gsm8k"),
-    }
-    made = [file for name, source in sources.items() for file in make(name, source, folder / "data")]
-    return {(file.record["dataset"], file.record["split"]): file.path for file in made}
+@pytest.mark.parametrize(
+    ("file", "rows", "prompts"),
+    [("dapo-math-17k", 6, 6), ("aime-2024", 12, 3), ("gsm8k-train", 5, 5), ("gsm8k-test", 4, 4)],
+)
+def test_verl_loads_the_file_and_its_reward_knows_right_from_wrong(prepared, verl_dataset, file, rows, prompts):
+    from verl.utils.reward_score import default_compute_score
+
+    dataset = verl_dataset(prepared / f"{file}.parquet")
+    assert len(dataset) == rows and {row["index"] for row in dataset} == set(range(prompts))
+    for row in dataset:
+        truth, [asked] = row["reward_model"]["ground_truth"], row["raw_prompt"]
+        numbers = [int(number) for number in re.findall(r"\d+", asked["content"].split("Let's")[0])]
+        assert int(truth) == sum(numbers) and asked["role"] == "user"
+        mark = "####" if file.startswith("gsm8k") else "Answer:"
+        said = [f"So it is.\n{mark} {answer}" for answer in (truth, int(truth) + 1)]
+        scores = [default_compute_score(row["data_source"], text, truth) for text in said]
+        assert [score["acc"] if isinstance(score, dict) else score for score in scores] == [1, 0]
 
 
-@pytest.fixture
-def verl_dataset(tmp_path, monkeypatch):
-    """verl's own dataset of one or several files."""
-    import datasets
-    from verl.utils.dataset.rl_dataset import RLHFDataset
-
-    from flashrl_verl.quickstart.tokenizer import build_tokenizer
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    config = {"cache_dir": str(tmp_path), "max_prompt_length": 4096, "filter_overlong_prompts_workers": None}
-    return lambda *files: RLHFDataset(list(map(str, files)), build_tokenizer(), OmegaConf.create(config))
+def test_verl_mixes_the_files_and_counts_the_tokens_that_are_told(prepared, verl_dataset, tokenizer, tmp_path):
+    assert len(verl_dataset(*prepared.glob("*.parquet"))) == 6 + 12 + 5 + 4
+    tokenizer.save_pretrained(tmp_path / "model")
+    source = save(tmp_path / "long.jsonl", [math_row("x " * (number + 1)) for number in range(9)])
+    said = data("dapo-math-17k", "--source", source, "--output", tmp_path, "--tokenizer", tmp_path / "model")
+    least, most, middle = map(int, re.search(r"tokens of a prompt: (\d+) to (\d+), median (\d+)", said).groups())
+    kept = [len(verl_dataset(tmp_path / "dapo-math-17k.parquet", longest=n)) for n in (least - 1, least, middle, most)]
+    assert kept == [0, 1, 5, 9]
 
 
-def solution(name: str, answer: str) -> str:
-    return f"So it is.\n#### {answer}" if name == "gsm8k" else f"So it is.\nAnswer: {answer}"
+def test_the_experiments_look_for_the_files_that_are_written():
+    experiments = (ROOT / "flashrl_verl" / "configs" / "experiment").glob("*.yaml")
+    named = {name for path in experiments for name in re.findall(r"files: data/(\S+)", path.read_text())}
+    assert named == {wanted.output for splits in CATALOG.values() for wanted in splits}
+
+
+# ---- copies of a prompt ----
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_copies_go_and_so_do_prompts_with_several_answers_unless_they_are_kept(tmp_path, seed):
+    rng = random.Random(seed)
+    asked = [(rng.randrange(40), rng.choice(["1", "1", "1", "01", "2"])) for _ in range(100)]
+    source = save(tmp_path / "d.parquet", [math_row(f"Problem {q}.", answer) for q, answer in asked])
+    answers = {q: {int(answer) for other, answer in asked if other == q} for q, _ in asked}
+    order = [q for q in dict.fromkeys(q for q, _ in asked) if len(answers[q]) == 1]
+
+    def of(row):
+        return int(row["prompt"][0]["content"].split()[-1][:-1]), int(row["reward_model"]["ground_truth"])
+
+    said = data("dapo-math-17k", "--source", source, "--output", tmp_path)
+    rows = read(tmp_path / "dapo-math-17k.parquet")
+    assert [of(row) for row in rows] == [(q, *answers[q]) for q in order]
+    assert [row["extra_info"] for row in rows] == [{"split": "train", "index": n} for n in range(len(order))]
+    several = sum(q not in order for q, _ in asked)
+    assert f"{len(order)} rows, {len(order)} prompts, from 100 rows of {source}\n" in said
+    assert f"dropped: {100 - several - len(order)} copies" in said and f"dropped: {several} rows, because" in said
+
+    data("dapo-math-17k", "--source", source, "--output", tmp_path, "--keep-duplicates")
+    rows = read(tmp_path / "dapo-math-17k.parquet")
+    assert [of(row) for row in rows] == [(q, int(answer)) for q, answer in asked]
+    assert len(Counter((of(row)[0], row["extra_info"]["index"]) for row in rows)) == len(answers)
+
+
+# ---- what cannot be used ----
+
+BAD = {
+    "prompt is []": math_row("", prompt=[]),
+    "prompt is 'What?'": math_row("", prompt="What?"),
+    "prompt[0].content is ' '; expected text": math_row("", prompt=[{"role": "user", "content": " "}]),
+    "prompt[0].role is 'human'; expected user": math_row("", prompt=[{"role": "human", "content": "What?"}]),
+    "prompt[1].role is 'assistant'; expected user": math_row(
+        "", prompt=[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    ),
+    "reward_model.ground_truth is null": math_row("", reward_model={"style": "rule"}),
+    r"reward_model.ground_truth is '\\frac{1}{2}'; expected an integer": math_row("", r"\frac{1}{2}"),
+    "data_source is 'openai/gsm8k'; expected math_dapo": math_row("", data_source="openai/gsm8k"),
+    "ability is null": math_row("", ability=None),
+}
+
+
+@pytest.mark.parametrize("said", BAD)
+def test_a_bad_row_is_named_and_nothing_is_written_unless_it_is_dropped(tmp_path, said):
+    source = save(tmp_path / "d.jsonl", [math_row("Good."), BAD[said]])
+    words = ("dapo-math-17k", "--source", source, "--output", tmp_path / "out")
+    with pytest.raises(DataError) as caught:
+        data(*words)
+    assert f"1 of 2 rows of {source}" in str(caught.value) and f"\n  row 1: {said}" in str(caught.value)
+    assert not (tmp_path / "out").exists()
+    assert "dropped: 1 rows that verl cannot use; the first: row 1: " in data(*words, "--drop-invalid")
+    assert len(read(tmp_path / "out" / "dapo-math-17k.parquet")) == 1
 
 
 @pytest.mark.parametrize(
-    ("name", "split", "rows", "prompts"),
-    [("dapo-math-17k", "train", 6, 6), ("aime-2024", "test", 12, 3), ("gsm8k", "train", 5, 5), ("gsm8k", "test", 4, 4)],
+    ("name", "row"), [("aime-2024", math_row("", "1000")), ("gsm8k", {"question": "Why?", "answer": "#### five"})]
 )
-def test_verl_loads_the_file_and_its_reward_knows_right_from_wrong(prepared, verl_dataset, name, split, rows, prompts):
-    from verl.utils.reward_score import default_compute_score
-
-    dataset = verl_dataset(prepared[name, split])
-    assert len(dataset) == rows  # none is filtered out as too long
-    indices = set()
-    for row in (dataset[i] for i in range(rows)):
-        truth, asked = row["reward_model"]["ground_truth"], row["raw_prompt"]
-        assert [message["role"] for message in asked] == ["user"] and asked[0]["content"]
-        assert row["index"] == row["extra_info"]["index"] and row["extra_info"]["split"] == split
-        indices.add(row["index"])
-        said = solution(name, truth), solution(name, str(int(truth) + 1))
-        score = [default_compute_score(row["data_source"], text, truth) for text in said]
-        acc = [value["acc"] if isinstance(value, dict) else value for value in score]
-        assert acc == [1, 0], (truth, score)
-    assert indices == set(range(prompts))
+def test_an_answer_that_is_none_of_its_data_set_is_refused_before_any_split_is_written(tmp_path, name, row):
+    for split in ("train", "test"):
+        save(tmp_path / "in" / f"{split}.jsonl", [row if split == "test" else gsm8k_row(1)])
+    with pytest.raises(DataError, match="row 0: .*(1000|five)"):
+        data(name, "--source", tmp_path / "in", "--output", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
-def test_verl_trains_on_several_prepared_files_at_once(prepared, verl_dataset):
-    files = [prepared["dapo-math-17k", "train"], prepared["gsm8k", "train"], prepared["aime-2024", "test"]]
-    assert len(verl_dataset(*files)) == 6 + 5 + 12
+@pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [
+        ("d.parquet", "not found", "d.parquet was not loaded: .*corrupted or this is not a parquet file"),
+        ("d.jsonl", json.dumps(math_row("Good.")) + "\n{'prompt': \n", "d.jsonl was not loaded: .* row 1"),
+        ("d.jsonl", "", "d.jsonl was not loaded: .*no rows"),
+        (
+            "d.jsonl",
+            '{"prompt": "a", "b": 1}',
+            "no column data_source, ability, reward_model: its columns are prompt, b",
+        ),
+        ("other/train.csv", "a", "has no train file: none of data/dapo-math-17k.parquet, .*train.jsonl"),
+    ],
+)
+def test_a_source_that_cannot_be_read_is_one_error(tmp_path, file, content, said):
+    path = tmp_path / file
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(content)
+    with pytest.raises(DataError, match=said):
+        data("dapo-math-17k", "--source", path.parent if "/" in file else path, "--output", tmp_path / "out")
 
 
-def test_gsm8k_asks_as_verls_example_does_and_takes_the_commas_from_the_answer(prepared):
-    [published, *_], [row, *_] = gsm8k_rows(5, seed=1), parquet.read_table(prepared["gsm8k", "train"]).to_pylist()
-    asked = published["question"] + ' Let\'s think step by step and output the final answer after "####".'
-    assert row["prompt"] == [{"role": "user", "content": asked}]
-    assert row["reward_model"] == {
-        "style": "rule",
-        "ground_truth": published["answer"].split("#### ")[1].replace(",", ""),
-    }
-    assert "," in published["answer"].split("#### ")[1]
+def test_a_request_that_cannot_be_met_is_refused(prepared, tmp_path):
+    gsm8k = prepared.parent / "gsm8k" / "test.jsonl"
+    for words, said in {
+        ("gsm8k", "--source", gsm8k): "Add --split train or --split test",
+        ("aime-2024", "--split", "train"): "aime-2024 has test only",
+        ("gsm8k", "--source", prepared.parent / "gsm8k", "--revision", "main"): "is a local path",
+        ("dapo-math-17k", "--source", prepared, "--output", prepared): "is the source and the output",
+        ("gsm8k", "--tokenizer", tmp_path / "none"): "--tokenizer .*none cannot be loaded",
+    }.items():
+        with pytest.raises(ConfigError, match=said):
+            data(*words)
+    for words, said in {
+        ("gsm8k", "--source", "no/such.parquet"): "is not on this machine",
+        ("gsm8k", "--source", gsm8k, "--split", "test", "--output", gsm8k): "gsm8k-test.parquet could not be written",
+    }.items():
+        with pytest.raises(DataError, match=said):
+            data(*words)
 
 
-def test_published_prompts_styles_and_abilities_stay_as_they_are(prepared):
-    written = parquet.read_table(prepared["dapo-math-17k", "train"]).to_pylist()
-    for published, row in zip(dapo_rows(copies=1), written, strict=True):
-        assert {**row, "extra_info": None} == {**published, "extra_info": None}
-        assert row["extra_info"]["source_id"] == published["extra_info"]["index"]
+# ---- the hub ----
 
 
-def test_leading_zeros_go_because_verl_compares_text(prepared, tmp_path):
-    from verl.utils.reward_score import default_compute_score
+class Hub(http.server.BaseHTTPRequestHandler):
+    """What `datasets` asks of the Hugging Face hub, for the folders <owner>/<name> below `server.root`."""
 
-    truths = {
-        row["reward_model"]["ground_truth"] for row in parquet.read_table(prepared["aime-2024", "test"]).to_pylist()
-    }
-    assert truths == {"31", "32", "33"} and aime_rows()[0]["reward_model"]["ground_truth"] == "031"
-    assert not default_compute_score("math_dapo", "Answer: 31", "031")["acc"]  # when this fails, they may stay
-    [file] = make(AIME, write_parquet(tmp_path / "a.parquet", aime_rows()), tmp_path / "out")
-    assert file.record["findings"]["respelled_answers"] == 12
+    def do_GET(self):
+        url = urllib.parse.urlparse(self.path)
+        found = re.fullmatch(r"(?:/api)?/datasets/(\w+/\w+)/([\w-]+)/(\w+)/?(.*)", url.path)
+        if found is None:
+            return self._send({}, 404)
+        repository, what, commit, path = found.groups()
+        self.server.commits.add(commit)
+        root = self.server.root / repository
+        if what == "revision":
+            self._send({"id": repository, "sha": commit})
+        elif what == "tree":
+            found = (root / path).rglob("*") if "recursive=true" in url.query else (root / path).iterdir()
+            self._send([self._entry(root, file) for file in found])
+        elif what == "paths-info":
+            length = int(self.headers["Content-Length"])
+            paths = urllib.parse.parse_qs(self.rfile.read(length).decode())["paths"]
+            self._send([self._entry(root, root / path) for path in paths if (root / path).exists()])
+        elif what == "resolve" and (root / path).is_file():
+            self._send(
+                (root / path).read_bytes(), **{"X-Repo-Commit": commit, "ETag": self._entry(root, root / path)["oid"]}
+            )
+        else:
+            self._send({}, 404, **{"X-Error-Code": "EntryNotFound"})
+
+    do_HEAD = do_POST = do_GET
+
+    def _entry(self, root: Path, file: Path) -> dict:
+        kind, size = ("directory", 0) if file.is_dir() else ("file", file.stat().st_size)
+        oid = hashlib.sha1(str(file).encode()).hexdigest()
+        return {"type": kind, "path": file.relative_to(root).as_posix(), "size": size, "oid": oid}
+
+    def _send(self, content, status: int = 200, **headers: str):
+        content = content if isinstance(content, bytes) else json.dumps(content).encode()
+        self.send_response(status)
+        for key, value in {"Content-Length": str(len(content)), **headers}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+    def log_message(self, *words):
+        pass
 
 
-def test_the_experiments_look_for_the_names_that_are_written():
-    written = {f"data/{file.output}.parquet" for data_set in CATALOG.values() for file in data_set.files}
-    for script in (Path(__file__).parents[2] / "recipe" / "flashrl").glob("run_*.sh"):
-        data = compose([f"experiment={script.stem.removeprefix('run_')}"]).data
-        assert {data.train_files, data.val_files} <= written, script.name
+README = """---
+configs:
+- config_name: socratic
+  data_files: [{split: train, path: socratic/train-*}, {split: test, path: socratic/test-*}]
+- config_name: main
+  data_files: [{split: train, path: main/train-*}, {split: test, path: main/test-*}]
+---
+"""
 
 
-def test_a_run_without_its_data_says_how_to_make_them(tmp_path):
-    cfg = compose(["experiment=dapo_qwen2.5_32b_int8"])
-    with pytest.raises(ConfigError, match="data.train_files=.*data.val_files=.*`flashrl data --help`"):
-        check_paths(cfg, root=tmp_path)
+def script(*words: object, cwd: Path, **variables: str) -> subprocess.CompletedProcess:
+    """scripts/prepare_data.py, with a home for Hugging Face of its own."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HOME": str(cwd / "home"), **variables}
+    command = [sys.executable, str(ROOT / "scripts" / "prepare_data.py"), *map(str, words)]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=400)
 
 
-# ---- copies ----
-
-
-@pytest.mark.parametrize(("keep", "rows"), [(None, 6), (False, 6), (True, 18)])
-def test_copies_of_a_training_prompt_go_unless_they_are_wanted(tmp_path, keep, rows):
-    source = write_parquet(tmp_path / "d.parquet", dapo_rows(6, copies=3))
-    [file] = make(DAPO, source, tmp_path / "out", keep_duplicates=keep)
-    table = parquet.read_table(file.path)
-    assert table.num_rows == file.record["output"]["rows"] == rows and table.schema.equals(schema())
-    assert file.record["output"]["prompts"] == 6 and file.record["output"]["copies_in_source"] == [3, 3]
-    assert [row["index"] for row in table["extra_info"].to_pylist()] == list(range(6)) * (rows // 6)
-
-
-@pytest.mark.parametrize(("keep", "rows"), [(None, 12), (True, 12), (False, 3)])
-def test_copies_of_a_validation_problem_stay_unless_they_are_not_wanted(tmp_path, keep, rows):
-    [file] = make(AIME, write_parquet(tmp_path / "a.parquet", aime_rows(3, 4)), tmp_path / "out", keep_duplicates=keep)
-    assert parquet.read_metadata(file.path).num_rows == rows
-
-
-@pytest.mark.parametrize(("keep", "rows"), [(False, 5), (True, 14)])
-def test_a_prompt_with_two_answers_goes_with_the_copies_and_is_counted(tmp_path, keep, rows):
-    published = dapo_rows(6, copies=2)
-    other = {
-        **published[2],
-        "reward_model": {**published[2]["reward_model"], "ground_truth": "31415"},
-        "extra_info": {"index": "x"},
-    }
-    [file] = make(
-        DAPO, write_parquet(tmp_path / "d.parquet", [*published, other, other]), tmp_path / "out", keep_duplicates=keep
+def test_the_known_commit_is_loaded_from_the_hub(tmp_path):
+    for config, first in (("main", 0), ("socratic", 90)):
+        for split, rows in (("train", 5), ("test", 4)):
+            file = tmp_path / "hub" / "openai" / "gsm8k" / config / f"{split}-00000-of-00001.parquet"
+            save(file, [gsm8k_row(first + n) for n in range(rows)])
+    (tmp_path / "hub" / "openai" / "gsm8k" / "README.md").write_text(README)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        server.root, server.commits = tmp_path / "hub", set()
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_address[1]}", "NO_PROXY": "127.0.0.1"}
+        done = script("gsm8k", cwd=tmp_path, HF_HUB_OFFLINE="0", HF_HUB_DISABLE_XET="1", **address)
+        server.shutdown()
+    assert done.returncode == 0, done.stderr
+    revision = CATALOG["gsm8k"][0].revision
+    assert (
+        server.commits == {revision} and f"4 rows, 4 prompts, from 4 rows of openai/gsm8k at {revision}" in done.stdout
     )
-    truth = published[2]["reward_model"]["ground_truth"]
-    assert file.record["findings"]["prompts_with_several_answers"] == [
-        {"first_row": 2, "answers": [truth, "31415"], "rows": 4}
-    ]
-    left = parquet.read_table(file.path).to_pylist()
-    assert len(left) == rows and [row["extra_info"]["index"] for row in left[:5]] == list(range(5))
-    assert ("31415" in [row["reward_model"]["ground_truth"] for row in left]) == keep
-    check(file.path, quiet)
+    for split, rows in (("train", 5), ("test", 4)):
+        truths = [row["reward_model"]["ground_truth"] for row in read(tmp_path / "data" / f"gsm8k-{split}.parquet")]
+        assert truths == [str(number) for number in range(rows)]
 
 
-def test_a_source_of_many_batches_is_read_in_its_order_and_the_prompts_that_come_late_are_found(tmp_path):
-    rows = [math_row(f"Problem {number}", str(number), f"id-{number}") for number in range(BATCH + 50)]
-    random.Random(0).shuffle(rows)
-    source = tmp_path / "d.parquet"
-    write_parquet(source, rows[:100] * 2 + rows, group=5000)
-    seen = []
-    [file] = prepare(
-        Request(name=DAPO, source=str(source), output=tmp_path / "out"), lambda *progress: seen.append(progress)
-    )
-    truths = [row["ground_truth"] for row in parquet.read_table(file.path)["reward_model"].to_pylist()]
-    assert truths == [row["reward_model"]["ground_truth"] for row in rows]
-    total = BATCH + 250
-    assert ("checking d.parquet", total, total) in seen and seen[-1] == ("writing", total, total)
+def test_without_a_network_the_error_names_the_way_round_it(tmp_path):
+    done = script("aime-2024", cwd=tmp_path, HF_HUB_OFFLINE="1")
+    assert done.returncode == 1 and "Traceback" not in done.stderr and not (tmp_path / "data").exists()
+    command = "hf download BytedTsinghua-SIA/AIME-2024 --repo-type dataset --revision aa49075e24ad594b79fdf0bdcefa735c"
+    assert "DataError: " in done.stderr and command in done.stderr and "--source FOLDER" in done.stderr

@@ -107,7 +107,7 @@ def _layers(
 
 
 def _run(config: EvalConfig, console: Console) -> None:
-    from flashrl_verl.tools.data.bar import Bar
+    from flashrl_verl.tools.bar import Bar
     from flashrl_verl.tools.evaluate.evaluate import run
     from flashrl_verl.tools.process_tree import Stopped, stoppable
     from flashrl_verl.tools.run_directory import check_output

@@ -13,7 +13,7 @@ from typing import Any
 
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.settings import Precision
-from flashrl_verl.tools.data.source import sha256
+from flashrl_verl.tools.bar import sha256
 from flashrl_verl.tools.evaluate.engine import Answer, Job, ask
 from flashrl_verl.tools.evaluate.kept import (
     RESPONSES,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import flashrl_verl
 from flashrl_verl.errors import ConfigError, FlashRLError
 from flashrl_verl.settings import Precision
-from flashrl_verl.tools.data.source import sha256
+from flashrl_verl.tools.bar import sha256
 from flashrl_verl.tools.evaluate.engine import LOG, Answer
 from flashrl_verl.tools.evaluate.partial import PARTIAL, Response, read
 from flashrl_verl.tools.export.source import Checkpoint

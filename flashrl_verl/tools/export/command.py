@@ -52,7 +52,7 @@ def export(
 
     The 8-bit codes and scales are the rollout's own. BF16 needs no GPU; 8 bits need a vLLM that finds its device.
     """
-    from flashrl_verl.tools.data.bar import Bar
+    from flashrl_verl.tools.bar import Bar
     from flashrl_verl.tools.export.export import export as write
     from flashrl_verl.tools.process_tree import Stopped, stoppable
 

@@ -20,7 +20,7 @@ import flashrl_verl
 from flashrl_verl.errors import ConfigError, FlashRLError
 from flashrl_verl.refit.wire import wire_dtype
 from flashrl_verl.settings import Precision
-from flashrl_verl.tools.data.source import sha256
+from flashrl_verl.tools.bar import sha256
 from flashrl_verl.tools.export.folder import INDEX
 from flashrl_verl.tools.export.source import RECORD, Checkpoint, open_checkpoint
 from flashrl_verl.tools.export.writer import ShardWriter

@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from flashrl_verl.errors import DataError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -61,3 +65,16 @@ class Bar:
             self._console.print(
                 f"{doing}: {done:,} of {total:,} {self._unit}", markup=False, highlight=False, soft_wrap=True
             )
+
+
+def sha256(path: Path) -> str:
+    """The checksum of a file, in hexadecimal.
+
+    Raises:
+        DataError: it cannot be read.
+    """
+    try:
+        with path.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error}") from error

@@ -1,0 +1,446 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`flashrl data`: a published data set as the parquet files that verl trains and validates on.
+
+Hugging Face `datasets` loads it, from the hub or from this machine. Every row is checked before anything is written:
+verl itself finds a wrong row when its first reward is computed, after the first rollout.
+"""
+
+from __future__ import annotations
+
+import glob
+import math
+import re
+import reprlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flashrl_verl.errors import ConfigError, DataError
+from flashrl_verl.trainer.atomic_write import write_whole
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase
+
+Row = dict[str, Any]
+
+
+# ---- rows: published, then verl's ----
+
+GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
+"""What verl's examples/data_preprocess/gsm8k.py asks after the question, and what its reward looks for."""
+
+MATH_DAPO = ("math_dapo", "math", "math_dapo_reasoning")
+"""Values of data_source for which verl's `default_compute_score` (0.9.1) takes `math_dapo`; those that start with
+"aime" are the others."""
+
+
+class BadRow(ValueError):
+    """A row that verl could not use: column (dotted), value, and what was expected."""
+
+    def __init__(self, column: str, value: object, expected: str):
+        short = reprlib.Repr()
+        short.maxstring = short.maxother = 80
+        super().__init__(f"{column} is {'null' if value is None else short.repr(value)}; expected {expected}")
+
+
+def from_math(row: Row, most: float = math.inf) -> Row:
+    """A row of DAPO-Math-17k or AIME-2024, which are published in verl's format.
+
+    Leading zeros of the answer go: `math_dapo` compares text, so that 33 would be wrong where the truth is 033.
+
+    Args:
+        row: data_source, prompt, ability, reward_model {style, ground_truth}.
+        most: the largest answer; with one, answers start at 0.
+
+    Raises:
+        BadRow: for the first thing that is wrong.
+    """
+    source = _text(row, "data_source")
+    if source not in MATH_DAPO and not source.startswith("aime"):
+        raise BadRow("data_source", source, "math_dapo or aime...: by it verl picks the reward")
+    prompt, ability, style = _messages(row["prompt"]), _text(row, "ability"), _text(row, "reward_model.style")
+    answer = _text(row, "reward_model.ground_truth").strip()
+    if not re.fullmatch(r"[+-]?[0-9]{1,1000}", answer) or (most < math.inf and not 0 <= int(answer) <= most):
+        expected = "an integer in digits" if most == math.inf else f"an integer from 0 to {most}"
+        raise BadRow("reward_model.ground_truth", answer, expected)
+    return _verl_row(source, prompt, ability, style, str(int(answer)))
+
+
+def from_gsm8k(row: Row) -> Row:
+    """A row of GSM8K, asked as verl's example asks.
+
+    Args:
+        row: question, and answer: a solution that ends in "#### " and a number.
+
+    Raises:
+        BadRow: for the first thing that is wrong.
+    """
+    question, solution = _text(row, "question"), _text(row, "answer")
+    found = re.search(r"#### (-?[0-9.,]+)", solution)  # verl's own expression
+    answer = found.group(1).replace(",", "") if found else ""
+    if not re.fullmatch(r"-?[0-9]+(\.[0-9]+)?", answer):
+        raise BadRow("answer", solution[-80:], 'a solution that ends in "#### " and a number')
+    prompt = [{"role": "user", "content": f"{question} {GSM8K_INSTRUCTION}"}]
+    return _verl_row("openai/gsm8k", prompt, "math", "rule", answer)
+
+
+def _verl_row(source: str, prompt: list[Row], ability: str, style: str, answer: str) -> Row:
+    reward_model = {"style": style, "ground_truth": answer}
+    return {"data_source": source, "prompt": prompt, "ability": ability, "reward_model": reward_model}
+
+
+def _text(row: Row, column: str) -> str:
+    value: Any = row
+    for key in column.split("."):
+        value = value.get(key) if isinstance(value, dict) else None
+    value = str(value) if type(value) is int else value
+    if not isinstance(value, str) or not value.strip():
+        raise BadRow(column, value, "text that is not empty")
+    return value
+
+
+def _messages(prompt: object) -> list[Row]:
+    if not isinstance(prompt, list) or not prompt:
+        raise BadRow("prompt", prompt, "a list of messages {role, content}")
+    for place, message in enumerate(prompt):
+        role = message.get("role") if isinstance(message, dict) else None
+        last = place == len(prompt) - 1
+        if role not in (("user",) if last else ("system", "user", "assistant")):
+            expected = "user, whom the model answers" if last else "system, user or assistant"
+            raise BadRow(f"prompt[{place}].role", role, expected)
+        if not isinstance(message.get("content"), str) or not message["content"].strip():
+            raise BadRow(f"prompt[{place}].content", message.get("content"), "text that is not empty")
+    return [{"role": message["role"], "content": message["content"]} for message in prompt]
+
+
+# ---- what there is ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    """A split of a published data set, and the file that is made of it."""
+
+    split: str
+    """What it is for: train or test."""
+    hub_id: str
+    revision: str
+    """Commit that is loaded unless another is named: a branch could change between two runs."""
+    config: str | None = None
+    """On the hub, for a repository that has several."""
+    hub_split: str
+    path: str
+    """Of the split's file in the repository."""
+    columns: tuple[str, ...]
+    convert: Callable[[Row], Row]
+    keep_duplicates: bool
+    """Whether copies of a prompt stay, unless the user says otherwise."""
+    output: str
+    """Name of the prepared file: what the experiments' `data.train_files` or `data.val_files` say."""
+
+
+_MATH_COLUMNS = ("data_source", "prompt", "ability", "reward_model")
+
+CATALOG = {
+    # 1,791,700 rows: every prompt 100 times or more, 7 of them with two different answers
+    # (https://huggingface.co/datasets/BytedTsinghua-SIA/DAPO-Math-17k/discussions/3).
+    "dapo-math-17k": [
+        Published(
+            split="train",
+            hub_id="BytedTsinghua-SIA/DAPO-Math-17k",
+            revision="65877096c24ffa7abc4e4fa5edb95cf3413a5674",
+            hub_split="train",
+            path="data/dapo-math-17k.parquet",
+            columns=_MATH_COLUMNS,
+            convert=from_math,
+            keep_duplicates=False,
+            output="dapo-math-17k.parquet",
+        )
+    ],
+    # 960 rows: 30 problems, 32 times each, so that one sample a row is avg@32.
+    "aime-2024": [
+        Published(
+            split="test",
+            hub_id="BytedTsinghua-SIA/AIME-2024",
+            revision="aa49075e24ad594b79fdf0bdcefa735c2181be67",
+            hub_split="train",
+            path="data/aime-2024.parquet",
+            columns=_MATH_COLUMNS,
+            convert=partial(from_math, most=999),
+            keep_duplicates=True,
+            output="aime-2024.parquet",
+        )
+    ],
+    "gsm8k": [
+        Published(
+            split=split,
+            hub_id="openai/gsm8k",
+            revision="740312add88f781978c0658806c59bc2815b9866",
+            config="main",
+            hub_split=split,
+            path=f"main/{split}-00000-of-00001.parquet",
+            columns=("question", "answer"),
+            convert=from_gsm8k,
+            keep_duplicates=True,
+            output=f"gsm8k-{split}.parquet",
+        )
+        for split in ("train", "test")
+    ],
+}
+
+# For the command line.
+Name = Enum("Name", {name: name for name in CATALOG}, type=str)
+Split = Enum("Split", {"train": "train", "test": "test"}, type=str)
+
+
+# ---- loading ----
+
+_ENDINGS = (".parquet", ".jsonl", ".json")
+
+
+def load(wanted: Published, source: str | None = None, revision: str | None = None) -> tuple[Dataset, str]:
+    """Load a split.
+
+    Args:
+        wanted: of the catalog.
+        source: a file, a folder, or a repository of the hub; None for where the data set is published.
+        revision: of the repository; None for the catalog's commit (`main` of another repository).
+
+    Returns:
+        Its rows, and in words where they are from.
+
+    Raises:
+        ConfigError: a revision of a local path.
+        DataError: it cannot be had, or lacks a column.
+    """
+    import datasets
+
+    path = Path(source).expanduser() if source is not None else None
+    if path is not None and path.exists():
+        if revision is not None:
+            raise ConfigError(f"--revision {revision} is for repositories of the hub, and {source} is a local path.")
+        path = _local_file(path, wanted)
+        kind = "parquet" if path.suffix == ".parquet" else "json"
+        words: Row = {"path": kind, "data_files": glob.escape(str(path)), "split": "train"}
+        name, remedy = str(path), "a whole file, parquet or one JSON object a line"
+    else:
+        if source is not None and (not re.fullmatch(r"\w[\w.-]*/[\w.-]+", source) or source.endswith(_ENDINGS)):
+            raise DataError(f"--source {source} is not on this machine, and no repository of the hub has such a name.")
+        repository, config = source or wanted.hub_id, None
+        if repository == wanted.hub_id:
+            revision, config = revision or wanted.revision, wanted.config
+        revision = revision or "main"
+        words = {"path": repository, "name": config, "revision": revision, "split": wanted.hub_split}
+        name = f"{repository} at {revision}"
+        remedy = (
+            f"where there is a network, `hf download {repository} --repo-type dataset --revision {revision} "
+            "--local-dir FOLDER`; then here --source FOLDER"
+        )
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+    try:
+        rows = datasets.load_dataset(**words)
+    except Exception as error:  # the hub's client, the file system and pyarrow have no class of errors in common
+        cause = error.__cause__ or error
+        reason = " ".join(str(cause).split())[:300].rstrip(".") or "no rows in it"
+        raise DataError(f"{name} was not loaded: {type(cause).__name__}: {reason}. Remedy: {remedy}.") from error
+    missing = [column for column in wanted.columns if column not in rows.column_names]
+    if missing:
+        raise DataError(f"{name} has no column {', '.join(missing)}: its columns are {', '.join(rows.column_names)}.")
+    return rows.select_columns(list(wanted.columns)), name
+
+
+def _local_file(path: Path, wanted: Published) -> Path:
+    if path.is_file():
+        return path
+    names = [wanted.path, Path(wanted.path).name, *(wanted.split + ending for ending in _ENDINGS)]
+    for name in names:
+        if (path / name).is_file():
+            return path / name
+    raise DataError(
+        f"--source {path} has no {wanted.split} file: none of {', '.join(names)}. --split prepares one split alone."
+    )
+
+
+# ---- preparing ----
+
+SHOWN = 10
+"""Bad rows that an error shows; the rest are counted."""
+
+
+def prepare(
+    rows: Dataset, wanted: Published, where: str, *, keep_duplicates: bool, drop_invalid: bool
+) -> tuple[list[Row], list[str]]:
+    """Check every row, and make verl's of those that stay, in their order. Copies of a prompt share their `index`.
+
+    Args:
+        rows, where: as `load` returns them.
+        wanted: what they are.
+        keep_duplicates: whether copies of a prompt stay, those with another answer too.
+        drop_invalid: whether rows that verl could not use are left out, instead of refusing all.
+
+    Returns:
+        The rows, and what was made of how many in words.
+
+    Raises:
+        DataError: rows that verl could not use, or none that stays.
+    """
+    from tqdm import tqdm
+
+    made: list[Row] = []
+    bad: list[str] = []
+    prompts: dict[tuple, dict[str, Row]] = {}  # by prompt, then by answer: equal rows are one object
+    every = 0.1 if sys.stderr.isatty() else 10.0  # seconds
+    for number, row in enumerate(tqdm(rows, f"checking {where}", leave=False, mininterval=every, delay=every)):
+        try:
+            example = wanted.convert(row)
+        except BadRow as error:
+            bad.append(f"row {number}: {error}")
+            continue
+        prompt = tuple((message["role"], message["content"]) for message in example["prompt"])
+        made.append(prompts.setdefault(prompt, {}).setdefault(example["reward_model"]["ground_truth"], example))
+    if bad and not drop_invalid:
+        shown = [*bad[:SHOWN], f"and {len(bad) - SHOWN:,} more"] if len(bad) > SHOWN else bad
+        raise DataError(
+            f"verl cannot use {len(bad):,} of {len(rows):,} rows of {where} (counted from 0); nothing was written:\n  "
+            + "\n  ".join(shown)
+            + "\nRemedy: another --source, or --drop-invalid to leave these rows out."
+        )
+    kept = [examples for examples in prompts.values() if keep_duplicates or len(examples) == 1]
+    if not kept:
+        raise DataError(f"{where}: none of its {len(rows):,} rows stays; nothing was written.")
+    for index, examples in enumerate(kept):
+        for example in examples.values():
+            example["extra_info"] = {"split": wanted.split, "index": index}
+    dropped = {f"rows that verl cannot use; the first: {bad[0] if bad else None}": len(bad)}
+    if not keep_duplicates:
+        conflicting = sum("extra_info" not in example for example in made)
+        dropped["rows, because copies of their prompt have different answers"] = conflicting
+        dropped["copies of a prompt"] = len(made) - conflicting - len(kept)
+        made = [example for examples in kept for example in examples.values()]
+    counts = f"{len(made):,} rows, {len(kept):,} prompts, from {len(rows):,} rows of {where}"
+    return made, [counts, *(f"dropped: {count:,} {what}" for what, count in dropped.items() if count)]
+
+
+def write(path: Path, rows: list[Row]) -> None:
+    """Write rows as parquet, whole or not at all. All data sets get the same columns: verl can mix their files.
+
+    Raises:
+        DataError: no space, no rights, ...; what was there before is unchanged.
+    """
+    import pyarrow
+    from pyarrow import parquet
+
+    text = pyarrow.string()
+    schema = pyarrow.schema(
+        {
+            "data_source": text,
+            "prompt": pyarrow.list_(pyarrow.struct({"role": text, "content": text})),
+            "ability": text,
+            "reward_model": pyarrow.struct({"style": text, "ground_truth": text}),
+            "extra_info": pyarrow.struct({"split": text, "index": pyarrow.int64()}),
+        }
+    )
+    content = pyarrow.BufferOutputStream()
+    parquet.write_table(pyarrow.Table.from_pylist(rows, schema), content, compression="zstd")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, content.getvalue())
+    except OSError as error:
+        raise DataError(
+            f"{path} could not be written: {error.strerror or error}. What was there before is unchanged. Remedy: make "
+            "room or allow writing there, or choose another --output."
+        ) from error
+
+
+def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model, a folder or a repository of the hub.
+
+    Raises:
+        ConfigError: it cannot be loaded, or has no chat template.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--tokenizer {model} cannot be loaded: {' '.join(str(error).split())[:300]}") from error
+    if not tokenizer.chat_template:
+        raise ConfigError(f"--tokenizer {model} has no chat template, with which verl writes a prompt.")
+    return tokenizer
+
+
+def prompt_lengths(rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Tokens of every different prompt, as verl counts them against `data.max_prompt_length`."""
+    prompts = {row["extra_info"]["index"]: row["prompt"] for row in rows}.values()
+    template = partial(tokenizer.apply_chat_template, add_generation_prompt=True, tokenize=True, return_dict=False)
+    return [len(template(prompt)) for prompt in prompts]
+
+
+# ---- the command ----
+
+
+def data(
+    name: Annotated[Name, typer.Argument(help="The data set.", show_default=False)],
+    source: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH_OR_HUB_ID",
+            help="A file (.parquet, .jsonl) or folder here, or a repository of the hub; else where it is published.",
+        ),
+    ] = None,
+    output: Annotated[Path, typer.Option(help="Folder for the parquet files.")] = Path("data"),
+    revision: Annotated[
+        str | None, typer.Option(help="Commit, tag or branch on the hub; else the commit that this version knows.")
+    ] = None,
+    split: Annotated[Split | None, typer.Option(help="One split only (gsm8k has both).")] = None,
+    keep_duplicates: Annotated[
+        bool | None,
+        typer.Option(
+            "--keep-duplicates/--unique",
+            help="Keep copies of a prompt, or the first only (default: dapo-math-17k is made unique).",
+            show_default=False,
+        ),
+    ] = None,
+    drop_invalid: Annotated[
+        bool, typer.Option("--drop-invalid", help="Leave out rows that verl cannot use, instead of refusing all.")
+    ] = False,
+    tokenizer: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Count the prompts' tokens with this model's chat template.")
+    ] = None,
+) -> None:
+    """Prepare a data set for verl: check every row, drop copies of a prompt, write parquet.
+
+    A folder for --source has the files as published, or train.jsonl and test.jsonl (or .parquet). Their columns are
+    question and answer (gsm8k), or data_source, prompt, ability and reward_model (the others).
+    """
+    splits = [wanted for wanted in CATALOG[name.value] if split is None or wanted.split == split.value]
+    if not splits:
+        raise ConfigError(f"--split {split.value}: {name.value} has {CATALOG[name.value][0].split} only.")
+    local = Path(source).expanduser() if source is not None else None
+    if local is not None and local.is_file() and len(splits) > 1:
+        raise ConfigError(f"--source {source} is one file. Add --split train or --split test.")
+    paths = [output.expanduser() / wanted.output for wanted in splits]
+    for wanted, path in zip(splits, paths, strict=True):
+        if local is not None and local.exists() and path.exists() and _local_file(local, wanted).samefile(path):
+            raise ConfigError(f"{path} is the source and the output. Choose another --output.")
+    counter = load_tokenizer(tokenizer) if tokenizer is not None else None
+
+    made = []  # all splits are read and checked before the first is written
+    for wanted in splits:
+        rows, where = load(wanted, source, revision)
+        keep = wanted.keep_duplicates if keep_duplicates is None else keep_duplicates
+        made.append(prepare(rows, wanted, where, keep_duplicates=keep, drop_invalid=drop_invalid))
+    for path, (rows, words) in zip(paths, made, strict=True):
+        write(path, rows)
+        if counter is not None:
+            lengths = prompt_lengths(rows, counter)
+            words.append(f"tokens of a prompt: {min(lengths):,} to {max(lengths):,}, median {median(lengths):,.0f}")
+        typer.echo(f"{path}: " + "\n  ".join(words))
