@@ -18,8 +18,8 @@ _START_S = 120.0
 """How long a node may take beyond its own checks, seconds: Ray sends the package there and starts a worker."""
 _DRIVER = "this process"
 _JOIN = (
-    "`ray start --head` starts a cluster, and `ray status` on its nodes shows RAY_ADDRESS=<host>:<port>; RAY_AUTH_MODE, "
-    "~/.ray/auth_token, Python and ray as there (docs/clusters.md)"
+    "`ray start --head` starts a cluster, `ray status` on its nodes shows RAY_ADDRESS=<host>:<port>; use the "
+    "RAY_AUTH_MODE, ~/.ray/auth_token, Python and ray of those nodes (docs/clusters.md)"
 )
 
 

@@ -41,7 +41,7 @@ LIMITS = {
     Precision.BF16: {"linear layer": 0.01},
 }
 """Largest relative error of a product in any row or token (root mean square). On a CPU linear layers have 1.4 %, 4.1 %
-and 0.2 %, experts 5.6 % and 14 %: noise of two products adds up there, and what the gate leaves has few large values."""
+and 0.2 %, experts 5.6 % and 14 %: noise of two products adds up, and what the gate leaves has few large values."""
 
 ATTENTION_LIMIT = 5e-3
 """Largest relative error of a head's output: BF16 rounds it to 2**-9 of a value, and weights have FP16's bits."""

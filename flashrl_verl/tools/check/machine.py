@@ -197,9 +197,10 @@ def check_network(address: str | None) -> Iterator[Finding]:
     names = [name for _, name in socket.if_nameindex()]
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         value = os.environ.get(variable, "")
-        # NCCL takes prefixes, exact names behind "=", and behind "^" those not to be used.
-        wanted = [] if value.startswith("^") else value.lstrip("=").split(",")
-        if not all(any(name.startswith(prefix) for name in names) for prefix in wanted):
+        # gloo takes names, NCCL prefixes, behind "=" names, and behind "^" those not to be used.
+        wanted = [] if not value or value.startswith("^") else value.lstrip("=").split(",")
+        found = [[name for name in names if name.startswith(word)] for word in wanted]
+        if not (all(found) if variable.startswith("GLOO") else any(found) or not wanted):
             text = f"{variable}={value}, but this machine has {', '.join(names)}"
             wrong.append(error("network", text, f"{variable}=<one of them> in the environment of `ray start`"))
     if not os.environ.get("GLOO_SOCKET_IFNAME") and not address.startswith("127."):
@@ -227,9 +228,7 @@ def _check_host_name(host: str) -> list[Finding]:
         addresses = []
     if any(not a.startswith("127.") and a != "::1" and _cannot_talk(a) is None for a in addresses):
         return []
-    text = (
-        f"the host name {host} is {', '.join(addresses) or 'no address'}: gloo would listen where no other node comes"
-    )
+    text = f"the host name {host} is {', '.join(addresses) or 'no address'}: other nodes do not reach gloo there"
     return [warning("network", text, "on several nodes GLOO_SOCKET_IFNAME=<interface>, or an entry in /etc/hosts")]
 
 
@@ -261,11 +260,9 @@ def fresh_processes(precisions: Sequence[Precision], kv_cache: KVCache) -> Itera
                     code = None
                 yield from _read(Path(folder, name))
                 if code != 0:
-                    said = [
-                        line for line in Path(folder, f"{name}.log").read_text(errors="replace").splitlines() if line
-                    ]
+                    said = Path(folder, f"{name}.log").read_text(errors="replace").strip().rpartition("\n")[-1]
                     ended = f"ended with {code}" if code is not None else f"did not end within {LIMIT_S:g} s"
-                    text = f"a fresh process for {name} {ended}. Its last words: {' '.join(said[-1:]) or 'none'}"
+                    text = f"a fresh process for {name} {ended}. Its last words: {said or 'none'}"
                     yield error(f"{name} process", text, f"what they say; else tested versions: {INSTALL_COMMAND}")
         finally:
             for process in running.values():
