@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from flashrl_verl.settings import KVCache, Precision
-from flashrl_verl.tools.check import Finding, error, machine, ok, warning
+from flashrl_verl.tools.check import Finding, error, machine, ok
 
 _CONNECT_S = 10.0
 _START_S = 120.0
@@ -101,8 +101,7 @@ def _ask(precisions: Sequence[Precision], kv_cache: KVCache) -> Iterator[Finding
         good = ", ".join(finding.subject for finding in findings if finding.level == "ok")
         yield replace(ok("node", f"{answer['gpus']}, {answer['free']}; ok: {good}"), node=name)
     if answers:
-        yield from compare({_DRIVER: machine.facts(), **{name: answer["facts"] for name, answer in answers.items()}},
-                           {name: answer["gpus"] for name, answer in answers.items()})  # fmt: skip
+        yield compare({_DRIVER: machine.facts(), **{name: answer["facts"] for name, answer in answers.items()}})
 
 
 def on_node(precisions: Sequence[str], kv_cache: str, ranks: bool, address: str) -> dict[str, Any]:
@@ -122,13 +121,8 @@ def on_node(precisions: Sequence[str], kv_cache: str, ranks: bool, address: str)
     return {"findings": findings, "facts": machine.facts(), "gpus": machine.cards(here), "free": free}
 
 
-def compare(facts: Mapping[str, Mapping[str, str]], gpus: Mapping[str, str]) -> Iterator[Finding]:
-    """One finding for all differences of software, and one for GPUs of different kinds or numbers.
-
-    Args:
-        facts: process -> name -> version.
-        gpus: node -> its cards, in words.
-    """
+def compare(facts: Mapping[str, Mapping[str, str]]) -> Finding:
+    """One finding for all differences of software; ``facts`` is process -> name -> version."""
     differ = []
     for name in dict.fromkeys(name for known in facts.values() for name in known):
         values = {}
@@ -137,11 +131,6 @@ def compare(facts: Mapping[str, Mapping[str, str]], gpus: Mapping[str, str]) -> 
         if len(values) > 1:
             differ.append(f"{name} is " + " but ".join(f"{v} on {', '.join(where)}" for v, where in values.items()))
     if differ:
-        remedy = f"one environment for all nodes ({machine.INSTALL_COMMAND}, or an image)"
-        yield error("versions", "; ".join(differ), f"{remedy}; of this package flashrl.ship_code=true sends one to all")
-    else:
-        yield ok("versions", f"{', '.join(next(iter(facts.values())))} are the same everywhere")
-    kinds = {cards for cards in gpus.values() if cards != "no GPU"}
-    if len(kinds) > 1:
-        text = "; ".join(f"{node} has {cards}" for node, cards in gpus.items())
-        yield warning("GPUs", text, "a run takes trainer.n_gpus_per_node of each node, and the slowest sets the pace")
+        remedy = f"one environment for all nodes ({machine.INSTALL_COMMAND}); flashrl.ship_code=true for this package"
+        return error("versions", "; ".join(differ), remedy)
+    return ok("versions", f"{', '.join(next(iter(facts.values())))} are the same everywhere")

@@ -26,15 +26,8 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 import flashrl_verl
-from flashrl_verl.plugins.versions import (
-    DISTRIBUTION,
-    INSTALL_COMMAND,
-    TESTED,
-    TESTED_PYTHON,
-    Status,
-    find,
-    vllm_device,
-)
+from flashrl_verl.plugins import versions
+from flashrl_verl.plugins.versions import DISTRIBUTION, INSTALL_COMMAND, TESTED, Status, find
 from flashrl_verl.rollout.access import loopback_address
 from flashrl_verl.settings import KVCache, Precision
 from flashrl_verl.tools.check import Finding, error, guarded, ok, warning
@@ -48,8 +41,8 @@ BUCKET_KEY = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_
 _PLUGIN = "flashrl"
 """Name of both entry points; not imported, for importing the plugin would already register it."""
 _CONNECT_S = 10.0
-_GPU_SHARED = 1 << 30
-"""Bytes of shared memory for vLLM's queues (10 chunks of 16 MiB an engine, 10 of 24 MiB a worker) and NCCL's buffers:
+_GPU_SHARED_GIB = 1.0
+"""Shared memory for vLLM's queues (10 chunks of 16 MiB an engine, 10 of 24 MiB a worker) and NCCL's buffers:
 some hundred MiB for 8 GPUs. Docker's default is 64 MiB."""
 _FREE = 0.9
 """Share of a GPU's memory that is free where no other program runs."""
@@ -82,22 +75,16 @@ def look(
 
 def check_versions() -> Iterator[Finding]:
     """Compare what is installed with what this release was run with, by its metadata."""
-    python = platform.python_version()
-    if python.rpartition(".")[0] in TESTED_PYTHON:
+    python, tested = platform.python_version(), versions.TESTED_PYTHON
+    if python.rpartition(".")[0] in tested:
         yield ok("Python", python)
     else:
-        tested = " or ".join(TESTED_PYTHON)
-        yield warning(
-            "Python", f"{python} is not tested (tested: {tested})", f"FLASHRL_PYTHON=python3.12 {INSTALL_COMMAND}"
-        )
+        remedy = f"FLASHRL_PYTHON=python{tested[-1]} {INSTALL_COMMAND}"
+        yield warning("Python", f"{python} has not been run (tested: {' or '.join(tested)})", remedy)
     for name, component in TESTED.items():
         found = find(component)
-        if found.status is Status.OK:
-            yield ok(name, str(found.installed))
-        elif found.status is Status.UNTESTED:
-            yield warning(name, str(found))
-        else:
-            yield error(name, str(found))
+        level = {Status.OK: ok, Status.UNTESTED: warning}.get(found.status, error)
+        yield level(name, str(found.installed if level is ok else found))
 
 
 def check_package() -> Iterator[Finding]:
@@ -145,46 +132,29 @@ def cards(found: Sequence[tuple[str, int, int]]) -> str:
 
 
 def check_shared_memory(folder: Path, gpus: int) -> Iterator[Finding]:
-    """Compare its free space with what a run puts there: with GPUs vLLM's and NCCL's buffers, on a CPU the bucket that
-    weights travel in.
-
-    Args:
-        folder: where shared memory lies.
-        gpus: of this machine.
-    """
-    usage = shutil.disk_usage(folder)
-    free = f"{_gib(usage.free)} of {_gib(usage.total)} free in {folder}"
+    """Compare the free space in ``folder`` with what a run puts there: with GPUs vLLM's and NCCL's buffers, on a CPU
+    the bucket that weights travel in."""
+    free, need, user = shutil.disk_usage(folder).free / 2**30, _GPU_SHARED_GIB, "vLLM's queues and NCCL's buffers"
     remedy = "docker run --shm-size=<size>, a medium: Memory volume in Kubernetes, or delete files there"
-    if gpus:
-        need, user = _GPU_SHARED, "vLLM's queues and NCCL's buffers"
-    else:
-        verl = Path(next(iter(importlib.util.find_spec("verl").submodule_search_locations)))
-        rollout = OmegaConf.load(verl / "trainer" / "config" / "rollout" / "rollout.yaml")
-        need = rollout.checkpoint_engine.update_weights_bucket_megabytes << 20
+    if not gpus:
+        if (verl := importlib.util.find_spec("verl")) is None:
+            return  # the versions say so
+        defaults = Path(verl.submodule_search_locations[0], "trainer", "config", "rollout", "rollout.yaml")
+        need = OmegaConf.load(defaults).checkpoint_engine.update_weights_bucket_megabytes / 2**10
         user = "verl's default bucket of weights"
-        remedy += (
-            f"; or a smaller bucket that holds the largest tensor: {BUCKET_KEY}=<MiB> (the quickstart has its own)"
-        )
-    if usage.free >= need:
-        yield ok("shared memory", f"{free}, {_gib(need)} are needed for {user}")
+        remedy += f"; or a smaller bucket, as the quickstart's, not below the largest tensor: {BUCKET_KEY}=<MiB>"
+    text = f"{free:.2f} GiB free in {folder}, {need:.2f} GiB needed for {user}"
+    if free >= need:
+        yield ok("shared memory", text)
     else:
-        text = f"{free}, but {user} need {_gib(need)}: a bus error"
-        yield (error if gpus else warning)("shared memory", text, remedy)
-
-
-def _gib(number: float) -> str:
-    return f"{number / 2**30:.1f} GiB" if number >= 2**30 else f"{number / 2**20:.0f} MiB"
+        yield (error if gpus else warning)("shared memory", f"{text}: a run would end in a bus error", remedy)
 
 
 # ---- network ----
 
 
 def check_network(address: str | None) -> Iterator[Finding]:
-    """What Ray, gloo, NCCL and the engines' servers listen on can be listened on, and reached from here.
-
-    Args:
-        address: of this node, as Ray has it; None where there is no cluster yet.
-    """
+    """Where Ray, gloo, NCCL and the engines' servers listen can be listened, and reached from here."""
     if address is None:
         import ray
 
@@ -196,11 +166,9 @@ def check_network(address: str | None) -> Iterator[Finding]:
             wrong.append(error("network", f"this machine does not reach its own address {place}: {why}", remedy))
     names = [name for _, name in socket.if_nameindex()]
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        value = os.environ.get(variable, "")
-        # gloo takes names, NCCL prefixes, behind "=" names, and behind "^" those not to be used.
-        wanted = [] if not value or value.startswith("^") else value.lstrip("=").split(",")
-        found = [[name for name in names if name.startswith(word)] for word in wanted]
-        if not (all(found) if variable.startswith("GLOO") else any(found) or not wanted):
+        value = os.environ.get(variable) or "^"  # behind "^" is what NCCL does not use
+        words = value.removeprefix("=").split(",")
+        if value[0] != "^" and not any(name.startswith(word) for word in words for name in names):
             text = f"{variable}={value}, but this machine has {', '.join(names)}"
             wrong.append(error("network", text, f"{variable}=<one of them> in the environment of `ray start`"))
     if not os.environ.get("GLOO_SOCKET_IFNAME") and not address.startswith("127."):
@@ -236,16 +204,15 @@ def _check_host_name(host: str) -> list[Finding]:
 
 
 def fresh_processes(precisions: Sequence[Precision], kv_cache: KVCache) -> Iterator[Finding]:
-    """Look from a new Python as verl's processes are, and one as vLLM's are, at the same time.
-
-    Each writes one JSON line a finding: what it found before it crashed or hung is known.
-    """
+    """Look from a new Python as verl's processes are, and one as vLLM's are, at the same time. What they found before
+    they crashed or hung is told too."""
     words = [",".join(precision.value for precision in precisions), kv_cache.value]
     # Not as a file or module: that would put its own folder, or the working directory, on the path.
     program = "import sys; from flashrl_verl.tools.check.machine import child; child(*sys.argv[1:])"
     with tempfile.TemporaryDirectory(prefix="flashrl-check-") as folder:
         running = {}
         for name in ("verl", "vllm"):
+            Path(folder, name).touch()
             with Path(folder, f"{name}.log").open("wb") as log:
                 command = [sys.executable, "-c", program, name, str(Path(folder, name)), *words]
                 running[name] = subprocess.Popen(
@@ -258,7 +225,9 @@ def fresh_processes(precisions: Sequence[Precision], kv_cache: KVCache) -> Itera
                     code = process.wait(max(0.0, deadline - time.monotonic()))
                 except subprocess.TimeoutExpired:
                     code = None
-                yield from _read(Path(folder, name))
+                found = Path(folder, name).read_text().splitlines(keepends=True)
+                # The end of a process may cut its last line off.
+                yield from (Finding(**json.loads(line)) for line in found if line.endswith("\n"))
                 if code != 0:
                     said = Path(folder, f"{name}.log").read_text(errors="replace").strip().rpartition("\n")[-1]
                     ended = f"ended with {code}" if code is not None else f"did not end within {LIMIT_S:g} s"
@@ -270,20 +239,8 @@ def fresh_processes(precisions: Sequence[Precision], kv_cache: KVCache) -> Itera
                 process.wait()
 
 
-def _read(path: Path) -> list[Finding]:
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [Finding(**json.loads(line)) for line in lines if line.endswith("\n")]  # its end may cut the last one off
-
-
 def child(name: str, path: str, precisions: str, kv_cache: str) -> None:
-    """What such a process does.
-
-    Args:
-        name: ``verl`` or ``vllm``.
-        path: for its findings.
-        precisions: with commas between.
-        kv_cache: of ``KVCache``.
-    """
+    """What the process for ``name`` does; its findings go to ``path``, a JSON line each."""
     words = ([Precision(word) for word in precisions.split(",")], KVCache(kv_cache)) if name == "vllm" else ()
     with open(path, "w", buffering=1) as stream:
         for finding in guarded(f"{name} process", {"verl": in_verl, "vllm": in_vllm}[name], *words):
@@ -330,7 +287,7 @@ def in_vllm(precisions: Sequence[Precision], kv_cache: KVCache) -> Iterator[Find
 
     here = gpus()
     try:
-        device = vllm_device()
+        device = versions.vllm_device()
         import torch
 
         places = [torch.device("cpu")]
@@ -339,16 +296,13 @@ def in_vllm(precisions: Sequence[Precision], kv_cache: KVCache) -> Iterator[Find
     except Exception as raised:  # noqa: BLE001 - ours, vLLM's or torch's; none says it better
         yield error("device", str(raised), "`nvidia-smi` has to list GPUs; in a container docker run --gpus all")
         return
+    text = f"vLLM's {device} backend; {cards(here)}"
     taken = [f"GPU {i}: {free} of {total} MiB" for i, (_, free, total) in enumerate(here) if free < _FREE * total]
-    if device == "cpu" and here:
-        text = f"vLLM's CPU backend, though this machine has {cards(here)}"
-        yield warning("device", text, f"FLASHRL_DEVICE=cuda {INSTALL_COMMAND}")
-    elif taken:
-        text = f"{cards(here)}; another program holds memory, free is {', '.join(taken)}"
+    if taken:
         remedy = "end it (nvidia-smi), or lower actor_rollout_ref.rollout.gpu_memory_utilization"
-        yield warning("device", text, remedy)
+        yield warning("device", f"{text}; another program holds memory, free is {', '.join(taken)}", remedy)
     else:
-        yield ok("device", cards(here) if here else f"vLLM's {device} backend")
+        yield ok("device", text)
 
     from flashrl_verl.tools.check import kernels
 
@@ -361,14 +315,8 @@ def in_vllm(precisions: Sequence[Precision], kv_cache: KVCache) -> Iterator[Find
 def _why_not(
     subject: str, group: str, variable: str, load: Callable[[importlib.metadata.EntryPoint], object]
 ) -> Finding:
-    """Why a plugin has not registered: verl and vLLM swallow the reason.
-
-    Args:
-        subject: of the finding.
-        group: of entry points.
-        variable: of the environment, that lists the plugins to load.
-        load: what the host does with an entry point.
-    """
+    """Why a plugin has not registered, of which verl and vLLM say nothing. ``variable`` lists plugins to load, and
+    ``load`` does with an entry point what its host does."""
     points = [point for point in importlib.metadata.entry_points(group=group) if point.name == _PLUGIN]
     if not points:
         return error(subject, f"there is no entry point {_PLUGIN} in {group}", INSTALL)
@@ -380,6 +328,5 @@ def _why_not(
     if variable in os.environ:
         text = f"{variable}={os.environ[variable]} leaves {_PLUGIN} out"
         return error(subject, text, f"unset {variable}, or add {_PLUGIN}, on every node before `ray start`")
-    return error(
-        subject, f"{points[0].value} loads, but its host does not load it", f"tested versions: {INSTALL_COMMAND}"
-    )
+    text = f"{points[0].value} can be loaded, but its host has not"
+    return error(subject, text, f"tested versions: {INSTALL_COMMAND}")
