@@ -251,16 +251,8 @@ def experts_error(built: torch.nn.Module, weights: dict[str, torch.Tensor]) -> f
 
 
 def run_experts(layer: torch.nn.Module, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """What the engine calls, behind vLLM's choice of experts.
-
-    Args:
-        layer: of ``experts``.
-        x: [tokens, hidden] bfloat16.
-        logits: of the router, [tokens, experts].
-
-    Returns:
-        [tokens, hidden] bfloat16, on the layer's device.
-    """
+    """What the engine calls, behind vLLM's choice of experts: [tokens, hidden] bfloat16 from x alike and logits of the
+    router [tokens, experts]."""
     method, place = layer.quant_method, layer.w13_weight.device
     x, logits = x.to(place), logits.to(place)
     with torch.no_grad():
@@ -305,15 +297,8 @@ def check_attention(kv_cache: KVCache, places: Sequence[torch.device]) -> Iterat
 
 
 def attention_error(heads: int, kv_heads: int, size: int, lengths: tuple[int, ...], place: torch.device) -> float:
-    """Largest relative error of a head's output; NaN if one is not finite.
-
-    Args:
-        heads: query heads.
-        kv_heads: key and value heads.
-        size: elements of a head.
-        lengths: tokens of the sequences, which lie in scattered pages.
-        place: a GPU.
-    """
+    """Largest relative error of a head's output; NaN if one is not finite. ``lengths`` are the tokens of sequences, whose
+    pages are scattered; ``place`` is a GPU."""
     from flashrl_verl.attention import kernels, pages  # Triton is only where a GPU is
 
     generator = torch.Generator().manual_seed(size)
