@@ -297,8 +297,8 @@ def check_attention(kv_cache: KVCache, places: Sequence[torch.device]) -> Iterat
 
 
 def attention_error(heads: int, kv_heads: int, size: int, lengths: tuple[int, ...], place: torch.device) -> float:
-    """Largest relative error of a head's output; NaN if one is not finite. ``lengths`` are the tokens of sequences, whose
-    pages are scattered; ``place`` is a GPU."""
+    """Largest relative error of a head's output, NaN if one is not finite, for sequences of ``lengths`` tokens in
+    scattered pages, on a GPU."""
     from flashrl_verl.attention import kernels, pages  # Triton is only where a GPU is
 
     generator = torch.Generator().manual_seed(size)
