@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from flashrl_verl.errors import FlashRLError
+
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
@@ -42,5 +44,7 @@ def guarded(subject: str, check: Callable[..., Iterable[Finding]], *arguments: A
     """Yield what a check finds; an exception in it is one more error, and other checks follow."""
     try:
         yield from check(*arguments)
+    except FlashRLError as raised:
+        yield error(subject, str(raised))  # the remedy is in it
     except Exception as raised:  # noqa: BLE001 - whatever a broken machine raises is a finding
         yield error(subject, f"{type(raised).__name__}: {raised}", "docs/troubleshooting.md")

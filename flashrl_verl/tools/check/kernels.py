@@ -88,11 +88,12 @@ def check_precision(precision: Precision, places: Sequence[torch.device]) -> Ite
         if wrong:
             yield error(subject, f"on {place}: {'; '.join(wrong)}", _REMEDY)
             return
-    text = ", ".join(f"{kind} {seen:.1%} from float64" for kind, seen in worst.items())
+    names = {"linear layer": "torch"}
     if fmt:
         kernels = device_kernels(fmt)
-        text = f"codes exact; {text}; kernels {kernels.linear.value} and {kernels.experts.value}"
-    yield ok(subject, f"{text}; on {', '.join(map(str, places))}")
+        names = {"linear layer": kernels.linear.value, "experts": kernels.experts.value}
+    text = ", ".join(f"{kind} ({names[kind]}) {seen:.1%} from float64" for kind, seen in worst.items())
+    yield ok(subject, f"{'codes exact, ' if fmt else ''}{text}, on {', '.join(map(str, places))}")
 
 
 # ---- one layer ----
