@@ -86,11 +86,11 @@ def test_a_process_that_crashes_or_hangs_is_an_error_with_its_last_words(tmp_pat
     planted.module(tmp_path, "verl", "import os\nprint('no such instruction', flush=True)\nos.abort()\n")
     planted.module(tmp_path, "vllm", "import time\ntime.sleep(600)\n")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{flashrl_verl.__path__[0]}/..")
-    monkeypatch.setattr(machine, "LIMIT_S", 15.0)
+    monkeypatch.setattr(machine, "LIMIT_S", 10.0)
     crashed, hung = machine.fresh_processes([Precision.INT8], KVCache.AUTO)
     assert crashed.level == hung.level == "error"
     assert "ended with -6" in crashed.text and "no such instruction" in crashed.text
-    assert "did not end within 15 s" in hung.text
+    assert "did not end within 10 s" in hung.text
 
 
 # ---- kernels ----
