@@ -8,11 +8,10 @@ from flashrl_verl.plugins.vllm import register
 from flashrl_verl.quantization import numerics
 from flashrl_verl.quantization.formats import weight_format
 from flashrl_verl.settings import Precision
-from flashrl_verl.tools.check import experts
-from flashrl_verl.tools.engines import model as engine_model
-from flashrl_verl.tools.engines import shapes
+from flashrl_verl.tools.check import kernels
+from flashrl_verl.tools.check.kernels import EXPERTS, HIDDEN, INTERMEDIATE, TOP_K
 
-INTERMEDIATE, HIDDEN, TOKENS = experts._INTERMEDIATE, experts._HIDDEN, 33
+TOKENS = 33
 
 
 def as_codes(x: torch.Tensor, fmt: numerics.WeightFormat | None) -> torch.Tensor:
@@ -30,7 +29,7 @@ def exact(fmt: numerics.WeightFormat | None, w13, w2, x, logits) -> torch.Tensor
         w13, w2 = (numerics.dequantize(*numerics.quantize_rows(weight, fmt)) for weight in (w13, w2))
     out, probabilities = torch.zeros(TOKENS, HIDDEN, dtype=torch.float64), logits.double().softmax(-1)
     for token in range(TOKENS):
-        chosen = probabilities[token].topk(experts._TOP_K).indices.tolist()
+        chosen = probabilities[token].topk(TOP_K).indices.tolist()
         for e in chosen:
             gate, up = (w13[e].double() @ as_codes(x[token].double(), fmt)).split(INTERMEDIATE)
             product = w2[e].double() @ as_codes(torch.nn.functional.silu(gate) * up, fmt)
@@ -52,19 +51,14 @@ on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the loop over exp
         pytest.param(Precision.FP8, "cuda", 30, marks=pytest.mark.gpu),
     ],
 )
-def test_experts_compute_what_their_precision_is(tmp_path, precision, device, least):
+def test_experts_compute_what_their_precision_is(precision, device, least):
     g = torch.Generator().manual_seed(4)
-    w13 = (torch.randn(experts._EXPERTS, 2 * INTERMEDIATE, HIDDEN, generator=g) * 0.05).bfloat16()
-    w2 = (torch.randn(experts._EXPERTS, HIDDEN, INTERMEDIATE, generator=g) * 0.05).bfloat16()
-    x, logits = torch.randn(TOKENS, HIDDEN, generator=g).bfloat16(), torch.randn(TOKENS, experts._EXPERTS, generator=g)
-    parts = {"gate_proj": w13[:, :INTERMEDIATE], "up_proj": w13[:, INTERMEDIATE:], "down_proj": w2}
+    w13 = (torch.randn(EXPERTS, 2 * INTERMEDIATE, HIDDEN, generator=g) * 0.05).bfloat16()
+    w2 = (torch.randn(EXPERTS, HIDDEN, INTERMEDIATE, generator=g) * 0.05).bfloat16()
+    x, logits = torch.randn(TOKENS, HIDDEN, generator=g).bfloat16(), torch.randn(TOKENS, EXPERTS, generator=g)
     register()
-    path = shapes.save_config(experts._config(), tmp_path)
-    with engine_model.vllm_config(path), engine_model.process_group(), torch.no_grad():
-        layer, load = experts._layer(precision, path, torch.device(device))
-        for part, weights in parts.items():
-            load((f"model.layers.0.mlp.experts.{e}.{part}.weight", w.to(device)) for e, w in enumerate(weights))
-        layer.quant_method.process_weights_after_loading(layer)
-        out = experts._output(layer, x.to(device), logits.to(device)).cpu()
+    with kernels.model(precision, torch.device(device)) as built:
+        kernels.load(built, {**kernels.drawn(), "w13": w13, "w2": w2})
+        out = kernels.run_experts(kernels.experts(built), x, logits).cpu()
     assert out.dtype == torch.bfloat16
     assert numerics.sqnr_db(exact(weight_format(precision), w13, w2, x, logits), out) > least

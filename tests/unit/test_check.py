@@ -1,209 +1,189 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`flashrl check` as a whole: a check that goes wrong is a failure with a remedy, children end in time, calls are
-checked."""
+"""`flashrl check`: each fault of a machine is one finding with its remedy, and wrong numbers are not called ok."""
 
-import errno
-import json
-import os
-import subprocess
-import sys
-import tempfile
-import time
+import dataclasses
+import shutil
+from types import SimpleNamespace
 
+import numpy as np
 import planted
 import pytest
-from rich.console import Console
-from typer.testing import CliRunner
+import references
+import torch
 
-from flashrl_verl.cli import app
-from flashrl_verl.errors import FlashRLError
-from flashrl_verl.settings import Precision
-from flashrl_verl.tools.check import command, node, subjects
-from flashrl_verl.tools.check.child import run_child
-from flashrl_verl.tools.check.findings import Finding, Verdict, counts, exit_code, fail, guarded, ok, skipped, warn
-from flashrl_verl.tools.check.settings import CheckSettings
+import flashrl_verl
+from flashrl_verl.plugins.versions import DISTRIBUTION, INSTALL_COMMAND, TESTED
+from flashrl_verl.plugins.vllm import register
+from flashrl_verl.quantization import gemm
+from flashrl_verl.quantization.formats import FP8, INT8
+from flashrl_verl.settings import KVCache, Precision
+from flashrl_verl.tools.check import cluster, kernels, machine
 
-
-@pytest.mark.parametrize("verdict", ["warn", "fail"])
-def test_what_is_wrong_has_a_remedy(verdict):
-    with pytest.raises(ValueError, match="without a remedy"):
-        Finding(name="disk", verdict=verdict, text="full")
+CPU = torch.device("cpu")
 
 
-def test_only_a_failure_makes_the_exit_code_1():
-    fine = [ok("a", "well"), warn("b", "odd", "look"), skipped("c", "no GPU")]
-    assert exit_code(fine) == 0 and exit_code([*fine, fail("d", "bad", "mend")]) == 1
-    assert counts(fine) == {"ok": 1, "warn": 1, "fail": 0, "not checked": 1}, "what nobody looked at is not ok"
+def only(findings):
+    [finding] = findings
+    return finding
 
 
-def test_a_check_that_raises_is_a_failure_and_what_it_had_found_stays():
-    def check():
-        yield ok("first", "well")
-        raise OSError("the disk\nis on fire")
-
-    first, second = guarded("second", check)
-    assert first.verdict is Verdict.OK
-    assert (second.name, second.verdict) == ("second", Verdict.FAIL)
-    assert "OSError: the disk is on fire" in second.text and second.remedy
+# ---- versions ----
 
 
-# ---- children ----
+def test_an_untested_version_is_a_warning_and_a_missing_package_an_error_with_the_command(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(planted.metadata(tmp_path, "transformers", "5.0.0"))
+    gone = dataclasses.replace(TESTED["ray"], module="no_such_module", distributions=("no-such",))
+    monkeypatch.setattr(machine, "TESTED", {**TESTED, "ray": gone})
+    found = {finding.subject: finding for finding in machine.check_versions()}
+    assert (found["verl"].level, found["transformers"].level, found["ray"].level) == ("ok", "warning", "error")
+    assert "5.0.0" in found["transformers"].text and INSTALL_COMMAND in found["ray"].text
 
 
-def child(tmp_path, text: str, **more):
-    """The child that imports verl, with a verl of this text before the real one on its path."""
-    folder = planted.module(tmp_path / "path", "verl", text)
-    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": path}
-    return run_child("verl_process", subjects.of_verl_process(), CheckSettings(), environment=environment, **more)
+def test_metadata_of_another_release_of_this_package_is_an_error(tmp_path, monkeypatch):
+    assert only(machine.check_package()).level == "ok"
+    monkeypatch.syspath_prepend(planted.metadata(tmp_path, DISTRIBUTION, "0.0.1"))
+    found = only(machine.check_package())
+    assert found.level == "error" and "0.0.1" in found.text and "pip install" in found.remedy
 
 
-@pytest.mark.slow
-def test_a_child_that_hangs_is_stopped_with_all_that_it_started(tmp_path):
-    started = time.monotonic()
-    mark = tmp_path / "alive"
-    text = (
-        f"import subprocess, sys, time\nsubprocess.Popen([sys.executable, '-c', "
-        f"\"import time; time.sleep(12); open('{mark}', 'w')\"])\ntime.sleep(600)"
-    )
-    report = child(tmp_path, text, limit_s=6)
-    assert time.monotonic() - started < 60
-    first, second = report.findings
-    assert first.verdict is Verdict.FAIL and "did not end within 6 s" in first.text and "--timeout" in first.remedy
-    assert second.verdict is Verdict.SKIPPED
-    time.sleep(10)
-    assert not mark.exists(), "its own child is stopped too"
+# ---- memory, network ----
 
 
-def test_a_child_that_is_killed_is_a_failure_with_the_signal(tmp_path):
-    report = child(tmp_path, "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
-    assert [f.verdict for f in report.findings] == [Verdict.FAIL, Verdict.SKIPPED]
-    assert "SIGSEGV" in report.findings[0].text
-
-
-def test_a_child_that_leaves_is_a_failure_with_its_last_words(tmp_path):
-    report = child(tmp_path, "import sys; sys.exit('RuntimeError: no licence')")
-    assert report.findings[0].verdict is Verdict.FAIL
-    assert "exit code 1" in report.findings[0].text and "no licence" in report.findings[0].text
-
-
-def test_an_import_that_fails_is_a_failure_with_the_error_and_the_rest_is_not_ok(tmp_path):
-    report = child(tmp_path, "raise ImportError('libcudart.so.13: cannot open shared object file')")
-    assert {f.name: f.verdict for f in report.findings} == {
-        "verl process": Verdict.FAIL,
-        "verl plugin": Verdict.SKIPPED,
-        "imported versions": Verdict.SKIPPED,
-    }
-    assert "ImportError: libcudart.so.13" in report.findings[0].text
-
-
-def test_an_answer_that_is_cut_off_in_a_line_keeps_the_lines_before(tmp_path):
-    """As a full disk leaves it: what was said stays, what is missing is not ok."""
-    line = '{"name": "verl plugin", "verdict": "ok", "text": "loaded"}\\n'
-    report = child(tmp_path, f"import os, sys; open(sys.argv[2], 'a').write('{line}' + '{line[:20]}'); os._exit(1)")
-    assert [(f.name, f.verdict) for f in report.findings] == [
-        ("verl plugin", Verdict.OK),
-        ("imported versions", Verdict.FAIL),
-    ]
-    assert "exit code 1" in report.findings[1].text
-
-
-def test_without_a_temporary_folder_the_children_are_failures_and_the_rest_of_the_report_stays(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
-    report = node.check_node(CheckSettings())
-    found = {finding.name: finding for finding in report.findings}
-    assert found["verl plugin"].verdict is Verdict.FAIL and found["imported versions"].verdict is Verdict.SKIPPED
-    assert found["vLLM plugin"].verdict is Verdict.FAIL and found["int8 numerics"].verdict is Verdict.SKIPPED
-    assert "FileNotFoundError" in found["verl plugin"].text and "TMPDIR" in found["verl plugin"].remedy
-    assert {"Python", "disk", "loopback"} <= set(found), "what needs no child was looked at"
-
-
-def test_a_node_without_a_gpu_for_ray_is_not_asked_for_what_ranks_need():
-    """A head in the CUDA environment without a driver is no failure."""
-    settings = CheckSettings(precisions=("int8",))
-    report = run_child("vllm_process", subjects.of_vllm_process(settings), settings, ranks=False)
-    verdicts = {finding.name: finding.verdict for finding in report.findings}
-    assert verdicts.pop("vLLM plugin") is Verdict.OK
-    assert set(verdicts) == {
-        "driver",
-        "device",
-        "row kernel",
-        "int8 kernel",
-        "int8 numerics",
-        "int8 experts",
-        "INT8 attention",
-    }
-    assert set(verdicts.values()) == {Verdict.SKIPPED} and report.facts == {"GPUs": "none"}
-
-
-def test_a_child_does_not_see_the_working_directory(tmp_path, monkeypatch):
-    """Ray's workers do not either: a package that is found only from there is missing in a run."""
-    planted.module(tmp_path, "sitecustomize_of_mine", "")
-    monkeypatch.chdir(tmp_path)
-    report = child(tmp_path, "import sitecustomize_of_mine")
-    assert "No module named 'sitecustomize_of_mine'" in report.findings[0].text
-
-
-# ---- the command ----
-
-
-def test_settings_survive_the_way_to_a_child():
-    settings = CheckSettings(precisions=("fp8",), bucket_megabytes=64, ship_code=False)
-    again = CheckSettings(**json.loads(json.dumps(settings.to_dict())))
-    assert again == settings and again.precisions == (Precision.FP8,)
+@pytest.mark.parametrize("gpus, free, level", [(0, 4 << 30, "ok"), (0, 64 << 20, "warning"), (8, 64 << 20, "error")])
+def test_shared_memory_that_is_too_small_has_the_remedy(tmp_path, monkeypatch, gpus, free, level):
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free))
+    found = only(machine.check_shared_memory(tmp_path, gpus))
+    assert found.level == level
+    assert level == "ok" or "--shm-size" in found.remedy and (gpus or machine.BUCKET_KEY in found.remedy)
 
 
 @pytest.mark.parametrize(
-    "words",
+    "variable, value, level",
     [
-        ["--precision", "int4"],
-        ["--precision", ","],
-        ["--no-such-option"],
-        ["--json", "/no/such/folder/check.json"],
-        ["--address", "http://127.0.0.1:8265"],
-        ["--bucket-megabytes", "0"],
+        ("GLOO_SOCKET_IFNAME", "lo", "ok"),
+        ("GLOO_SOCKET_IFNAME", "ib7", "error"),
+        ("NCCL_SOCKET_IFNAME", "ib,lo", "ok"),
+        ("NCCL_SOCKET_IFNAME", "=ib7", "error"),
+        ("NCCL_SOCKET_IFNAME", "^docker", "ok"),
     ],
 )
-def test_a_wrong_call_is_exit_code_2_and_nothing_is_looked_at(words):
-    result = CliRunner().invoke(app, ["check", *words])
-    assert result.exit_code == 2 and "Usage" in result.output
+def test_an_interface_that_this_machine_does_not_have_is_an_error(monkeypatch, variable, value, level):
+    monkeypatch.setenv(variable, value)
+    found = only(machine.check_network("127.0.0.1"))
+    assert found.level == level and (level == "ok" or "lo" in found.text)
 
 
-def test_without_a_requirement_the_one_line_names_it_and_the_remedy():
-    program = (
-        "import sys; sys.modules['psutil'] = None; from flashrl_verl.cli import main; sys.argv = ['flashrl', 'check']; "
-        "main()"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=400)
-    assert done.returncode == 1 and done.stdout.startswith("fail  requirements: psutil is missing")
-    assert "pip install psutil" in done.stdout and "Traceback" not in done.stderr
+def test_an_address_that_is_not_this_machines_is_an_error(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    found = only(machine.check_network("192.0.2.1"))
+    assert found.level == "error" and "192.0.2.1" in found.text and "--node-ip-address" in found.remedy
 
 
-def test_a_report_says_the_verdict_in_words_and_the_remedy_below_it(tmp_path):
-    elsewhere = Finding(name="GPU", verdict="not checked", text="none", node="n1")
-    findings = [ok("disk", "1 TiB [free]"), fail("port", "taken", "free it"), elsewhere]
-    console = Console(width=40, record=True, file=open(os.devnull, "w"))
-    command.show(console, findings)
-    lines = console.export_text().splitlines()
-    assert [line.split()[0] for line in lines] == ["ok", "fail", "remedy:", "node", "not", "1"]
-    assert lines[0].endswith("1 TiB [free]") and lines[2].strip() == "remedy: free it" and lines[3] == "node n1"
-    assert lines[-1] == "1 ok, 1 fail, 1 not checked"
-    command.write(tmp_path / "check.json", findings)
-    written = json.loads((tmp_path / "check.json").read_text())
-    assert written["exit_code"] == 1 and [Finding(**f) for f in written["findings"]] == findings
+# ---- fresh processes ----
 
 
-def test_a_report_that_finds_no_space_is_one_error_and_leaves_the_older_one(tmp_path, monkeypatch):
-    path = tmp_path / "check.json"
-    command.write(path, [ok("disk", "fine")])
-    before = path.read_bytes()
+def test_a_process_that_crashes_or_hangs_is_an_error_with_its_last_words(tmp_path, monkeypatch):
+    planted.module(tmp_path, "verl", "import os\nprint('no such instruction', flush=True)\nos.abort()\n")
+    planted.module(tmp_path, "vllm", "import time\ntime.sleep(600)\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{flashrl_verl.__path__[0]}/..")
+    monkeypatch.setattr(machine, "LIMIT_S", 10.0)
+    crashed, hung = machine.fresh_processes([Precision.INT8], KVCache.AUTO)
+    assert crashed.level == hung.level == "error"
+    assert "ended with -6" in crashed.text and "no such instruction" in crashed.text
+    assert "did not end within 10 s" in hung.text
 
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(
-        FlashRLError, match=r"--json .*check\.json cannot be written: No space left on device\. Name a file"
-    ):
-        command.write(path, [])
-    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+# ---- kernels ----
+
+
+@pytest.mark.parametrize("fmt", [INT8, FP8], ids=lambda fmt: fmt.name)
+def test_the_reference_is_that_of_a_second_implementation(fmt):
+    rows = torch.randn(64, 1000, generator=torch.Generator().manual_seed(0)).bfloat16()
+    codes, scales = kernels.exact_rows(rows, fmt)
+    expected, expected_scales = references.quantize(rows, fmt.name)
+    np.testing.assert_array_equal(codes.double().numpy(), expected)
+    np.testing.assert_array_equal(scales.numpy(), expected_scales)
+
+
+def numerics(precision: Precision = Precision.INT8):
+    register()
+    return only(kernels.check_precision(precision, [CPU]))
+
+
+def test_a_wrong_scale_in_storage_is_an_error(monkeypatch):
+    load = kernels.load
+
+    def wrongly(built, weights):
+        load(built, weights)
+        kernels.experts(built).w2_weight_scale.data[2, 7] *= 1.0001
+
+    monkeypatch.setattr(kernels, "load", wrongly)
+    found = numerics()
+    assert found.level == "error" and "w2 are not exact" in found.text and "do not train" in found.remedy
+
+
+@pytest.mark.parametrize("factor", [1.05, float("nan")])
+def test_a_linear_kernel_with_one_wrong_scale_or_nan_is_an_error(monkeypatch, factor):
+    apply = gemm.OneDnnGemm.apply
+
+    def wrongly(self, layer, x, bias):
+        output = apply(self, layer, x, bias)
+        output[:, 7] *= factor
+        return output
+
+    monkeypatch.setattr(gemm.OneDnnGemm, "apply", wrongly)
+    found = numerics()
+    assert found.level == "error" and "linear layer" in found.text and "experts" not in found.text
+
+
+def test_experts_with_a_wrong_token_are_an_error(monkeypatch):
+    run = kernels.run_experts
+    monkeypatch.setattr(kernels, "run_experts", lambda layer, x, logits: run(layer, x, logits.roll(len(x) // 32, 0)))
+    found = numerics()
+    assert found.level == "error" and "experts" in found.text and "linear" not in found.text
+
+
+def test_a_kv_cache_that_nothing_computes_here_is_refused_with_the_remedy():
+    if torch.cuda.is_available():
+        pytest.skip("a GPU has its attention")
+    with pytest.raises(ValueError, match="Set flashrl.kv_cache=auto"):
+        list(kernels.check_attention(KVCache.INT8_PER_TOKEN_HEAD, [CPU]))
+
+
+@pytest.mark.gpu
+def test_the_kernels_of_this_gpu_are_right_and_a_wrong_one_is_found(monkeypatch):
+    from flashrl_verl.attention import kernels as attention
+
+    register()
+    place = torch.device("cuda", 0)
+    found = [*kernels.check_attention(KVCache.INT8_PER_TOKEN_HEAD, [place])]
+    for precision in Precision:
+        found += kernels.check_precision(precision, [place])
+    assert {finding.level for finding in found} == {"ok"}, found
+    write = attention.write
+
+    def wrongly(key, value, pages, slots):
+        write(key, value, pages, slots)
+        pages.value_scales[:, 1].mul_(1.02)
+
+    monkeypatch.setattr(attention, "write", wrongly)
+    assert only(kernels.check_attention(KVCache.INT8_PER_TOKEN_HEAD, [place])).level == "error"
+
+
+# ---- nodes ----
+
+
+def test_all_differences_between_nodes_are_one_error_that_says_who_has_what():
+    same = {"Python": "3.12.3", "vllm": "0.24.0"}
+    assert cluster.compare({"driver": same, "n1": same, "n2": same}).level == "ok"
+    found = cluster.compare({"driver": same, "n1": {**same, "vllm": "0.27.1"}, "n2": same})
+    assert (found.level, found.text) == ("error", "vllm is 0.24.0 on driver, n2 but 0.27.1 on n1")
+
+
+def test_a_change_of_this_packages_code_is_a_change_of_its_version(tmp_path, monkeypatch):
+    before = machine.facts()
+    copy = shutil.copytree(flashrl_verl.__path__[0], tmp_path / "flashrl_verl")
+    monkeypatch.setattr(flashrl_verl, "__file__", str(copy / "__init__.py"))
+    assert machine.facts() == before
+    (copy / "configs" / "precision" / "int8.yaml").open("a").write("\n")
+    assert machine.facts()[DISTRIBUTION] != before[DISTRIBUTION]

@@ -15,9 +15,7 @@ from flashrl_verl.quantization import gemm
 from flashrl_verl.refit.self_check import EngineState, require_same
 from flashrl_verl.refit.stale_copies import layers_with_stale_copies
 from flashrl_verl.settings import Precision
-from flashrl_verl.tools.check import numerics
-from flashrl_verl.tools.engines import model as engine_model
-from flashrl_verl.tools.engines import shapes
+from flashrl_verl.tools.check import kernels
 
 ONE = {"a.weight": (11, 0x1000), "a.scale": (12, 0x2000)}
 STATE = EngineState(workers=[ONE, {"a.weight": (21, 0x3000)}], token_ids=[4, 5, 6], log_probs=[-0.5, -1.0, -0.25])
@@ -40,15 +38,12 @@ def test_whatever_changed_is_named_with_its_replica(change, words):
     assert "after sleep at level 1" in message and f"replica 1: {words}" in message and "replica 0" not in message
 
 
-def stale(folder, precision: Precision) -> list[str]:
+def stale(precision: Precision) -> list[str]:
     """What is said of a model of one linear layer and a head."""
     register()
-    path = shapes.save_config(shapes.load_config("tiny"), folder)
-    with engine_model.vllm_config(path), engine_model.process_group():
-        layer = numerics._layer(precision, torch.device("cpu"), 256, 384, bias=False)
-        model = torch.nn.ModuleDict(
-            {"down_proj": layer, "lm_head": ParallelLMHead(128, 64, params_dtype=torch.bfloat16)}
-        )
+    with kernels.model(precision, torch.device("cpu")) as built:
+        head = ParallelLMHead(128, 64, params_dtype=torch.bfloat16)
+        model = torch.nn.ModuleDict({"o_proj": kernels.linear(built), "lm_head": head})
 
         def process_weights():
             for module in model.values():
@@ -58,12 +53,12 @@ def stale(folder, precision: Precision) -> list[str]:
 
 
 @pytest.mark.parametrize("precision", list(Precision))
-def test_sound_layers_are_not_named(tmp_path, precision):
-    assert stale(tmp_path, precision) == []
+def test_sound_layers_are_not_named(precision):
+    assert stale(precision) == []
 
 
 @pytest.mark.parametrize("copied", [("weight",), ("weight_scale",), ("weight", "weight_scale")], ids="+".join)
-def test_a_layer_that_computes_with_a_copy_is_named_whatever_it_copied(tmp_path, monkeypatch, copied):
+def test_a_layer_that_computes_with_a_copy_is_named_whatever_it_copied(monkeypatch, copied):
     apply, copies = gemm.EmulatedGemm.apply, {}
 
     def with_copies(self, layer, x, bias):
@@ -73,10 +68,10 @@ def test_a_layer_that_computes_with_a_copy_is_named_whatever_it_copied(tmp_path,
         return apply(self, SimpleNamespace(**now), x, bias)
 
     monkeypatch.setattr(gemm.EmulatedGemm, "apply", with_copies)
-    assert stale(tmp_path, Precision.FP8) == ["down_proj"]
+    assert stale(Precision.FP8) == ["o_proj"]
 
 
-def test_packed_copies_that_are_not_made_again_are_named(tmp_path, monkeypatch):
+def test_packed_copies_that_are_not_made_again_are_named(monkeypatch):
     packed = set()
     for owner, hook in (
         (gemm.OneDnnGemm, "weights_changed"),
@@ -90,4 +85,4 @@ def test_packed_copies_that_are_not_made_again_are_named(tmp_path, monkeypatch):
             packed.add(layer)
 
         monkeypatch.setattr(owner, hook, once)
-    assert stale(tmp_path, Precision.INT8) == ["down_proj", "lm_head"]
+    assert stale(Precision.INT8) == ["o_proj", "lm_head"]

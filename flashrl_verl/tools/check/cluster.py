@@ -1,246 +1,136 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every node of a Ray cluster looks at itself, from a worker that has what a run's workers have; then they are
+"""Every node of a running Ray cluster looks at itself, from a worker that has what a run's have; then they are
 compared."""
 
 from __future__ import annotations
 
-import importlib.metadata
+import os
 import socket
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
-from flashrl_verl.tools.check import node
-from flashrl_verl.tools.check.child import Report
-from flashrl_verl.tools.check.findings import Finding, Verdict, fail, guarded, ok, skipped, warn
-from flashrl_verl.tools.check.settings import CheckSettings
-from flashrl_verl.tools.check.subjects import ALIKE, CLUSTER, GPUS
+from flashrl_verl.settings import KVCache, Precision
+from flashrl_verl.tools.check import Finding, error, machine, ok
 
 _CONNECT_S = 10.0
-"""How long a node may take to accept a connection, seconds: milliseconds in one network."""
-
-_JOIN_S = 180.0
-"""How long importing Ray, `ray.init` and sending the package may take, seconds: some ten on two idle cores."""
-
-DRIVER = "driver"
-"""Where the run is started; compared with the nodes."""
-
-
-def limit_s(settings: CheckSettings) -> float:
-    """Longest time for ``run``, seconds: after that of the nodes, or those that answered would be dropped with it."""
-    return _CONNECT_S + _JOIN_S + _answer_s(settings)
+_START_S = 120.0
+"""How long a node may take beyond its own checks, seconds: Ray sends the package there and starts a worker."""
+_DRIVER = "this process"
+_JOIN = (
+    "`ray start --head` starts a cluster, `ray status` on its nodes shows RAY_ADDRESS=<host>:<port>; use the "
+    "RAY_AUTH_MODE, ~/.ray/auth_token, Python and ray of those nodes (docs/clusters.md)"
+)
 
 
-def _answer_s(settings: CheckSettings) -> float:
-    """Longest time for the nodes, seconds. Their children have a limit each, and run at the same time."""
-    return settings.timeout_s + settings.ray_start_s
-
-
-def run(settings: CheckSettings, address: str) -> Iterator[Finding | tuple[str, str]]:
-    """What a child process finds that joins the cluster as a driver.
+def look(precisions: Sequence[Precision], kv_cache: KVCache, ship_code: bool = True) -> Iterator[Finding]:
+    """Join the cluster of RAY_ADDRESS, or of this machine, and look at its nodes at the same time.
 
     Args:
-        settings: what to look for.
-        address: of the cluster, for ``ray.init``.
+        precisions: to compute in, on nodes that offer GPUs.
+        kv_cache: whose attention to compute there.
+        ship_code: whether the nodes are sent this package, as ``flashrl.ship_code`` does.
     """
-    found = list(guarded(CLUSTER, _join, settings, address))
-    yield from found
-    if found[0].verdict is Verdict.FAIL:
-        yield skipped(ALIKE, "no node was asked")
-        return
-    import ray
-
-    try:
-        yield from guarded(CLUSTER, _ask, settings)
-    finally:
-        ray.shutdown()
-
-
-def _join(settings: CheckSettings, address: str) -> Iterator[Finding]:
     import ray
 
     from flashrl_verl.trainer.cluster import package
 
-    if silent := _silent(address):
-        yield fail(CLUSTER, f"nothing listens at {address}: {silent}", _remedy(silent))
+    address = os.environ.get("RAY_ADDRESS") or "auto"
+    if why := _silent(address):
+        yield error("cluster", f"nothing answers at RAY_ADDRESS={address}: {why}", _JOIN)
         return
     # Ray hides GPUs from what asks for none; the checks want to see all of them, and to take none away from anybody.
-    variables = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
-    shipped = {"py_modules": package()} if settings.ship_code else {}
+    environment = {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}
+    if ship_code:
+        environment["py_modules"] = package()
     try:
-        ray.init(address, log_to_driver=False, runtime_env={"env_vars": variables, **shipped})
-    except Exception as error:  # noqa: BLE001 - Ray raises several kinds; the text is what differs
-        yield fail(CLUSTER, f"{address} cannot be joined: {type(error).__name__}: {error}", _remedy(str(error)))
+        ray.init(address, log_to_driver=False, runtime_env=environment)
+    except Exception as raised:  # noqa: BLE001 - Ray raises several kinds; the text is what differs
+        yield error("cluster", f"{address} cannot be joined: {type(raised).__name__}: {raised}", _JOIN)
         return
-    there = alive()
-    gpus = sum(entry["Resources"].get("GPU", 0) for entry in there)
-    yield ok(CLUSTER, f"{len(there)} node(s), {gpus:g} GPU(s), Ray {importlib.metadata.version('ray')}")
+    try:
+        yield from _ask(precisions, kv_cache)
+    finally:
+        ray.shutdown()
 
 
 def _silent(address: str) -> str | None:
     """Why nobody answers there; None if somebody does. Ray itself tries again for minutes."""
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
+    if not host:
         return None  # auto, local: no address
     try:
         with socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S):
             return None
-    except OSError as error:
-        return f"{type(error).__name__}: {error}"
+    except (OSError, ValueError) as raised:
+        return f"{type(raised).__name__}: {raised}"
 
 
-def _remedy(error: str) -> str:
-    if (
-        "oken" in error or "nauthenticated" in error
-    ):  # token, Token, InvalidAuthToken; gRPC's UNAUTHENTICATED in both spellings
-        return (
-            "RAY_AUTH_MODE=token and the cluster's own ~/.ray/auth_token in this shell, or RAY_AUTH_MODE=disabled "
-            "everywhere"
-        )
-    if "ersion mismatch" in error or "ersions" in error:
-        return "the same Python and ray here as on the nodes: bash scripts/setup_env.sh on each"
-    return "`ray status` on the first node shows the address; `ray start --head` starts one (docs/clusters.md)"
-
-
-def alive() -> list[dict[str, Any]]:
-    """Ray's entries of the nodes that are alive, by address."""
-    import ray
-
-    return sorted((entry for entry in ray.nodes() if entry["Alive"]), key=lambda entry: entry["NodeManagerAddress"])
-
-
-def _ask(settings: CheckSettings) -> Iterator[Finding]:
-    """Findings of every node, then of all of them together."""
+def _ask(precisions: Sequence[Precision], kv_cache: KVCache) -> Iterator[Finding]:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+    alive = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: node["NodeManagerAddress"])
+    offered = sum(node["Resources"].get("GPU", 0) for node in alive)
+    yield ok("cluster", f"{len(alive)} node(s) offer Ray {offered:g} GPU(s)")
     asked = {}
-    for entry in alive():
-        name = f"{entry['NodeManagerAddress']} ({entry['NodeID'][:8]})"
-        there = NodeAffinitySchedulingStrategy(entry["NodeID"], soft=False)
-        task = ray.remote(num_cpus=0, max_retries=0)(look).options(scheduling_strategy=there)
-        asked[name] = task.remote(settings.to_dict(), entry["NodeManagerAddress"], entry["Resources"].get("GPU", 0))
-    # All at the same time: those that are silent take the time once, not one after another.
-    in_time, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=_answer_s(settings))
-    reports: dict[str, Report] = {}
+    for node in alive:
+        there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        task = ray.remote(num_cpus=0, max_retries=0)(on_node).options(scheduling_strategy=there)
+        words = ([p.value for p in precisions], kv_cache.value, node["Resources"].get("GPU", 0) > 0)
+        asked[f"{node['NodeManagerAddress']} ({node['NodeID'][:8]})"] = task.remote(*words, node["NodeManagerAddress"])
+    limit = machine.LIMIT_S + _START_S
+    in_time, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=limit)
+    answers = {}
     for name, reference in asked.items():
-        answers = list(guarded(CLUSTER, _answer, name, reference if reference in in_time else None, settings, reports))
-        yield from answers
-        if name in reports:
-            yield from (replace(finding, node=name) for finding in reports[name].findings)
-    yield from compare(node.facts(), {name: reports[name].facts if name in reports else None for name in asked})
+        if reference not in in_time:
+            remedy = "`ray status`, and the node's logs in /tmp/ray/session_latest/logs"
+            yield replace(error("node", f"it did not answer within {limit:g} s", remedy), node=name)
+            continue
+        try:
+            answer = ray.get(reference)
+        except Exception as raised:  # noqa: BLE001 - whatever a node's worker could not do is its finding
+            why = next((line for line in reversed(str(raised).splitlines()) if line.strip()), type(raised).__name__)
+            remedy = f"{machine.INSTALL_COMMAND} there, and {machine.INSTALL} unless the code is shipped"
+            yield replace(error("node", f"its worker could not look: {why}", remedy), node=name)
+            continue
+        answers[name] = answer
+        findings = [Finding(**finding) for finding in answer["findings"]]
+        # Of many nodes only what is wrong is of interest.
+        yield from (replace(finding, node=name) for finding in findings if finding.level != "ok")
+        good = ", ".join(finding.subject for finding in findings if finding.level == "ok")
+        yield replace(ok("node", f"{answer['gpus']}, {answer['free']}; ok: {good}"), node=name)
+    if answers:
+        yield compare({_DRIVER: machine.facts(), **{name: answer["facts"] for name, answer in answers.items()}})
 
 
-def _answer(name: str, reference: Any, settings: CheckSettings, reports: dict[str, Report]) -> Iterator[Finding]:
-    """Take a node's answer into ``reports``; yields why there is none. Without a reference it came too late."""
-    import ray
-
-    if reference is None:
-        text = f"did not answer within {_answer_s(settings):g} s"
-        remedy = (
-            "`ray status`, and the node's logs in /tmp/ray/session_latest/logs; a longer --timeout if it is only slow"
-        )
-        yield replace(fail(CLUSTER, text, remedy), node=name)
-        return
-    try:
-        findings, facts = ray.get(reference)
-    except Exception as error:  # noqa: BLE001 - whatever a node's worker could not do is its finding
-        yield replace(_no_worker(error, settings.ship_code), node=name)
-    else:
-        reports[name] = Report([Finding(**finding) for finding in findings], facts)
-
-
-def _no_worker(error: Exception, shipped: bool) -> Finding:
-    text = next((line for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__)
-    if "flashrl_verl" in text and not shipped:
-        remedy = "pip install --no-deps -e <flashrl-verl> on this node, or flashrl.ship_code=true"
-    else:
-        remedy = (
-            "the same Python and packages on every node: bash scripts/setup_env.sh; then /tmp/ray/session_latest/logs "
-            "there"
-        )
-    return fail(CLUSTER, f"a worker on this node could not look: {type(error).__name__}: {text}", remedy)
-
-
-def look(settings: dict[str, Any], address: str, gpus: float) -> tuple[list[dict[str, str]], dict[str, str]]:
-    """What a Ray worker does on its node.
-
-    Args:
-        settings: ``CheckSettings`` as a dictionary.
-        address: of the node.
-        gpus: that the node offers to Ray.
+def on_node(precisions: Sequence[str], kv_cache: str, ranks: bool, address: str) -> dict[str, Any]:
+    """What a Ray worker does on its node; plain types in and out, for the node may have another release.
 
     Returns:
-        Findings as dictionaries, and facts: plain types, so that a node with another version of this package can
-        answer.
+        ``findings``, ``facts`` (``machine.facts``), ``gpus`` and ``free``: its cards and free memory, in words.
     """
-    report = node.check_node(CheckSettings(**settings), node.Member(address=address, gpus=gpus))
-    return [finding.to_dict() for finding in report.findings], report.facts
+    import psutil
+
+    here, memory = machine.gpus(), psutil.virtual_memory()
+    free = f"free: {memory.available >> 30} of {memory.total >> 30} GiB of memory"
+    if here:
+        free += f", at least {min(free for _, free, _ in here) >> 10} GiB of each GPU"
+    found = machine.look([Precision(p) for p in precisions], KVCache(kv_cache), ranks, address)
+    findings = [asdict(finding) for finding in found]
+    return {"findings": findings, "facts": machine.facts(), "gpus": machine.cards(here), "free": free}
 
 
-def compare(driver: Mapping[str, str], nodes: Mapping[str, Mapping[str, str] | None]) -> Iterator[Finding]:
-    """One finding for all differences of software, and one for GPUs of different kinds or numbers.
-
-    Args:
-        driver: name -> value where the run is started.
-        nodes: the same of every node that was asked; None for one that did not answer, which is alike to nobody.
-    """
-    answered = {name: known for name, known in nodes.items() if known is not None}
-    silent = [name for name in nodes if name not in answered]
-    yield _software({DRIVER: driver, **answered}, silent)
-    yield from _gpus(answered, [*silent, *(name for name, known in answered.items() if "GPUs" not in known)])
-
-
-def _software(facts: Mapping[str, Mapping[str, str]], silent: Sequence[str]) -> Finding:
-    names = list(dict.fromkeys(name for known in facts.values() for name in known if name != "GPUs"))
-    differ = {name: _by_value(facts, name) for name in names}
-    told = [f"{name}: {_listed(values)}" for name, values in differ.items() if len(values) > 1]
-    if told:
-        remedy = (
-            "one environment for all nodes (bash scripts/setup_env.sh, or an image); for flashrl-verl "
-            "flashrl.ship_code=true"
-        )
-        return fail(ALIKE, "; ".join([*told, *([f"unknown of {', '.join(silent)}"] if silent else [])]), remedy)
-    if len(facts) == 1:
-        return skipped(ALIKE, "no node answered")
-    alike = f"{len(facts)} processes have the same {', '.join(names)}"
-    return skipped(ALIKE, f"{', '.join(silent)} did not answer; {alike}") if silent else ok(ALIKE, alike)
-
-
-def _gpus(facts: Mapping[str, Mapping[str, str]], unknown: Sequence[str]) -> Iterator[Finding]:
-    """Nothing where all that have GPUs have the same.
-
-    Args:
-        facts: of the nodes that answered; GPUs are their names, with commas between.
-        unknown: nodes whose GPUs nobody could look at.
-    """
-    cards = {
-        name: Counter(known["GPUs"].split(", ")) for name, known in facts.items() if known.get("GPUs", "none") != "none"
-    }
-    listed = "; ".join(
-        f"{name}: {', '.join(f'{number} x {card}' for card, number in held.items())}" for name, held in cards.items()
-    )
-    if len({frozenset(held) for held in cards.values()}) > 1:
-        yield warn(GPUS, listed, "nodes of one kind: kernels differ, and the slowest sets the pace")
-    elif len({held.total() for held in cards.values()}) > 1:
-        text = f"their numbers differ, and a run takes trainer.n_gpus_per_node from each: {listed}"
-        yield warn(
-            GPUS,
-            text,
-            "trainer.n_gpus_per_node not above the smallest, or nodes with as many; CUDA_VISIBLE_DEVICES hides some",
-        )
-    elif unknown and len(facts) + len(unknown) > 1:
-        yield skipped(GPUS, f"unknown of {', '.join(unknown)}")
-
-
-def _by_value(facts: Mapping[str, Mapping[str, str]], name: str) -> dict[str, list[str]]:
-    values: dict[str, list[str]] = {}
-    for where, known in facts.items():
-        if name in known:
-            values.setdefault(known[name], []).append(where)
-    return values
-
-
-def _listed(values: Mapping[str, list[str]]) -> str:
-    return " against ".join(f"{value} on {', '.join(where)}" for value, where in values.items())
+def compare(facts: Mapping[str, Mapping[str, str]]) -> Finding:
+    """One finding for all differences of software; ``facts`` is process -> name -> version."""
+    differ = []
+    for name in dict.fromkeys(name for known in facts.values() for name in known):
+        values = {}
+        for where, known in facts.items():
+            values.setdefault(known.get(name, "none"), []).append(where)
+        if len(values) > 1:
+            differ.append(f"{name} is " + " but ".join(f"{v} on {', '.join(where)}" for v, where in values.items()))
+    if differ:
+        remedy = f"one environment for all nodes ({machine.INSTALL_COMMAND}); flashrl.ship_code=true for this package"
+        return error("versions", "; ".join(differ), remedy)
+    return ok("versions", f"{', '.join(next(iter(facts.values())))} are the same everywhere")
