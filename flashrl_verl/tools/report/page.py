@@ -50,19 +50,15 @@ def write(report: Report, folder: Path | None = None) -> list[Path]:
         folder: where; by default beside the metrics of the only run.
 
     Raises:
-        FlashRLError: matplotlib is missing.
+        FlashRLError: matplotlib is missing; `report.md` is there.
     """
     folder = report.runs[0].path.parent if folder is None else folder
     folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / REPORT_FILE, _markdown(report).encode())
     picture = draw(report)
-    written = {
-        REPORT_FILE: _markdown(report).encode(),
-        PAGE_FILE: _html(report, picture).encode(),
-        CURVES_FILE: picture,
-    }
-    for name, content in written.items():
-        write_whole(folder / name, content)
-    return [folder / name for name in written]
+    write_whole(folder / CURVES_FILE, picture)
+    write_whole(folder / PAGE_FILE, _html(report, picture).encode())
+    return [folder / name for name in (REPORT_FILE, PAGE_FILE, CURVES_FILE)]
 
 
 # ---- words ----

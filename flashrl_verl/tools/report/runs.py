@@ -135,10 +135,9 @@ def _read(path: Path, name: str) -> Run:
     if not name:
         where = file.resolve()
         name = where.parent.name if file.name == METRICS_FILE else where.stem
-        words = [words for words in (facts.get("precision"), _correction(facts)) if words]
-        # A name says a precision only where the engine held it.
-        if words and "NOT " not in _precision(metrics, facts):
-            name = ", ".join(words)
+        held = _precision(metrics, facts)
+        if facts.get("precision") and held.startswith(facts["precision"]):  # else the name would say what it was not
+            name = ", ".join(filter(None, [facts["precision"], _correction(facts)]))
     return Run(name=name, metrics=metrics, facts=facts, path=file)
 
 
