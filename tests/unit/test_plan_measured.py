@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from flashrl_verl.tools.engines.shapes import load_config
-from flashrl_verl.tools.plan.gpus import GIB, of_device
+from flashrl_verl.tools.plan.gpus import GIB, find
 from flashrl_verl.tools.plan.memory import Engine, memory_of
 from flashrl_verl.tools.plan.planner import choices
 from flashrl_verl.tools.plan.schedule import Work, simulate
@@ -68,7 +68,8 @@ def measured() -> list[Measured]:
     for file in FILES:
         head, *rows = map(json.loads, file.read_text().splitlines())
         settings, environment = head["settings"], head["environment"]
-        gpu = replace(of_device(environment["device"]), memory_gib=environment["memory_bytes"] / GIB)
+        assert environment["device"] == "NVIDIA H200"
+        gpu = replace(find("h200"), memory_gib=environment["memory_bytes"] / GIB)
         shape = shape_of(load_config(settings["model"]))
         names = ("tensor_parallel", "gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens")
         engine = Engine(**{name: settings[name] for name in names})

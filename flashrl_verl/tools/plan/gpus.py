@@ -28,8 +28,6 @@ class GPU:
     """What one GPU sends to others of its node, bytes/s in one direction (NVLink, else PCIe)."""
     capability: tuple[int, int]
     """CUDA compute capability."""
-    devices: tuple[str, ...]
-    """Names that ``torch.cuda.get_device_name`` gives it."""
 
     def compute(self, precision: Precision) -> float | None:
         """Operations/s of the linear layers in a precision; None where there is no tensor core for it."""
@@ -40,20 +38,20 @@ class GPU:
 # H200 (2024). Memory is an estimate, to a percent or two, of what torch.cuda.mem_get_info reports as total.
 # Columns: GiB, TB/s of memory, then BF16, INT8 and FP8 in TFLOP/s, GB/s to other GPUs.
 _SHEETS = [
-    ("a100-40gb", 39.4, 1.555, 312, 624, None, 300, (8, 0), "NVIDIA A100-SXM4-40GB"),
-    ("a100-80gb", 79.2, 2.039, 312, 624, None, 300, (8, 0), "NVIDIA A100-SXM4-80GB"),
-    ("a100-80gb-pcie", 79.2, 1.935, 312, 624, None, 32, (8, 0), "NVIDIA A100 80GB PCIe"),
-    ("a6000", 47.5, 0.768, 154.8, 309.7, None, 32, (8, 6), "NVIDIA RTX A6000"),
-    ("l40", 44.4, 0.864, 181, 362, 362, 32, (8, 9), "NVIDIA L40"),
-    ("l40s", 44.4, 0.864, 362, 733, 733, 32, (8, 9), "NVIDIA L40S"),
-    ("h100-pcie", 79.2, 2.0, 756, 1513, 1513, 64, (9, 0), "NVIDIA H100 PCIe"),
-    ("h100-nvl", 93.1, 3.938, 835.5, 1670.5, 1670.5, 64, (9, 0), "NVIDIA H100 NVL"),
-    ("h100", 79.2, 3.35, 989, 1979, 1979, 450, (9, 0), "NVIDIA H100 80GB HBM3"),
-    ("h200", 139.8, 4.8, 989, 1979, 1979, 450, (9, 0), "NVIDIA H200"),
+    ("a100-40gb", 39.4, 1.555, 312, 624, None, 300, (8, 0)),
+    ("a100-80gb", 79.2, 2.039, 312, 624, None, 300, (8, 0)),
+    ("a100-80gb-pcie", 79.2, 1.935, 312, 624, None, 32, (8, 0)),
+    ("a6000", 47.5, 0.768, 154.8, 309.7, None, 32, (8, 6)),
+    ("l40", 44.4, 0.864, 181, 362, 362, 32, (8, 9)),
+    ("l40s", 44.4, 0.864, 362, 733, 733, 32, (8, 9)),
+    ("h100-pcie", 79.2, 2.0, 756, 1513, 1513, 64, (9, 0)),
+    ("h100-nvl", 93.1, 3.938, 835.5, 1670.5, 1670.5, 64, (9, 0)),
+    ("h100", 79.2, 3.35, 989, 1979, 1979, 450, (9, 0)),
+    ("h200", 139.8, 4.8, 989, 1979, 1979, 450, (9, 0)),
 ]
 GPUS = {
-    name: GPU(name, gib, tb * 1e12, bf16 * 1e12, int8 * 1e12, fp8 and fp8 * 1e12, link * 1e9, capability, (device,))
-    for name, gib, tb, bf16, int8, fp8, link, capability, device in _SHEETS
+    name: GPU(name, gib, tb * 1e12, bf16 * 1e12, int8 * 1e12, fp8 and fp8 * 1e12, link * 1e9, capability)
+    for name, gib, tb, bf16, int8, fp8, link, capability in _SHEETS
 }
 """Names that ``--gpu`` takes."""
 
@@ -71,8 +69,3 @@ def find(name: str) -> GPU:
             "memory by --gpu-memory-gib"
         )
     return gpu
-
-
-def of_device(device: str) -> GPU | None:
-    """The GPU that torch calls exactly so; None for one whose data sheet is not written down here."""
-    return next((gpu for gpu in GPUS.values() if device in gpu.devices), None)

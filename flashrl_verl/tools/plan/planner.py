@@ -12,7 +12,7 @@ from flashrl_verl.tools.plan.gpus import GIB, GPU
 from flashrl_verl.tools.plan.memory import BF16, Choice, Engine, Memory, memory_of
 from flashrl_verl.tools.plan.schedule import Timeline, Work, own_prompt, simulate
 from flashrl_verl.tools.plan.shape import ModelShape
-from flashrl_verl.tools.plan.step import Clock, StepTime
+from flashrl_verl.tools.plan.step import Clock
 from flashrl_verl.tools.plan.whole_step import WholeStep, whole_step
 
 NEARLY = 0.95
@@ -37,12 +37,8 @@ class Outcome:
     """Whole sequences, prompt and response, that the KV cache holds."""
     together: float | None = None
     """Sequences that are decoded together, the mean over the steps."""
-    floor_s: float | None = None
-    """Seconds to read what a decode step of so many sequences, half way through their responses, has to read."""
-    step_s: float | None = None
-    """Seconds of the same step as expected."""
-    parts: StepTime | None = None
-    """The same by part."""
+    decode_s: float | None = None
+    """Seconds of a decode step of so many sequences, half way through their responses."""
     timeline: Timeline | None = None
     speedup: float | None = None
     """Rollout's speed over BF16's; None where BF16 does not fit."""
@@ -244,16 +240,13 @@ def _outcome(choice: Choice, shape: ModelShape, gpu: GPU, engine: Engine, work: 
         )
     clock = Clock(shape=shape, choice=choice, gpu=gpu, tensor_parallel=engine.tensor_parallel)
     timeline = simulate(clock, work, memory.tokens, engine.max_num_seqs, sharing)
-    together, context = work.sequences * work.response / timeline.steps, work.prompt + work.response / 2
-    parts = clock.decode(together, context)
+    together = work.sequences * work.response / timeline.steps
     return Outcome(
         choice=choice,
         refused=None,
         memory=memory,
         fit=memory.tokens // (own_prompt(work, sharing) + work.response),
         together=together,
-        floor_s=clock.floor(together, context),
-        step_s=parts.total,
-        parts=parts,
+        decode_s=clock.decode(together, work.prompt + work.response / 2).total,
         timeline=timeline,
     )

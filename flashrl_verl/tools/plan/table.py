@@ -63,7 +63,7 @@ def _engines(plan: Plan) -> Table:
     title = (
         f"Rollout: an engine of {plan.engine.tensor_parallel} GPU(s), {plan.work.sequences} sequences; memory of a GPU"
     )
-    columns = "weights\nGiB,KV\nGiB,KV\ntokens,fit,run,step\nms,floor\nms,tokens\n/s,x\nBF16"
+    columns = "weights\nGiB,KV\nGiB,KV\ntokens,fit,run,step\nms,tokens\n/s,x\nBF16"
     names = columns.split(",")
     table = _table(title, "variant", names)
     for outcome in plan.outcomes:
@@ -78,8 +78,7 @@ def _engines(plan: Plan) -> Table:
             _thousands(outcome.memory.tokens),
             str(outcome.fit),
             f"{outcome.together:.0f}",
-            f"{outcome.step_s * 1e3:.1f}",
-            f"{outcome.floor_s * 1e3:.1f}",
+            f"{outcome.decode_s * 1e3:.1f}",
             _thousands(tokens),
             "-" if outcome.speedup is None else f"{outcome.speedup:.2f}",
         )
@@ -98,8 +97,8 @@ def _layouts(plan: Plan) -> Table:
 
 def _notes(plan: Plan) -> Iterator[str]:
     yield (
-        "fit: whole sequences in an engine's KV cache. run: sequences decoded together, the mean. step: a decode step; "
-        "floor: the time to read what it has to read. tokens/s: of one engine, prefills included."
+        "fit: whole sequences in an engine's KV cache. run: sequences decoded together, the mean. step: a decode step. "
+        "tokens/s: of one engine, prefills included."
     )
     for outcome in plan.outcomes:
         if outcome.refused:

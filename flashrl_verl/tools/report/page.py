@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from flashrl_verl import __version__
-from flashrl_verl.tools.report.figure import new_figure
+from flashrl_verl.errors import FlashRLError
 from flashrl_verl.tools.report.metrics import HELD_OUT, MISMATCH_KL, SCORE
 from flashrl_verl.tools.report.palette import BLUE, FAINT, GREEN, HEALTHY_KL, INK, ORANGE, PURPLE, SKY, TITLE, VERMILION
 from flashrl_verl.tools.report.runs import ESS, PHASES, Report, Run
@@ -123,7 +123,12 @@ def draw(report: Report) -> bytes:
     Raises:
         FlashRLError: matplotlib is not installed.
     """
-    figure = new_figure(15, 8)
+    try:
+        # The object interface: pyplot would choose a backend for the whole process.
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise FlashRLError(f"no picture can be drawn: {error}. Remedy: pip install 'matplotlib>=3.8'.") from error
+    figure = Figure(figsize=(15, 8), layout="constrained")
     (score, mismatch, correction), (length, seconds, legend) = figure.subplots(2, 3)
     keys = sorted({key for run in report.runs for key in run.metrics.keys(HELD_OUT)})
     if keys:

@@ -1,20 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Colours that the colour-blind can tell apart: Okabe and Ito's (https://jfly.uni-koeln.de/color), without yellow."""
 
-from flashrl_verl.settings import Precision
-
 BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9"
 GREY, INK, FAINT = "#BBBBBB", "#333333", "#E5E5E5"
 """Of what is left, of words and outlines, of grids."""
-OF_PRECISION = {Precision.BF16: GREEN, Precision.INT8: BLUE, Precision.FP8: VERMILION}
 TITLE = {"loc": "left", "fontsize": 11, "fontweight": "bold"}
 
 HEALTHY_KL = 1e-2
 """Mismatch KL (k3) above which to look closer: runs that learned were above it in two steps in a row at most
 (docs/results/learning.md). The guard's alarm, `flashrl.guard.k3_kl_max`, is twice that."""
-
-
-def ink_on(fill: str) -> str:
-    """White or black, whichever stands out more from this ``#rrggbb``."""
-    red, green, blue = (int(fill[i : i + 2], 16) for i in (1, 3, 5))
-    return "#FFFFFF" if 0.299 * red + 0.587 * green + 0.114 * blue < 128 else "#000000"
