@@ -62,7 +62,7 @@ def test_lines_that_are_no_record_are_told_and_the_rest_read(tmp_path, junk):
     run = make_run(tmp_path / "run")
     with open(run / "metrics.jsonl", "a") as file:
         file.write(junk)
-    assert cells(report.load(run))["steps"] == "2, 1 unreadable lines (first: 4)"
+    assert cells(report.load(run))["steps trained"] == "2, 1 unreadable lines (first: 4)"
 
 
 def test_null_is_how_the_logger_writes_nan(tmp_path):
@@ -90,7 +90,7 @@ def test_the_table_is_what_the_file_says_by_hand(tmp_path):
     assert cells(result) == {
         "rollout": "int8, 8 quantized layers",
         "correction": "token TIS, cap 2.0",
-        "steps": "2 of 5",
+        "steps trained": "2 of 5",
         "held-out accuracy, toy_addition": "0.250 -> 0.750",
         "training score": "0.500 -> 0.500",
         "mismatch KL (k3), last": "2.00e-04",

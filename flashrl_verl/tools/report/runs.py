@@ -185,13 +185,13 @@ _METRICS = [
 """Label, metric, what of its series, format."""
 
 _STEP = "seconds of a step, mean"
-_ALWAYS = {"rollout", "steps", "training score", "mismatch KL (k3), last", _STEP}
+_ALWAYS = {"rollout", "steps trained", "training score", "mismatch KL (k3), last", _STEP}
 
 
 def _rows(runs: Sequence[Run]) -> Iterator[tuple[str, Cell]]:
     yield "rollout", _words(lambda run: _precision(run.metrics, run.facts))
     yield "correction", _words(lambda run: _correction(run.facts))
-    yield "steps", _words(_steps)
+    yield "steps trained", _words(_steps)
     for key in sorted({key for run in runs for key in run.metrics.keys(HELD_OUT)}):
         match = HELD_OUT.fullmatch(key)
         what = "accuracy" if match["what"] == "acc" else "reward"
