@@ -64,35 +64,21 @@ def report(
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option(
-            help="Folder for report.html, report.md, overview.png and pictures/ (several runs: outputs/report)."
-        ),
+        typer.Option(help="Folder for the report; else beside the metrics of one run, outputs/report for several."),
     ] = None,
-    smooth: Annotated[int, typer.Option(min=1, help="Draw means of so many last logged values.")] = 1,
-    group: Annotated[bool, typer.Option("--group", help="Draw runs of one name (seeds) as mean and range.")] = False,
+    group: Annotated[bool, typer.Option("--group", help="Show runs of one name (seeds) as mean and range.")] = False,
 ) -> None:
-    """Compare runs in one HTML page and in Markdown.
+    """Compare runs: a table, and report.html, report.md and curves.png."""
+    from flashrl_verl.tools import report as reports
 
-    One run without --output: its table, and report.md and curves.png beside its metrics, as the quickstart makes them.
-    """
+    result = reports.load(*paths, names=name or (), group=group)
     console = new_console()
-    if len(paths) == 1 and output is None and not (name or group or smooth > 1):
-        from flashrl_verl.tools import report as reports
-
-        result = reports.load(paths[0])
-        console.print(result.table())
-        written = reports.write(result)
-    else:
-        from flashrl_verl.tools.report import comparison
-        from flashrl_verl.tools.run_directory import check_output
-
-        folder = output or Path("outputs/report")
-        check_output(folder)
-        result = comparison.compare(paths, name or (), smooth, group)
-        console.print(result.table())
-        for note in filter(None, [*result.notes, result.absent_line()]):
-            console.print(note, markup=False, highlight=False, style="dim", soft_wrap=True)
-        written = comparison.write(result, folder)
+    console.print(result.table())
+    folder = output.expanduser() if output else None if len(paths) == 1 else Path("outputs/report")
+    try:
+        written = reports.write(result, folder)
+    except OSError as error:
+        raise ConfigError(f"--output {folder}: {error.strerror or error}") from error
     console.print("report: " + ", ".join(map(str, written)), highlight=False, soft_wrap=True)
 
 

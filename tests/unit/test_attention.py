@@ -58,7 +58,7 @@ def test_the_plan_does_not_advise_it_for_such_a_model():
     work = Work(sequences=64, prompt=1024, response=15000)
     made = make_plan("of 96", shape_of(config), gpus.find("h200"), 1, Engine(), work)
     assert all("heads of 96" in outcome.refused for outcome in made.outcomes if outcome.choice.eight_bit_kv)
-    assert "kv_cache" not in " ".join(made.advice)
+    assert "KV" not in made.advice
 
 
 def groups(lengths, new, first, at_once):

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`flashrl plan`: what a rollout in each precision needs and gains, from a model's configuration and a GPU's data
-sheet.
+"""`flashrl plan`: what a rollout in each precision needs and gains, from its shape and a GPU's data sheet.
 
-Nothing is loaded and no GPU is needed. ``gpus`` and ``shape`` say what is given, ``memory`` how many tokens fit,
-``step`` how long one decode step takes, ``schedule`` how long all responses take together; ``planner`` compares the
-choices, ``advice`` says what to take, and ``table`` shows it.
+Nothing is loaded and no GPU is needed. In reading order: `gpus` and `shape` are what is given, `memory` says how many
+tokens fit, `step` how long a decode step takes, `schedule` how long all responses take, `whole_step` what the trainer
+adds, `planner` compares the variants, `table` shows them.
 """

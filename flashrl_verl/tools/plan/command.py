@@ -1,22 +1,58 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `flashrl plan`."""
+"""The command `flashrl plan`: what is to be planned, from a run's configuration and options."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from flashrl_verl.errors import ConfigError
-from flashrl_verl.tools.plan.gpus import GPUS, find
+from flashrl_verl.tools.plan.gpus import GPU, GPUS, find
 from flashrl_verl.trainer.atomic_write import write_whole
 
 if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
     from flashrl_verl.tools.plan.planner import Plan
 
-_FROM_RUN = "else the run's, else "
+DEFAULTS: dict[str, Any] = {
+    "model": "qwen2.5-32b",
+    "gpus": 8,
+    "tensor_parallel": 1,
+    "sequences": None,
+    "samples": 1,
+    "prompt": 512,
+    "response": 2048,
+    "gpu_memory_utilization": 0.9,
+    "max_num_seqs": 1024,
+    "max_num_batched_tokens": 8192,
+    "not_planned": (),
+}
+"""Without a run and without options. sequences: None is 1024 for each engine. samples: responses to a prompt that share
+it through prefix caching."""
+
+_NOT_PLANNED = {
+    "flashrl.ignore": [],
+    "flashrl.keep_first_layers": 0,
+    "flashrl.keep_last_layers": 0,
+    "flashrl.bf16_replica_fraction": 0.0,
+    "flashrl.fp32_lm_head": False,
+    "algorithm.rollout_correction.bypass_mode": False,
+    "algorithm.use_kl_in_reward": False,
+    "algorithm.filter_groups.enable": False,
+    "actor_rollout_ref.actor.use_kl_loss": False,
+    "actor_rollout_ref.actor.ppo_epochs": 1,
+    "actor_rollout_ref.actor.fsdp_config.param_offload": False,
+    "actor_rollout_ref.actor.fsdp_config.optimizer_offload": False,
+    "actor_rollout_ref.model.enable_gradient_checkpointing": True,
+    "actor_rollout_ref.rollout.enforce_eager": False,
+    "actor_rollout_ref.rollout.engine_kwargs.vllm": {},
+}
+"""Keys that change memory or time and are not in the arithmetic, with the values that it assumes."""
 
 
 def plan(
@@ -27,52 +63,38 @@ def plan(
         ),
     ] = None,
     gpu: Annotated[str, typer.Option(help=f"{', '.join(GPUS)}.")] = "h100",
+    gpus: Annotated[int | None, typer.Option(min=1, help="GPUs in all; else the run's, else 8.")] = None,
     model: Annotated[
-        str | None,
-        typer.Option(help=f"Name of a shape (qwen2.5-32b, ...), a config.json, or its folder; {_FROM_RUN}qwen2.5-32b."),
+        str | None, typer.Option(help="qwen2.5-32b, ..., or a folder with a config.json; else the run's.")
     ] = None,
-    gpus: Annotated[int | None, typer.Option(min=1, help=f"GPUs of all rollout engines; {_FROM_RUN}8.")] = None,
-    tensor_parallel: Annotated[int | None, typer.Option(min=1, help=f"GPUs of one engine; {_FROM_RUN}1.")] = None,
+    tensor_parallel: Annotated[
+        int | None, typer.Option(min=1, help="GPUs of one engine; else the run's, else 1.")
+    ] = None,
     sequences: Annotated[
-        int | None,
-        typer.Option(min=1, help=f"Responses of one step, of all engines together; {_FROM_RUN}1024 for each."),
+        int | None, typer.Option(min=1, help="Responses of one step; else the run's, else 1024 for each engine.")
     ] = None,
     prompt_length: Annotated[
-        int | None, typer.Option(min=1, help=f"Tokens; {_FROM_RUN}512. Of a run: half the maximum.")
+        int | None, typer.Option(min=1, help="Tokens, the mean; else half the run's maximum, else 512.")
     ] = None,
     response_length: Annotated[
-        int | None, typer.Option(min=1, help=f"Tokens, the mean; {_FROM_RUN}2048. Of a run: half the maximum.")
-    ] = None,
-    gpu_memory_utilization: Annotated[
-        float | None, typer.Option(min=0.01, max=1.0, help=f"vLLM's share; {_FROM_RUN}0.9.")
-    ] = None,
-    max_num_seqs: Annotated[
-        int | None, typer.Option(min=1, help=f"Sequences decoded together; {_FROM_RUN}1024.")
-    ] = None,
-    max_num_batched_tokens: Annotated[
-        int | None, typer.Option(min=1, help=f"Tokens of a prefill; {_FROM_RUN}8192.")
+        int | None, typer.Option(min=1, help="Tokens, the mean; else half the run's maximum, else 2048.")
     ] = None,
     gpu_memory_gib: Annotated[
         float | None, typer.Option(min=1, help="GiB of a GPU, instead of the data sheet's.")
     ] = None,
-    figure: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw a step of RL by part here, as .png or .svg.")
-    ] = None,
-    as_json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the plan here too.")] = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Memory, decode steps, other layouts, assumptions.")
+    ] = False,
+    as_json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write every figure here too.")] = None,
 ) -> None:
-    """Say what each precision needs and gains, before GPUs are rented: memory, sequences that fit, speed over BF16,
-    advice.
+    """Compute memory and seconds of a training step in each precision, and say which to take. No GPU is needed.
 
-    Nothing is loaded and no GPU is needed. Options win over the run that the overrides describe.
+    Options win over the run that the overrides describe. How good it is: docs/precision_and_cap.md.
     """
     from rich.console import Console
 
-    from flashrl_verl.tools.plan.request import DEFAULTS, of_run, plan_of
     from flashrl_verl.tools.plan.table import render
-    from flashrl_verl.tools.report.figure import require_picture
 
-    if figure is not None:
-        require_picture("--figure", figure)
     options = {
         "model": model,
         "gpus": gpus,
@@ -80,34 +102,89 @@ def plan(
         "sequences": sequences,
         "prompt": prompt_length,
         "response": response_length,
-        "gpu_memory_utilization": gpu_memory_utilization,
-        "max_num_seqs": max_num_seqs,
-        "max_num_batched_tokens": max_num_batched_tokens,
     }
     run = of_run(overrides, with_model=model is None) if overrides else {}
     run |= {name: value for name, value in options.items() if value is not None}
-    made = plan_of(DEFAULTS | run, find(gpu), gpu_memory_gib)
-    # Where the output goes to a file rich assumes 80 columns; the table and its sentences keep to them.
-    Console(highlight=False).print(render(made))
-    _keep(made, as_json, figure)
+    kind = find(gpu)
+    made = plan_of(DEFAULTS | run, kind if gpu_memory_gib is None else replace(kind, memory_gib=gpu_memory_gib))
+    Console(highlight=False, markup=False).print(render(made, explain))
+    if as_json is not None:
+        try:
+            as_json.expanduser().parent.mkdir(parents=True, exist_ok=True)
+            write_whole(as_json.expanduser(), (json.dumps(made.as_json(), indent=1) + "\n").encode())
+        except OSError as error:
+            raise ConfigError(f"--json {as_json} cannot be written: {error.strerror or error}") from error
 
 
-def _keep(made: Plan, as_json: Path | None, figure: Path | None) -> None:
-    """Write what was asked for.
+def plan_of(values: dict[str, Any], gpu: GPU) -> Plan:
+    """Plan what ``values`` say, as ``DEFAULTS``.
 
     Raises:
-        ConfigError: a path cannot be written.
+        ConfigError: the model is not known, or nothing fits.
     """
-    from flashrl_verl.tools.plan.figure import draw
+    from flashrl_verl.tools.engines.shapes import load_config
+    from flashrl_verl.tools.plan.memory import Engine
+    from flashrl_verl.tools.plan.planner import make_plan
+    from flashrl_verl.tools.plan.schedule import Work
+    from flashrl_verl.tools.plan.shape import shape_of
 
-    def write(path: Path) -> None:
-        write_whole(path, (json.dumps(made.as_json(), indent=1) + "\n").encode())
+    names = ("tensor_parallel", "gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens")
+    engine = Engine(**{name: values[name] for name in names})
+    engines = max(1, values["gpus"] // engine.tensor_parallel)
+    sequences = 1024 if values["sequences"] is None else -(-values["sequences"] // engines)
+    work = Work(sequences=sequences, prompt=values["prompt"], response=values["response"])
+    shape = shape_of(load_config(values["model"]))
+    return make_plan(
+        values["model"], shape, gpu, values["gpus"], engine, work, values["not_planned"], values["samples"]
+    )
 
-    for option, path, make in (("--json", as_json, write), ("--figure", figure, lambda path: draw(made, path))):
-        if path is None:
-            continue
-        try:
-            path.expanduser().parent.mkdir(parents=True, exist_ok=True)
-            make(path.expanduser())
-        except OSError as error:
-            raise ConfigError(f"{option} {path} cannot be written: {error.strerror or error}") from error
+
+def of_run(overrides: list[str], *, with_model: bool = True) -> dict[str, Any]:
+    """What a run's configuration says of its rollout, as ``DEFAULTS``.
+
+    Args:
+        overrides: Hydra's.
+        with_model: whether the model is wanted too; an option may name another.
+
+    Raises:
+        ConfigError: Hydra refuses the overrides, the configuration contradicts itself, or the model is not known here.
+    """
+    from omegaconf import OmegaConf
+
+    from flashrl_verl.tools.recipe_process import compose
+    from flashrl_verl.validation import validate_config
+
+    cfg = compose(overrides)
+    validate_config(cfg)
+    rollout = cfg.actor_rollout_ref.rollout
+    values = {key: OmegaConf.select(cfg, key) for key in _NOT_PLANNED}
+    changed = [key for key, harmless in _NOT_PLANNED.items() if values[key] not in (harmless, None)]
+    return {
+        **({"model": _shape_name(cfg)} if with_model else {}),
+        "gpus": cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node,
+        "tensor_parallel": rollout.tensor_model_parallel_size,
+        "gpu_memory_utilization": rollout.gpu_memory_utilization,
+        "max_num_seqs": rollout.max_num_seqs,
+        "max_num_batched_tokens": rollout.max_num_batched_tokens,
+        "sequences": cfg.data.train_batch_size * rollout.n,
+        "samples": rollout.n if rollout.enable_prefix_caching else 1,
+        "prompt": max(1, cfg.data.max_prompt_length // 2),
+        "response": max(1, cfg.data.max_response_length // 2),
+        "not_planned": tuple(f"{key}={values[key]}" for key in changed),
+    }
+
+
+def _shape_name(cfg: DictConfig) -> str:
+    """The run's model where it lies on this disk, or the shape of the hub's model of that name."""
+    from flashrl_verl.tools.engines.shapes import SHAPES
+
+    path = str(cfg.actor_rollout_ref.model.path)
+    if (Path(path).expanduser() / "config.json").is_file():
+        return str(Path(path).expanduser())
+    name = path.rstrip("/").rpartition("/")[2].lower().removesuffix("-instruct").removesuffix("-base")
+    if name in SHAPES:
+        return name
+    raise ConfigError(
+        f"actor_rollout_ref.model.path={path} is no folder here, and no shape of that name is known "
+        f"({', '.join(SHAPES)}). Name one, or a config.json, in --model"
+    )

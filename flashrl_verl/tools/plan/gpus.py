@@ -6,12 +6,10 @@ from dataclasses import dataclass
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.settings import Precision
 
-GB = 1e9
-TERA = 1e12
 GIB = 2**30
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class GPU:
     """A GPU as its data sheet has it."""
 
@@ -27,11 +25,9 @@ class GPU:
     fp8: float | None
     """FP8 tensor cores, FLOP/s; None without them."""
     link: float
-    """What one GPU sends to others of its node, bytes/s and direction (NVLink, else PCIe)."""
+    """What one GPU sends to others of its node, bytes/s in one direction (NVLink, else PCIe)."""
     capability: tuple[int, int]
     """CUDA compute capability."""
-    devices: tuple[str, ...]
-    """Names that ``torch.cuda.get_device_name`` gives it."""
 
     def compute(self, precision: Precision) -> float | None:
         """Operations/s of the linear layers in a precision; None where there is no tensor core for it."""
@@ -39,35 +35,24 @@ class GPU:
 
 
 # NVIDIA's data sheets: A100 (June 2021), RTX A6000 (May 2022), L40 and L40S (2023), H100 (SXM and PCIe 2023, NVL 2024),
-# H200 (2024). Memory: an estimate, to a percent or two, of the total that torch.cuda.mem_get_info reports on such
-# cards, where ECC and driver have taken their part; a benchmark takes the card's own figure. The bridges that join two
-# PCIe cards by NVLink are left out.
+# H200 (2024). Memory is an estimate, to a percent or two, of what torch.cuda.mem_get_info reports as total.
+# Columns: GiB, TB/s of memory, then BF16, INT8 and FP8 in TFLOP/s, GB/s to other GPUs.
+_SHEETS = [
+    ("a100-40gb", 39.4, 1.555, 312, 624, None, 300, (8, 0)),
+    ("a100-80gb", 79.2, 2.039, 312, 624, None, 300, (8, 0)),
+    ("a100-80gb-pcie", 79.2, 1.935, 312, 624, None, 32, (8, 0)),
+    ("a6000", 47.5, 0.768, 154.8, 309.7, None, 32, (8, 6)),
+    ("l40", 44.4, 0.864, 181, 362, 362, 32, (8, 9)),
+    ("l40s", 44.4, 0.864, 362, 733, 733, 32, (8, 9)),
+    ("h100-pcie", 79.2, 2.0, 756, 1513, 1513, 64, (9, 0)),
+    ("h100-nvl", 93.1, 3.938, 835.5, 1670.5, 1670.5, 64, (9, 0)),
+    ("h100", 79.2, 3.35, 989, 1979, 1979, 450, (9, 0)),
+    ("h200", 139.8, 4.8, 989, 1979, 1979, 450, (9, 0)),
+]
 GPUS = {
-    gpu.name: gpu
-    for gpu in (
-        GPU(name="a100-40gb", memory_gib=39.4, bandwidth=1555 * GB, bf16=312 * TERA, int8=624 * TERA, fp8=None,
-            link=300 * GB, capability=(8, 0), devices=("NVIDIA A100-SXM4-40GB",)),
-        GPU(name="a100-80gb", memory_gib=79.2, bandwidth=2039 * GB, bf16=312 * TERA, int8=624 * TERA, fp8=None,
-            link=300 * GB, capability=(8, 0), devices=("NVIDIA A100-SXM4-80GB",)),
-        GPU(name="a100-80gb-pcie", memory_gib=79.2, bandwidth=1935 * GB, bf16=312 * TERA, int8=624 * TERA, fp8=None,
-            link=32 * GB, capability=(8, 0), devices=("NVIDIA A100 80GB PCIe",)),
-        GPU(name="a6000", memory_gib=47.5, bandwidth=768 * GB, bf16=154.8 * TERA, int8=309.7 * TERA, fp8=None,
-            link=32 * GB, capability=(8, 6), devices=("NVIDIA RTX A6000",)),
-        GPU(name="l40", memory_gib=44.4, bandwidth=864 * GB, bf16=181 * TERA, int8=362 * TERA, fp8=362 * TERA,
-            link=32 * GB, capability=(8, 9), devices=("NVIDIA L40",)),
-        GPU(name="l40s", memory_gib=44.4, bandwidth=864 * GB, bf16=362 * TERA, int8=733 * TERA, fp8=733 * TERA,
-            link=32 * GB, capability=(8, 9), devices=("NVIDIA L40S",)),
-        GPU(name="h100-pcie", memory_gib=79.2, bandwidth=2000 * GB, bf16=756 * TERA, int8=1513 * TERA, fp8=1513 * TERA,
-            link=64 * GB, capability=(9, 0), devices=("NVIDIA H100 PCIe",)),
-        GPU(name="h100-nvl", memory_gib=93.1, bandwidth=3938 * GB, bf16=835.5 * TERA, int8=1670.5 * TERA,
-        fp8=1670.5 * TERA,
-            link=64 * GB, capability=(9, 0), devices=("NVIDIA H100 NVL",)),
-        GPU(name="h100", memory_gib=79.2, bandwidth=3350 * GB, bf16=989 * TERA, int8=1979 * TERA, fp8=1979 * TERA,
-            link=450 * GB, capability=(9, 0), devices=("NVIDIA H100 80GB HBM3",)),
-        GPU(name="h200", memory_gib=139.8, bandwidth=4800 * GB, bf16=989 * TERA, int8=1979 * TERA, fp8=1979 * TERA,
-            link=450 * GB, capability=(9, 0), devices=("NVIDIA H200",)),
-    )
-}  # fmt: skip
+    name: GPU(name, gib, tb * 1e12, bf16 * 1e12, int8 * 1e12, fp8 and fp8 * 1e12, link * 1e9, capability)
+    for name, gib, tb, bf16, int8, fp8, link, capability in _SHEETS
+}
 """Names that ``--gpu`` takes."""
 
 
@@ -75,7 +60,7 @@ def find(name: str) -> GPU:
     """Return a GPU by name, whatever its case.
 
     Raises:
-        ConfigError: nobody wrote its data sheet down here.
+        ConfigError: its data sheet is not written down here.
     """
     gpu = GPUS.get(name.lower())
     if gpu is None:
@@ -84,10 +69,3 @@ def find(name: str) -> GPU:
             "memory by --gpu-memory-gib"
         )
     return gpu
-
-
-def of_device(device: str) -> GPU | None:
-    """The GPU that torch calls so; None for one whose data sheet is not written down here. A name counts as a whole:
-    "NVIDIA H100 PCIe", "NVIDIA H100 NVL" and "NVIDIA GH200 480GB" are other GPUs than those whose names they
-    contain."""
-    return next((gpu for gpu in GPUS.values() if device in gpu.devices), None)

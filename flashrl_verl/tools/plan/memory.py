@@ -15,8 +15,7 @@ BF16 = 2
 """Bytes of an element."""
 
 FIXED_BYTES = 0.43 * GIB
-"""CUDA context, NCCL, cuBLAS workspaces: what vLLM 0.24 keeps on one H200 beside what is told here, at 7B and 32B alike
-(docs/LOG.md, 2026-11-22)."""
+"""CUDA context, NCCL, cuBLAS workspaces: what vLLM 0.24 keeps on one H200 beside the rest, at 7B and 32B alike."""
 
 GRAPH_BYTES = 16 * 2**20
 """Of a layer, in the CUDA graphs' pool, which vLLM estimates and leaves out of the KV cache. Its own estimates on an
@@ -26,12 +25,12 @@ LOGIT_BYTES = 18
 """While sampling, for each logit: itself in BF16, in FP32, log-probs, probabilities and random numbers in FP32."""
 
 SCALE_BYTES = 4
-"""One FP32 scale per output channel, or per block."""
+"""One FP32 scale per output channel."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """What of an engine's settings decides over memory and speed; verl's names in ``actor_rollout_ref.rollout``."""
+    """Settings of an engine that decide over memory and speed, by verl's names in ``actor_rollout_ref.rollout``."""
 
     tensor_parallel: int = 1
     gpu_memory_utilization: float = 0.9
@@ -41,15 +40,13 @@ class Engine:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """Number formats of a rollout."""
+    """A variant of the rollout: number formats of weights and KV cache."""
 
     precision: Precision
     kv_cache: KVCache = KVCache.AUTO
 
     def __str__(self) -> str:
-        return self.precision.value + (
-            f" + {self.kv_cache.value.partition('_')[0].upper()} KV" if self.eight_bit_kv else ""
-        )
+        return self.precision.value + " + INT8 KV" * self.eight_bit_kv
 
     @property
     def eight_bit_kv(self) -> bool:
@@ -57,9 +54,7 @@ class Choice:
 
     def kv_element_bytes(self, head_dim: int) -> float:
         """Bytes of an element of the KV cache, its share of a scale for each token and head included."""
-        if not self.eight_bit_kv:
-            return BF16
-        return 1 + SCALE_BYTES / head_dim
+        return 1 + SCALE_BYTES / head_dim if self.eight_bit_kv else BF16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +85,8 @@ def weight_bytes(shape: ModelShape, choice: Choice, tensor_parallel: int = 1) ->
 def activation_bytes(shape: ModelShape, choice: Choice, engine: Engine) -> float:
     """Bytes at the peak of vLLM's profiling run: the widest layer of the largest batch, or the sampler's logits.
 
-    In the layer live the residual, its normalized copy, gate and up, and their product, beside it in eight bits for the
-    next layer; while sampling the logits of every sequence (``LOGIT_BYTES``).
+    A layer holds the residual, its normalized copy, gate and up, and their product, beside it in eight bits for the
+    next layer.
     """
     wide = shape.intermediate / engine.tensor_parallel
     per_token = 2 * shape.hidden * BF16 + wide * BF16 + wide / 2 * BF16

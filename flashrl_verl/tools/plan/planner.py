@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One plan: every choice of formats on the same work, and which of them to take."""
+"""One plan: every variant on the same work, and which of them to take."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -8,19 +8,56 @@ from typing import Any
 from flashrl_verl.attention.limits import why_not
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.settings import KVCache, Precision
-from flashrl_verl.tools.plan.advice import Outcome, advise
 from flashrl_verl.tools.plan.gpus import GIB, GPU
-from flashrl_verl.tools.plan.memory import BF16, Choice, Engine, memory_of, weight_bytes
-from flashrl_verl.tools.plan.schedule import Work, own_prompt, simulate
+from flashrl_verl.tools.plan.memory import BF16, Choice, Engine, Memory, memory_of
+from flashrl_verl.tools.plan.schedule import Timeline, Work, own_prompt, simulate
 from flashrl_verl.tools.plan.shape import ModelShape
 from flashrl_verl.tools.plan.step import Clock
-from flashrl_verl.tools.plan.whole_step import whole_step
+from flashrl_verl.tools.plan.whole_step import WholeStep, whole_step
+
+NEARLY = 0.95
+"""Of the fastest variant's speed: what is slower by less is within the plan's error (docs/results/rollout.md)."""
+
+WORTH = 1.15
+"""Rollout speed over BF16 below which 8 bits are not recommended: they bring a mismatch whatever they gain."""
+
+LAYOUTS = (1, 2, 4, 8)
+"""GPUs of one engine that are compared."""
 
 
-def choices() -> list[Choice]:
-    """Every precision, BF16 first, with a KV cache in BF16 and in INT8."""
-    precisions = (Precision.BF16, Precision.INT8, Precision.FP8)
-    return [Choice(precision=precision, kv_cache=kv_cache) for kv_cache in KVCache for precision in precisions]
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What one variant comes to."""
+
+    choice: Choice
+    refused: str | None
+    """Why it cannot run here; then the rest is None."""
+    memory: Memory | None = None
+    fit: int | None = None
+    """Whole sequences, prompt and response, that the KV cache holds."""
+    together: float | None = None
+    """Sequences that are decoded together, the mean over the steps."""
+    decode_s: float | None = None
+    """Seconds of a decode step of so many sequences, half way through their responses."""
+    timeline: Timeline | None = None
+    speedup: float | None = None
+    """Rollout's speed over BF16's; None where BF16 does not fit."""
+    whole: WholeStep | None = None
+    """A step of RL."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A variant with some number of GPUs in an engine, on the same batch."""
+
+    choice: Choice
+    tensor_parallel: int
+    rollout_s: float
+    step_s: float
+    """Of a step of RL."""
+
+    def __str__(self) -> str:
+        return f"{self.choice} (TP {self.tensor_parallel})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,17 +69,18 @@ class Plan:
     gpus: int
     engine: Engine
     work: Work
+    """Of one engine."""
     sequences: int
-    """Of the whole batch, all engines together; each has as many."""
+    """Of the whole batch, all engines together."""
     samples: int
     """Responses to a prompt, which share it where they meet in an engine."""
     parameters: int
     outcomes: tuple[Outcome, ...]
+    layouts: tuple[Layout, ...]
+    """All that fit, the asked one among them."""
     sent_bytes: float
     """BF16 bytes that the trainer sends to every GPU of an engine in one update."""
-    written_bytes: dict[str, float]
-    """Bytes that a GPU writes in one update, by precision."""
-    advice: tuple[str, ...]
+    advice: str
     not_planned: tuple[str, ...]
     """Settings of the run that change memory or speed and are not in these figures."""
 
@@ -50,14 +88,16 @@ class Plan:
         """The plan as JSON takes it; bytes and seconds."""
         record = asdict(self)
         for row, outcome in zip(record["outcomes"], self.outcomes, strict=True):
-            row["choice"] = {
-                "precision": outcome.choice.precision.value,
-                "kv_cache": outcome.choice.kv_cache.value,
-            }
             if outcome.memory is not None:
                 row["memory"]["tokens"] = outcome.memory.tokens
                 row["whole"]["seconds"] = outcome.whole.seconds
         return record
+
+
+def choices() -> list[Choice]:
+    """Every precision, BF16 first, with a KV cache in BF16 and in INT8."""
+    precisions = (Precision.BF16, Precision.INT8, Precision.FP8)
+    return [Choice(precision=precision, kv_cache=kv_cache) for kv_cache in KVCache for precision in precisions]
 
 
 def make_plan(
@@ -70,7 +110,7 @@ def make_plan(
     not_planned: Sequence[str] = (),
     samples: int = 1,
 ) -> Plan:
-    """Compare every choice of formats for one engine's share of a rollout.
+    """Compare every variant for one engine's share of a rollout.
 
     Args:
         model: name, for the report.
@@ -86,21 +126,31 @@ def make_plan(
     Raises:
         ConfigError: the GPUs do not divide into engines, or nothing fits.
     """
-    _require_layout(shape, gpus, engine)
-    engines = gpus // engine.tensor_parallel
-    sequences = work.sequences * engines
-    outcomes = [_outcome(choice, shape, gpu, engine, work, _sharing(samples, engines)) for choice in choices()]
+    _require_layout(shape, gpus, engine.tensor_parallel)
+    sequences = work.sequences * gpus // engine.tensor_parallel
+    outcomes, layouts = [], []
+    for size in sorted({*LAYOUTS, engine.tensor_parallel}):
+        if gpus % size or not _divides(shape, size):
+            continue
+        there = replace(engine, tensor_parallel=size)
+        share = replace(work, sequences=max(1, sequences * size // gpus))
+        for choice in choices():
+            outcome = _outcome(choice, shape, gpu, there, share, max(1.0, samples * size / gpus))
+            if outcome.timeline is not None:
+                rollout = outcome.timeline.seconds
+                whole = whole_step(shape, gpu, gpus, rollout, sequences, work.prompt + work.response)
+                outcome = replace(outcome, whole=whole)
+                layouts.append(Layout(choice=choice, tensor_parallel=size, rollout_s=rollout, step_s=whole.seconds))
+            if size == engine.tensor_parallel:
+                outcomes.append(outcome)
     if all(outcome.refused for outcome in outcomes):
         raise ConfigError(
             f"{model} fits in no precision: {'; '.join(f'{o.choice}: {o.refused}' for o in outcomes)}. Take more GPUs "
-            "for an engine (--tensor-parallel), or a higher --gpu-memory-utilization"
+            "for an engine (--tensor-parallel), or more of each (gpu_memory_utilization)"
         )
-    base, length = outcomes[0].timeline, work.prompt + work.response
-    for at, outcome in enumerate(outcomes):
-        if outcome.timeline is not None:
-            whole = whole_step(shape, gpu, gpus, outcome.timeline.seconds, sequences, length)
-            outcomes[at] = replace(outcome, whole=whole, speedup=base and base.seconds / outcome.timeline.seconds)
-    layouts, gain = _layouts(outcomes, shape, gpu, gpus, engine, work, sequences, samples) or ("", None)
+    if outcomes[0].whole is not None:
+        base = outcomes[0].whole.rollout
+        outcomes = [o if o.refused else replace(o, speedup=base / o.whole.rollout) for o in outcomes]
     return Plan(
         model=model,
         gpu=gpu,
@@ -111,60 +161,60 @@ def make_plan(
         samples=samples,
         parameters=shape.parameters,
         outcomes=tuple(outcomes),
+        layouts=tuple(layouts),
         sent_bytes=shape.sent * BF16,
-        written_bytes={
-            precision.value: weight_bytes(shape, Choice(precision=precision), engine.tensor_parallel)
-            for precision in Precision
-        },
-        advice=tuple(filter(None, [layouts, *advise(outcomes, shape, engine, gain)])),
+        advice=advise(layouts),
         not_planned=tuple(not_planned),
     )
 
 
-def _require_layout(shape: ModelShape, gpus: int, engine: Engine) -> None:
-    if gpus % engine.tensor_parallel:
-        raise ConfigError(f"--gpus {gpus} is no multiple of --tensor-parallel {engine.tensor_parallel}")
-    if not _divides(shape, engine.tensor_parallel):
+def advise(layouts: Sequence[Layout]) -> str:
+    """What to take, in a sentence. Every variant is judged by its own best layout, for a BF16 that hardly fits is no
+    measure of the others.
+
+    Args:
+        layouts: all that fit, at least one.
+    """
+    best: dict[Choice, Layout] = {}
+    for layout in sorted(layouts, key=lambda x: x.rollout_s):
+        best.setdefault(layout.choice, layout)
+    bf16 = best.get(Choice(precision=Precision.BF16))
+    int8 = best.get(Choice(precision=Precision.INT8))
+    eight = next((x for x in best.values() if not x.choice.eight_bit_kv and x is not bf16), None)
+    with_kv = next((x for x in best.values() if x.choice.eight_bit_kv), None)
+    if int8 and eight.rollout_s >= NEARLY * int8.rollout_s:  # INT8's mismatch has been smaller than FP8's
+        eight = int8
+    if eight is None:
+        if bf16 is None:
+            return f"Take {with_kv}: nothing fits without an 8-bit KV cache, {UNTRIED}."
+        return f"Take {bf16}: 8-bit weights do not fit or have no tensor cores here."
+    if bf16 is None:
+        return f"Take {eight}: BF16 fits in no layout."
+    if bf16.rollout_s >= WORTH * eight.rollout_s:
+        return f"Take {eight}: {_gain(eight, bf16)} as with {bf16}."
+    said = f"Stay with BF16 weights: with {eight} {_gain(eight, bf16)} as with {bf16}"
+    if with_kv is None or bf16.rollout_s < WORTH * with_kv.rollout_s:
+        return f"{said}."
+    return f"{said}; with {with_kv} {_gain(with_kv, bf16)}, but {UNTRIED}."
+
+
+UNTRIED = "no long run has been trained with flashrl.kv_cache=int8_per_token_head"
+
+
+def _gain(layout: Layout, base: Layout) -> str:
+    rollout, step = base.rollout_s / layout.rollout_s, base.step_s / layout.step_s
+    return f"the rollout is {rollout:.2f}x and the step {step:.2f}x as fast"
+
+
+def _require_layout(shape: ModelShape, gpus: int, tensor_parallel: int) -> None:
+    if gpus % tensor_parallel:
+        raise ConfigError(f"--gpus {gpus} is no multiple of --tensor-parallel {tensor_parallel}")
+    if not _divides(shape, tensor_parallel):
         sizes = ", ".join(str(size) for size in range(1, 65) if _divides(shape, size))
         raise ConfigError(
-            f"--tensor-parallel {engine.tensor_parallel} does not divide the model's {shape.heads} attention heads, "
+            f"--tensor-parallel {tensor_parallel} does not divide the model's {shape.heads} attention heads, "
             f"{shape.kv_heads} KV heads and {shape.width} rows of an MLP, as vLLM asks; these do: {sizes}"
         )
-
-
-def _layouts(
-    outcomes: Sequence[Outcome],
-    shape: ModelShape,
-    gpu: GPU,
-    gpus: int,
-    engine: Engine,
-    work: Work,
-    total: int,
-    samples: int,
-) -> tuple[str, float] | None:
-    """Where another number of GPUs in an engine is faster, BF16 at its best beside INT8 at its best, in words, and
-    INT8's gain: a BF16 that hardly fits is no measure of it. None where the number that was asked for is best for
-    both."""
-    best = {}
-    for choice in (outcomes[0].choice, Choice(precision=Precision.INT8)):
-        for size in (1, 2, 4, 8):
-            if gpus % size or not _divides(shape, size):
-                continue
-            share = replace(work, sequences=max(1, total * size // gpus))
-            there = replace(engine, tensor_parallel=size)
-            outcome = _outcome(choice, shape, gpu, there, share, _sharing(samples, gpus // size))
-            if outcome.timeline is not None:
-                speed = share.sequences * share.response * (gpus // size) / outcome.timeline.seconds
-                best[choice] = max(best.get(choice, (0.0, 0)), (speed, size))
-    if len(best) == 2 and any(size != engine.tensor_parallel for _, size in best.values()):
-        (bf16, bf16_size), (int8, int8_size) = best.values()
-        gain = int8 / bf16
-        said = (
-            f"With the best --tensor-parallel of each, all {gpus} GPUs make {bf16:.0f} tokens/s in BF16 ({bf16_size} "
-            f"in an engine) and {int8:.0f} in INT8 ({int8_size}): {gain:.2f}x is what eight bits gain on them."
-        )
-        return said, gain
-    return None
 
 
 def _divides(shape: ModelShape, size: int) -> bool:
@@ -173,12 +223,8 @@ def _divides(shape: ModelShape, size: int) -> bool:
     return kv and shape.heads % size == 0 and shape.width % size == 0
 
 
-def _sharing(samples: int, engines: int) -> float:
-    """Sequences of one engine to a prompt."""
-    return max(1.0, samples / engines)
-
-
 def _outcome(choice: Choice, shape: ModelShape, gpu: GPU, engine: Engine, work: Work, sharing: float) -> Outcome:
+    """Args as `make_plan`'s; sharing: sequences of one engine to a prompt."""
     if gpu.compute(choice.precision) is None:
         return Outcome(choice=choice, refused="no FP8 tensor cores")
     if choice.eight_bit_kv and (reason := why_not(shape.head_dim, shape.heads, shape.kv_heads)) is not None:
@@ -189,21 +235,18 @@ def _outcome(choice: Choice, shape: ModelShape, gpu: GPU, engine: Engine, work: 
         limit = gpu.memory_gib * engine.gpu_memory_utilization
         return Outcome(
             choice=choice,
-            refused=f"{memory.weights / GIB:.1f} GiB of weights leave {memory.kv / GIB:.1f} of {limit:.1f} GiB for the KV "  # noqa: E501
-            f"cache: {memory.tokens} tokens, one sequence has {length}",
+            refused=f"{memory.weights / GIB:.1f} GiB of weights leave {memory.kv / GIB:.1f} of {limit:.1f} GiB for the "
+            f"KV cache: {memory.tokens} tokens, one sequence has {length}",
         )
     clock = Clock(shape=shape, choice=choice, gpu=gpu, tensor_parallel=engine.tensor_parallel)
     timeline = simulate(clock, work, memory.tokens, engine.max_num_seqs, sharing)
-    together, context = work.sequences * work.response / timeline.steps, work.prompt + work.response / 2
-    step = clock.decode(together, context)
+    together = work.sequences * work.response / timeline.steps
     return Outcome(
         choice=choice,
         refused=None,
         memory=memory,
         fit=memory.tokens // (own_prompt(work, sharing) + work.response),
         together=together,
-        floor_s=clock.floor(together, context),
-        step_s=step.total,
-        parts=asdict(step),
+        decode_s=clock.decode(together, work.prompt + work.response / 2).total,
         timeline=timeline,
     )

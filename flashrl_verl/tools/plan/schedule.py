@@ -25,8 +25,6 @@ class Timeline:
     """Outcome of a simulated rollout."""
 
     seconds: float
-    decode_seconds: float
-    """Part of ``seconds`` outside prefills."""
     steps: int
     """Decode steps."""
     largest: int
@@ -60,7 +58,7 @@ def simulate(clock: Clock, work: Work, tokens: int, max_num_seqs: int, sharing: 
     own = own_prompt(work, sharing)
     waiting = deque([0] * work.sequences)  # generated tokens of each
     running: list[int] = []
-    used = decode = prefill = 0
+    used = seconds = 0
     count = largest = preemptions = 0
     while waiting or running:
         admitted = squares = came = 0
@@ -74,7 +72,7 @@ def simulate(clock: Clock, work: Work, tokens: int, max_num_seqs: int, sharing: 
             came += 1
             running.append(waiting.popleft())
         if admitted:
-            prefill += clock.prefill(admitted, squares / admitted, came)
+            seconds += clock.prefill(admitted, squares / admitted, came)
         largest = max(largest, len(running))
         steps = min(work.response - max(running), (tokens - used) // len(running))
         if not steps:
@@ -84,13 +82,11 @@ def simulate(clock: Clock, work: Work, tokens: int, max_num_seqs: int, sharing: 
             preemptions += 1
             continue
         context = used / len(running) + work.prompt - own
-        decode += steps * clock.decode(len(running), context + steps / 2).total
+        seconds += steps * clock.decode(len(running), context + steps / 2).total
         count += steps
         used += steps * len(running)
         running = [generated + steps for generated in running]
         done = running.count(work.response)
         used -= done * (own + work.response)
         running = [generated for generated in running if generated < work.response]
-    return Timeline(
-        seconds=decode + prefill, decode_seconds=decode, steps=count, largest=largest, preemptions=preemptions
-    )
+    return Timeline(seconds=seconds, steps=count, largest=largest, preemptions=preemptions)

@@ -2,7 +2,6 @@
 """Sizes of a model that decide over memory and speed, from its configuration alone."""
 
 import math
-import re
 from collections import Counter
 from dataclasses import dataclass
 
@@ -13,8 +12,6 @@ from flashrl_verl.errors import ConfigError
 
 _OTHER_SHARE = 0.01
 """Norms, biases and routers have a few per mille of a model's weights."""
-
-_PROJECTION = re.compile(r"_proj\.weight$")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,21 +84,31 @@ def shape_of(config: PretrainedConfig) -> ModelShape:
     """Count the weights of a model's shape (on the meta device: nothing is allocated).
 
     Raises:
-        ConfigError: transformers cannot build it as a language model, or it is not a decoder of projections and full
-            attention, whose time and KV cache could be told from its shape.
+        ConfigError: it is not a decoder of ``*_proj`` layers and full attention, whose time is known here.
     """
     _require_full_attention(config)
-    model = _on_meta(config)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    except Exception as error:  # noqa: BLE001 - transformers raises several kinds, of many lines
+        line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(f"--model: transformers cannot build it as a language model: {line}") from error
     count: Counter[str] = Counter()
+    others = []
     for name, tensor in model.named_parameters():
         kind = _kind(name, tensor.dim())
         count[kind] += tensor.numel()
         if kind in ("linear", "expert"):
             count["rows"] += tensor.numel() // tensor.shape[-1]
-    _require_known(model, count)
+        elif kind == "other":
+            others.append((tensor.numel(), name))
+    whole = sum(count[kind] for kind in ("linear", "expert", "head", "embedding", "other"))
+    if count["other"] > _OTHER_SHARE * whole:
+        raise ConfigError(
+            f"--model: {count['other'] / whole:.0%} of its weights are in layers of another kind than *_proj, such as "
+            f"{max(others)[1]}, whose time is not known here"
+        )
     tied = bool(getattr(config, "tie_word_embeddings", False))
-    if not count["head"] and not tied:
-        raise ConfigError("--model has no lm_head: it does not generate text")
     heads = config.num_attention_heads
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 0
     per_token = config.num_experts_per_tok if experts else 0
@@ -126,40 +133,18 @@ def shape_of(config: PretrainedConfig) -> ModelShape:
     )
 
 
-def _on_meta(config: PretrainedConfig) -> torch.nn.Module:
-    try:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    except Exception as error:  # noqa: BLE001 - transformers raises several kinds, of many lines
-        line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ConfigError(f"--model: transformers cannot build it as a language model: {line}") from error
-
-
 def _require_full_attention(config: PretrainedConfig) -> None:
-    missing = [
-        n for n in ("num_hidden_layers", "num_attention_heads", "intermediate_size") if getattr(config, n, None) is None
-    ]
-    if missing:
-        raise ConfigError(
-            f"--model: its configuration has no {missing[0]}; a decoder like Qwen2.5, Llama or Qwen3-MoE is needed"
-        )
+    for name in ("num_hidden_layers", "num_attention_heads", "intermediate_size"):
+        if getattr(config, name, None) is None:
+            raise ConfigError(
+                f"--model: its configuration has no {name}; a decoder like Qwen2.5, Llama or Qwen3-MoE is needed"
+            )
     if getattr(config, "kv_lora_rank", None):
         raise ConfigError("--model has multi-head latent attention, which the rollout does not quantize")
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
     if kinds or getattr(config, "sliding_window", None):
         words = ", ".join(sorted(kinds)) or "a sliding window"
         raise ConfigError(f"--model has attention of another kind ({words}), whose KV cache is not planned here")
-
-
-def _require_known(model: torch.nn.Module, count: Counter[str]) -> None:
-    """What is neither a projection nor an embedding takes memory and no time here, so it has to be next to nothing."""
-    whole = sum(count[kind] for kind in ("linear", "expert", "head", "embedding", "other"))
-    if count["other"] > _OTHER_SHARE * whole:
-        others = [(p.numel(), name) for name, p in model.named_parameters() if _kind(name, p.dim()) == "other"]
-        raise ConfigError(
-            f"--model: {count['other'] / whole:.0%} of its weights are in layers of another kind than *_proj, such as "
-            f"{max(others)[1]}, whose time is not known here"
-        )
 
 
 def _kind(name: str, dimensions: int) -> str:
@@ -169,6 +154,6 @@ def _kind(name: str, dimensions: int) -> str:
         return "head"
     if ".experts." in name and dimensions >= 2:  # transformers keeps all experts of a layer in one tensor
         return "expert"
-    if dimensions == 2 and _PROJECTION.search(name):
+    if dimensions == 2 and name.endswith("_proj.weight"):
         return "linear"
     return "other"

@@ -86,17 +86,13 @@ class Clock:
     gpu: GPU
     tensor_parallel: int = 1
 
-    def floor(self, sequences: float, context: float) -> float:
-        """Seconds to read what one step has to read, at the speed of a copy: no kernel is faster.
+    def decode(self, sequences: float, context: float) -> StepTime:
+        """Seconds of one step that gives every sequence one token.
 
         Args:
             sequences: how many are decoded together; a mean may be no whole number.
             context: tokens of each, their mean.
         """
-        return (self._weights_read(sequences) + self._kv_read(sequences, context)) / (STREAM * self.gpu.bandwidth)
-
-    def decode(self, sequences: float, context: float) -> StepTime:
-        """Seconds of one step that gives every sequence one token; arguments as in ``floor``."""
         shape, kv_cache = self.shape, self.choice.kv_cache
         heads = math.ceil(shape.kv_heads / self.tensor_parallel)
         read = self._kv_read(sequences, context) / (KV_STREAM[kv_cache] * self.gpu.bandwidth)

@@ -1,23 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reports from metrics files: `run.py` and `curves.py` of one run, `comparison.py` of any number of runs.
-
-A metric's way into a comparison: ``metrics.py`` (file to values by step) -> ``arms.py`` (runs with a name and a style)
--> ``panels.py`` and ``summary.py`` (what is shown) -> ``pictures.py`` (drawn) and ``captions.py`` (said) -> ``page.py``
-and ``markdown.py`` (written).
-"""
+"""`flashrl report`: runs compared from their metrics files. `metrics.py` reads one file, `runs.py` names the runs and
+makes the table, `page.py` draws the curves and writes `report.md` and `report.html`."""
 
 from flashrl_verl.tools.report.metrics import HELD_OUT, MISMATCH_KL, MISSING, SCORE, Metrics, read_metrics, show
-from flashrl_verl.tools.report.run import (
-    CURVES_FILE,
-    METRICS_FILE,
-    REPORT_FILE,
-    RUN_FILE,
-    Report,
-    correction_words,
-    held_precision,
-    load,
-    write,
-)
+from flashrl_verl.tools.report.page import CURVES_FILE, PAGE_FILE, REPORT_FILE, write
+from flashrl_verl.tools.report.runs import METRICS_FILE, RUN_FILE, Report, Run, load
 
 __all__ = [
     "CURVES_FILE",
@@ -25,13 +12,13 @@ __all__ = [
     "METRICS_FILE",
     "MISMATCH_KL",
     "MISSING",
+    "PAGE_FILE",
     "REPORT_FILE",
     "RUN_FILE",
     "SCORE",
     "Metrics",
     "Report",
-    "correction_words",
-    "held_precision",
+    "Run",
     "load",
     "read_metrics",
     "show",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run's metrics file in memory, and the names of what is in it.
+"""A run's metrics file in memory.
 
 A value that is missing or not finite is kept as such: a report that leaves it out would look better than the run was.
 """
@@ -9,30 +9,14 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from flashrl_verl.errors import FlashRLError
 
-HELD_OUT = re.compile(r"val-core/(?P<source>.+)/acc/mean@\d+")
-"""verl's name for the accuracy on the held-out prompts, greedy unless `rollout.val_kwargs` says otherwise."""
-HELD_OUT_CORE = re.compile(r"val-core/(?P<source>.+)/(?P<what>acc|reward)/mean@(?P<k>\d+)")
-"""The same, and the reward where the reward function gives no accuracy."""
+HELD_OUT = re.compile(r"val-core/(?P<source>.+)/(?P<what>acc|reward)/mean@(?P<k>\d+)")
+"""verl's names for the accuracy on held-out prompts, and for the reward where the reward function gives no accuracy."""
 SCORE, MISMATCH_KL = "critic/score/mean", "rollout_corr/k3_kl"
-CORRELATION = "training/rollout_actor_probs_pearson_corr"
-REPLACED = "training/filter_groups/evicted_samples"
-"""Groups that dynamic sampling drew in vain in a step: all of their samples were right, or all wrong."""
-STEP_TIME = "timing_s/step"
-"""Seconds of a step: rollout to weight update, checkpoint included, validation left out."""
-IS_WEIGHTS = "rollout_corr/rollout_is_mean"
-"""Mean importance weight; logged only where weights were computed."""
-REJECTED = "rollout_corr/rollout_rs_masked_fraction"
-"""Share of the tokens that rejection takes out of the loss; logged only where a criterion (`rollout_rs`) was chosen."""
-KV_BITS = "flashrl/kv_cache_bits"
-BF16_REPLICAS = "flashrl/bf16_replicas"
-"""Replicas of the rollout that are not quantized, of a mixture or of a BF16 run."""
 MISSING = "not logged"
 
 
@@ -44,11 +28,6 @@ class Metrics:
     """Step to metrics. verl's logger writes NaN and infinities as null; they are NaN here."""
     unreadable: tuple[int, ...] = ()
     """Numbers, from 1, of the lines that are no record: one torn line at the end is what an interrupted run leaves."""
-
-    @property
-    def unreadable_lines(self) -> int:
-        """How many lines are not a record."""
-        return len(self.unreadable)
 
     @property
     def last_step(self) -> int:
@@ -64,25 +43,6 @@ class Metrics:
         points = [(step, row[key]) for step, row in self.rows.items() if key in row]
         return [step for step, _ in points], [value for _, value in points]
 
-    def clock(self) -> dict[int, float]:
-        """Hours of training at the end of each step: the sum of the logged step times. A step without one adds
-        nothing."""
-        hours, at = 0.0, {}
-        for step, row in self.rows.items():
-            seconds = row.get(STEP_TIME, 0.0)
-            hours += seconds / 3600 if math.isfinite(seconds) else 0.0
-            at[step] = hours
-        return at
-
-    def untimed_steps(self) -> int:
-        """Steps up to the last one whose time is not in the file, so that `clock` leaves it out."""
-        timed = {step for step, row in self.rows.items() if math.isfinite(row.get(STEP_TIME, math.nan))}
-        return len(set(range(1, self.last_step + 1)) - timed)
-
-    def first(self, key: str) -> float | None:
-        """The first logged value, or None."""
-        return next(iter(self.series(key)[1]), None)
-
     def last(self, key: str) -> float | None:
         """The last logged value, or None."""
         return next(reversed(self.series(key)[1]), None)
@@ -91,8 +51,8 @@ class Metrics:
 def read_metrics(path: Path) -> Metrics:
     """Read verl's JSON lines, `{"step": n, "data": {...}}`.
 
-    A step may occur twice, after a resume: its lines are merged and the later value of a metric wins. Lines
-    that cannot be read are counted, not fatal. Values that are not numbers are left out.
+    A step may occur twice, after a resume: its lines are merged and the later value of a metric wins. Lines that cannot
+    be read are counted, not fatal. Values that are not numbers are left out.
 
     Raises:
         FlashRLError: the file is not there.
@@ -112,16 +72,9 @@ def read_metrics(path: Path) -> Metrics:
         except (ValueError, KeyError, TypeError):
             unreadable.append(number)
             continue
-        rows.setdefault(step, {}).update(_numbers(data))
+        numbers = {key: math.nan if value is None else value for key, value in data.items()}
+        rows.setdefault(step, {}).update({k: float(v) for k, v in numbers.items() if isinstance(v, int | float)})
     return Metrics(rows=dict(sorted(rows.items())), unreadable=tuple(unreadable))
-
-
-def _numbers(data: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    for key, value in data.items():
-        if value is None:
-            yield key, math.nan
-        elif isinstance(value, int | float):
-            yield key, float(value)
 
 
 def show(value: float | None, form: str = ".3f") -> str:

@@ -1,149 +1,217 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A comparison as one HTML file that loads nothing: no script, no network, pictures inside."""
+"""The report's files: five curves in one picture, a Markdown page, and an HTML page that is complete in itself."""
 
 from __future__ import annotations
 
 import base64
+import io
+import json
+import math
+from collections.abc import Sequence
 from html import escape
+from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from flashrl_verl import __version__
-from flashrl_verl.tools.report import costs
-from flashrl_verl.tools.report.palette import DASHES, Style
+from flashrl_verl.errors import FlashRLError
+from flashrl_verl.tools.report.metrics import HELD_OUT, MISMATCH_KL, SCORE
+from flashrl_verl.tools.report.palette import BLUE, FAINT, GREEN, HEALTHY_KL, INK, ORANGE, PURPLE, SKY, TITLE, VERMILION
+from flashrl_verl.tools.report.runs import ESS, PHASES, Report, Run
+from flashrl_verl.trainer.atomic_write import write_whole
 
 if TYPE_CHECKING:
-    from flashrl_verl.tools.report.arms import NamedRun
-    from flashrl_verl.tools.report.comparison import Comparison, Picture
-    from flashrl_verl.tools.report.summary import Summary
+    from matplotlib.axes import Axes
 
-TITLE = "FlashRL runs compared"
-SUMMARY_CAPTION = "As logged; means over all steps of a run. ESS: effective sample size of the importance weights."
-STYLE = """\
-:root { color-scheme: light dark; --page: #ffffff; --ink: #222222; --line: #cccccc; --band: #f4f4f4; }
-@media (prefers-color-scheme: dark) { :root { --page: #1b1b1b; --ink: #e6e6e6; --line: #4a4a4a; --band: #262626; } }
-body { margin: 0 auto; max-width: 90rem; padding: 1.5rem; background: var(--page); color: var(--ink);
-  font: 16px/1.5 system-ui, sans-serif; }
-h1 { margin: 0 0 .25rem; font-size: 1.6rem; }
-h2 { margin: 2.2rem 0 .8rem; padding-bottom: .2rem; border-bottom: 1px solid var(--line); font-size: 1.2rem; }
-h3 { margin: 1.2rem 0 .3rem; font-size: 1rem; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; font-size: .8125rem; font-variant-numeric: tabular-nums; }
-caption { padding-bottom: .4rem; text-align: left; }
-th, td { padding: .35rem .45rem; border-bottom: 1px solid var(--line); text-align: left; vertical-align: top; }
-thead th { vertical-align: bottom; }
-tbody tr:nth-child(odd) { background: var(--band); }
-tbody th, td { white-space: nowrap; }
-td.words { min-width: 6.5rem; white-space: normal; }
-.pictures { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(30rem, 100%), 1fr)); gap: 1.2rem; }
-figure { margin: 0; }
-.pictures figure { max-width: 46rem; }
-figure img { display: block; box-sizing: border-box; width: 100%; padding: .5rem; border: 1px solid var(--line);
-  border-radius: 4px; background: #ffffff; }
-figcaption, .notes { font-size: .875rem; }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1rem; margin: 0; font-size: .875rem; }
-dd { margin: 0; min-width: 0; overflow-wrap: anywhere; }
-pre { margin: 0; padding: .5rem .7rem; border-radius: 4px; background: var(--band);
-  font: .8125rem/1.45 ui-monospace, monospace; }
+PAGE_FILE, REPORT_FILE, CURVES_FILE = "report.html", "report.md", "curves.png"
+
+COLOURS, LINES = (BLUE, VERMILION, GREEN, "#000000", PURPLE, ORANGE, SKY), ("-", "--", "-.", ":")
+"""Of the groups; 7 and 4 have no common factor, so 28 groups differ."""
+
+NOTES = """\
+Held-out accuracy is asked of prompts that were never trained on. The training score is of the groups that dynamic
+sampling kept, neither all right nor all wrong, so it stays near the middle while the policy improves. Mismatch KL
+compares the rollout's probabilities with the trainer's for the sampled tokens: look closer above 0.01. ESS is the
+effective sample size of the importance weights, as a share. Times are means over all steps."""
+
+CSS = """\
+:root { color-scheme: light dark }
+body { font: 16px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 90rem; padding: 1.5rem }
+table { border-collapse: collapse; font-size: .875rem } th, td { padding: .25rem .7rem; text-align: left }
+tr { border-bottom: 1px solid #8885 } div { overflow-x: auto }
+img { background: #fff; margin: 1rem 0; width: 100% } pre { overflow-x: auto; font-size: .8rem }"""
+
+
+def write(report: Report, folder: Path | None = None) -> list[Path]:
+    """Write `report.md`, `report.html` (one file, needs no network) and `curves.png`; returns their paths.
+
+    Args:
+        report: what to write.
+        folder: where; by default beside the metrics of the only run.
+
+    Raises:
+        FlashRLError: matplotlib is missing; `report.md` is there.
+    """
+    folder = report.runs[0].path.parent if folder is None else folder
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / REPORT_FILE, _markdown(report).encode())
+    picture = draw(report)
+    write_whole(folder / CURVES_FILE, picture)
+    write_whole(folder / PAGE_FILE, _html(report, picture).encode())
+    return [folder / name for name in (REPORT_FILE, PAGE_FILE, CURVES_FILE)]
+
+
+# ---- words ----
+
+
+def _facts(run: Run) -> str:
+    """Where a run is from, a line each."""
+    lines = [f"metrics: {run.path}"]
+    for key in ("hardware", "seed", "versions", "command"):
+        if key in run.facts:
+            value = run.facts[key]
+            lines.append(f"{key}: {value if isinstance(value, str) else json.dumps(value)}")
+    return "\n".join(lines)
+
+
+def _markdown(report: Report) -> str:
+    lines = [["", *report.groups], ["---"] * (1 + len(report.groups))]
+    lines += [[label, *cells] for label, cells in report.rows()]
+    table = "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+    parts = ["# FlashRL runs", table, f"![Curves of every run]({CURVES_FILE})", NOTES, "## Runs"]
+    for name, runs in report.groups.items():
+        parts += [f"### {name}", *("\n".join(f"    {line}" for line in _facts(run).splitlines()) for run in runs)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _html(report: Report, picture: bytes) -> str:
+    head = "".join(f"<th>{escape(name)}</th>" for name in report.groups)
+    rows = "\n".join(
+        f"<tr><th>{escape(label)}</th>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
+        for label, cells in report.rows()
+    )
+    runs = "\n".join(
+        f"<h2>{escape(name)}</h2>\n" + "\n".join(f"<pre>{escape(_facts(run))}</pre>" for run in them)
+        for name, them in report.groups.items()
+    )
+    image = base64.b64encode(picture).decode("ascii")
+    return f"""\
+<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><title>FlashRL runs</title>
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<style>{CSS}</style></head>
+<body>
+<h1>FlashRL runs</h1>
+<div><table>
+<tr><th></th>{head}</tr>
+{rows}
+</table></div>
+<img alt="Curves of every run; their last values are in the table." src="data:image/png;base64,{image}">
+<p>{NOTES}</p>
+{runs}
+<p>flashrl-verl {escape(__version__)}</p>
+</body></html>
 """
 
 
-def render(comparison: Comparison) -> str:
-    """The whole file."""
-    notes = [*comparison.notes, *filter(None, [comparison.absent_line()])]
-    body = [
-        f"<h1>{TITLE}</h1>",
-        f"<p>{_runs(len(comparison.runs))}, from their metrics files, by flashrl-verl {escape(__version__)}.</p>",
-        _table(comparison.summary, "Summary of the runs", SUMMARY_CAPTION),
-    ]
-    if notes:
-        body.append('<ul class="notes">\n' + "\n".join(f"<li>{escape(note)}</li>" for note in notes) + "\n</ul>")
-    if comparison.overview is not None:
-        image = _image("image/png", comparison.overview, comparison.overview_alt())
-        body.append(f"<section>\n<h2>Overview</h2>\n<figure>\n{image}\n</figure>\n</section>")
-    for title, pictures in comparison.sections():
-        figures = "\n".join(map(_figure, pictures))
-        body.append(f'<section>\n<h2>{escape(title)}</h2>\n<div class="pictures">\n{figures}\n</div>\n</section>')
-    if comparison.costs is not None:
-        table = _table(comparison.costs, costs.TITLE, costs.CAPTION)
-        body.append(f"<section>\n<h2>{escape(costs.TITLE)}</h2>\n{table}\n</section>")
-    body.append("<section>\n<h2>Runs</h2>")
-    for run in comparison.runs:
-        body.append(_run(run))
-    body.append("</section>")
-    return "\n".join(
-        [
-            "<!DOCTYPE html>",
-            '<html lang="en">',
-            "<head>",
-            '<meta charset="utf-8">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{TITLE}: {escape(', '.join(run.label for run in comparison.runs))}</title>",
-            # Without it a browser asks the server for an icon.
-            '<link rel="icon" href="data:,">',
-            f"<style>\n{STYLE}</style>",
-            "</head>",
-            "<body>",
-            "<main>",
-            *body,
-            "</main>",
-            "</body>",
-            "</html>",
-            "",
-        ]
-    )
+# ---- curves ----
 
 
-def _runs(number: int) -> str:
-    return "1 run" if number == 1 else f"{number} runs"
+def draw(report: Report) -> bytes:
+    """The five plots as one PNG: score, mismatch, correction, response length (else entropy), seconds of a step.
+
+    Raises:
+        FlashRLError: matplotlib is not installed.
+    """
+    try:
+        # The object interface: pyplot would choose a backend for the whole process.
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise FlashRLError(f"no picture can be drawn: {error}. Remedy: pip install 'matplotlib>=3.8'.") from error
+    figure = Figure(figsize=(15, 8), layout="constrained")
+    (score, mismatch, correction), (length, seconds, legend) = figure.subplots(2, 3)
+    keys = sorted({key for run in report.runs for key in run.metrics.keys(HELD_OUT)})
+    if keys:
+        _lines(score, f"Held-out score, {HELD_OUT.fullmatch(keys[0])['source']} (thin: training)", report, keys[0], "o")
+        _lines(score, None, report, SCORE, faint=True)
+    else:
+        _lines(score, "Training score", report, SCORE)
+    _lines(mismatch, "Mismatch KL (k3); dotted: look closer above", report, MISMATCH_KL)
+    if mismatch.lines:
+        mismatch.set_yscale("log", nonpositive="mask")
+        mismatch.axhline(HEALTHY_KL, color=INK, linestyle=":", linewidth=1)
+    _lines(correction, "Effective sample size of the weights (share)", report, ESS)
+    if any("response_length/mean" in row for run in report.runs for row in run.metrics.rows.values()):
+        _lines(length, "Response length, tokens", report, "response_length/mean")
+    else:
+        _lines(length, "Entropy", report, "actor/entropy")
+    _bars(seconds, report)
+    legend.set_axis_off()
+    for index, (name, runs) in enumerate(report.groups.items()):
+        label = name if len(runs) == 1 else f"{name} (mean and range of {len(runs)})"
+        legend.plot([], [], **_style(index), linewidth=2, label=label)
+    legend.legend(loc="upper left", frameon=False, fontsize=10 if len(report.groups) < 16 else 7)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, dpi=120, format="png")
+    return buffer.getvalue()
 
 
-def _run(run: NamedRun) -> str:
-    facts = [f"<dt>{escape(label)}</dt><dd>{escape(text)}</dd>" for label, text in run.report.facts()]
-    if command := run.report.command():
-        # Lines stay whole, for the clipboard: the block scrolls, and the keyboard can reach it.
-        name = escape(f"Command of {run.label}")
-        block = f'<pre class="scroll" role="region" aria-label="{name}" tabindex="0">{escape(command)}</pre>'
-        facts.append(f"<dt>command</dt><dd>{block}</dd>")
-    return "\n".join([f"<h3>{escape(run.label)}</h3>", "<dl>", *facts, "</dl>"])
+def _style(index: int) -> dict[str, str]:
+    return {"color": COLOURS[index % len(COLOURS)], "linestyle": LINES[index % len(LINES)]}
 
 
-def _table(summary: Summary, name: str, caption: str) -> str:
-    head = "".join(f'<th scope="col">{escape(_arrows(name))}</th>' for name in summary.header)
-    rows = "\n".join(
-        f'<tr><th scope="row">{_line(style)} {escape(name)}</th>{"".join(map(_cell, cells))}</tr>'
-        for (name, *cells), style in zip(summary.rows, summary.styles, strict=True)
-    )
-    # A region with a name that the keyboard can reach: it scrolls sideways on a narrow screen.
-    return (
-        f'<div class="scroll" role="region" aria-label="{escape(name)}" tabindex="0">\n<table>\n'
-        f"<caption>{escape(caption)}</caption>\n"
-        f"<thead>\n<tr>{head}</tr>\n</thead>\n<tbody>\n{rows}\n</tbody>\n</table>\n</div>"
-    )
+def _lines(axes: Axes, title: str | None, report: Report, key: str, marker: str = "", faint: bool = False) -> None:
+    """One line a group: a run's values, or the mean and the range of several at the steps that all of them logged."""
+    look = {"linewidth": 0.8, "alpha": 0.5} if faint else {"linewidth": 1.6, "marker": marker, "markersize": 4}
+    for index, runs in enumerate(report.groups.values()):
+        steps, columns = common(runs, key)
+        if not steps:
+            continue
+        style = _style(index)
+        axes.plot(steps, [fmean(column) for column in columns], **style, **look)
+        if len(runs) > 1 and not faint:
+            low, high = [min(column) for column in columns], [max(column) for column in columns]
+            axes.fill_between(steps, low, high, color=style["color"], alpha=0.15, linewidth=0)
+        lost = [step for step, column in zip(steps, columns, strict=True) if not all(map(math.isfinite, column))]
+        if lost:  # x in data, y in axes coordinates: a NaN has no height
+            place = axes.get_xaxis_transform()
+            axes.plot(lost, [0.02] * len(lost), "x", color=style["color"], transform=place, label="not finite")
+            axes.legend(frameon=False)
+    if title is None:
+        return
+    _frame(axes, title, drawn=bool(axes.lines))
+    axes.set_xlabel("training step")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.ticklabel_format(axis="y", useOffset=False)
+    axes.grid(axis="y", color=FAINT)
 
 
-def _cell(text: str) -> str:
-    # Words may break, figures may not.
-    return f"<td>{escape(_arrows(text))}</td>" if len(text) < 18 else f'<td class="words">{escape(_arrows(text))}</td>'
+def common(runs: Sequence[Run], key: str) -> tuple[list[int], list[list[float]]]:
+    """Steps at which every run that logged `key` has a value, and those values."""
+    series = [dict(zip(*run.metrics.series(key), strict=True)) for run in runs]
+    series = [by_step for by_step in series if by_step]
+    steps = sorted(set.intersection(*map(set, series))) if series else []
+    return steps, [[by_step[step] for by_step in series] for step in steps]
 
 
-def _arrows(text: str) -> str:
-    """A browser breaks a line within ``->``."""
-    return text.replace("->", "\N{RIGHTWARDS ARROW}")
+def _bars(axes: Axes, report: Report) -> None:
+    timed = {name: [p for run in runs if (p := run.phases())] for name, runs in report.groups.items()}
+    timed = {name: phases for name, phases in timed.items() if phases}
+    left = [0.0] * len(timed)
+    for label, colour in PHASES.values():
+        width = [fmean(phases.get(label, 0.0) for phases in them) for them in timed.values()]
+        if any(width):
+            axes.barh(range(len(timed)), width, left=left, height=0.7, color=colour, label=label)
+            left = [start + more for start, more in zip(left, width, strict=True)]
+    _frame(axes, "Seconds of a step by phase, mean", drawn=bool(timed))
+    axes.set_yticks(range(len(timed)), [name if len(name) < 32 else f"{name[:30]}..." for name in timed], fontsize=8)
+    axes.invert_yaxis()
+    if timed:
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=4, frameon=False, fontsize=9)
 
 
-def _line(style: Style) -> str:
-    """A piece of the run's line as the pictures draw it; on white, as there."""
-    dash = f' stroke-dasharray="{DASHES[style.line]}"' if DASHES[style.line] else ""
-    return (
-        '<svg width="34" height="12" aria-hidden="true"><rect width="34" height="12" fill="#ffffff"/>'
-        f'<line x1="1" y1="6" x2="33" y2="6" stroke="{style.colour}" stroke-width="3"{dash}/></svg>'
-    )
-
-
-def _figure(picture: Picture) -> str:
-    image = _image("image/svg+xml", picture.svg, picture.alt)
-    return f"<figure>\n{image}\n<figcaption>{escape(picture.caption)}</figcaption>\n</figure>"
-
-
-def _image(kind: str, data: bytes, alt: str) -> str:
-    return f'<img src="data:{kind};base64,{base64.b64encode(data).decode("ascii")}" alt="{escape(alt)}">'
+def _frame(axes: Axes, title: str, *, drawn: bool) -> None:
+    axes.set_title(title, **TITLE)
+    axes.spines[["top", "right"]].set_visible(False)
+    if not drawn:
+        axes.text(0.5, 0.5, "not logged", transform=axes.transAxes, ha="center", color=INK)

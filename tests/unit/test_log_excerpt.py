@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Of a failed run's log the lines are shown that say why."""
+
+from flashrl_verl.tools.log_excerpt import last_error
+
+RAY_LOG = """\
+(TaskRunner pid=4242) INFO 11-20 starting
+Traceback (most recent call last):
+  File "/x/main_flashrl.py", line 1, in <module>
+ValueError: an unrelated one that was handled
+\x1b[36m(Server pid=4243)\x1b[0m (Worker pid=7) ERROR 11-20 15:48:14 [core.py:9] flashrl_verl.errors.RefitError: 2 tensors
+\x1b[36m(Server pid=4243, ip=10.0.0.1)\x1b[0m   model.layers.0.mlp.down_proj.weight
+(WorkerDict pid=4243) Traceback (most recent call last):
+ray.exceptions.RayTaskError(RuntimeError): ray::TaskRunner.run() (pid=4242, ip=10.0.0.1)
+RuntimeError: the worker died
+
+Set the environment variable HYDRA_FULL_ERROR=1 for a complete stack trace.
+"""  # noqa: E501
+
+
+def test_of_a_failed_run_our_own_error_is_shown_before_its_consequences():
+    assert last_error(RAY_LOG) == [
+        "flashrl_verl.errors.RefitError: 2 tensors",
+        "  model.layers.0.mlp.down_proj.weight",
+    ]
+
+
+def test_without_an_error_of_ours_the_last_exception_is_shown():
+    log = "\n".join(text for text in RAY_LOG.splitlines() if "RefitError" not in text)
+    assert last_error(log) == ["RuntimeError: the worker died"]
+
+
+def test_of_a_failed_engine_its_own_error_is_shown_before_those_that_point_to_it():
+    log = """(FlashRLHttpServer pid=77) (EngineCore_DP0 pid=88) ERROR 11-21 11:37:23 [core.py:9] AssertionError: in profiling
+(FlashRLHttpServer pid=77) RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}
+ray.exceptions.RayTaskError(RuntimeError): ray::TaskRunnerV1.run() (pid=70)"""  # noqa: E501
+    assert last_error(log) == ["AssertionError: in profiling"]
+    assert last_error(log.split("\n", 1)[1])[0].startswith("RuntimeError: Engine core initialization failed")
+
+
+def test_a_log_without_an_exception_ends_with_its_last_lines():
+    assert last_error("one\n\ntwo\n") == ["one", "two"]
