@@ -12,18 +12,27 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from flashrl_verl.errors import FlashRLError
 from flashrl_verl.quickstart.model import ToyModelConfig, build_model
-from flashrl_verl.quickstart.outliers import OutlierConfig, plant
 from flashrl_verl.quickstart.task import Split, Task, TaskConfig, TaskProblem, verl_rows
 from flashrl_verl.quickstart.tokenizer import build_tokenizer
 from flashrl_verl.quickstart.warmup import Accuracy, Encoder, WarmupConfig, evaluate, warm_up
 
+if TYPE_CHECKING:
+    from transformers import Qwen2ForCausalLM
+
 GENERATOR_VERSION = 1
 """Raise it when a change to this package changes what is made from the same seed."""
 MANIFEST = "manifest.json"
+
+
+class ModelChange(Protocol):
+    """A dataclass that changes the warmed-up model in place (`benchmarks.toy.outliers.OutlierConfig`)."""
+
+    def plant(self, model: Qwen2ForCausalLM, *, seed: int) -> None:
+        """Change it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +44,7 @@ class AssetsConfig:
     task: Task = field(default_factory=TaskConfig)
     model: ToyModelConfig = field(default_factory=ToyModelConfig)
     warmup: WarmupConfig = field(default_factory=WarmupConfig)
-    outliers: OutlierConfig | None = None
+    outliers: ModelChange | None = None
     """Of the warmed-up model; None leaves it as it is."""
 
     def recipe(self) -> dict[str, Any]:
@@ -165,7 +174,7 @@ def _make_model(
         on_probe=on_probe,
     )
     if config.outliers is not None:
-        plant(model, config.outliers, seed=config.seed)
+        config.outliers.plant(model, seed=config.seed)
     with _no_progress_bar():
         model.to(torch.bfloat16).save_pretrained(path)
     tokenizer.save_pretrained(path)

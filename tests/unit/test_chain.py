@@ -7,9 +7,8 @@ import re
 import pytest
 
 from benchmarks.legacy_learning.learning import CHAIN, WARMUP
+from benchmarks.toy.chain import DATA_SOURCE, Chain, ChainConfig, compute_score
 from flashrl_verl.errors import ConfigError
-from flashrl_verl.quickstart.chain import DATA_SOURCE, Chain, ChainConfig
-from flashrl_verl.quickstart.reward import compute_score
 from flashrl_verl.quickstart.task import verl_rows
 
 SMALL = ChainConfig(train=300, probe=40, test=60)

@@ -7,10 +7,10 @@ import json
 import pytest
 import torch
 
+from benchmarks.toy.outliers import OutlierConfig
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.quickstart.assets import MANIFEST, AssetsConfig, make_assets
 from flashrl_verl.quickstart.model import ToyModelConfig, build_model
-from flashrl_verl.quickstart.outliers import OutlierConfig, plant
 from flashrl_verl.quickstart.tokenizer import build_tokenizer
 from flashrl_verl.quickstart.warmup import WarmupConfig
 
@@ -36,7 +36,7 @@ def test_the_outputs_are_the_same_to_the_bit(tokenizer, ids, dtype, factor):
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     with torch.no_grad():
         expected = model(ids).logits
-        plant(model, OutlierConfig(factor=factor), seed=5)
+        OutlierConfig(factor=factor).plant(model, seed=5)
         assert torch.equal(model(ids).logits, expected)
     changed = {name for name, weight in model.state_dict().items() if not torch.equal(weight, before[name])}
     assert changed == {
@@ -66,7 +66,7 @@ def test_int8_loses_what_fp8_keeps(tokenizer, ids, reader):
     for factor in (None, 64):
         model = model_of(tokenizer, torch.float32)
         if factor:
-            plant(model, OutlierConfig(factor=factor), seed=5)
+            OutlierConfig(factor=factor).plant(model, seed=5)
         inputs = []
         linear = model.model.layers[1].get_submodule(reader)
         linear.register_forward_pre_hook(lambda module, given, kept=inputs: kept.append(given[0].flatten(0, 1)))

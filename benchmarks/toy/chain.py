@@ -183,3 +183,29 @@ class ChainConfig:
             terms.append(sign * rng.randint(1, sizes[sign]))
             value += terms[-1]
         return Chain(first, tuple(terms))
+
+
+def compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: str,
+    extra_info: dict[str, Any] | None = None,
+) -> dict[str, float]:
+    """1 if exactly the expected digits stand behind the last `#`, else 0: a `reward.custom_reward_function` of verl.
+
+    Args:
+        data_source: `toy_chain`.
+        solution_str: the response, decoded without special tokens.
+        ground_truth: the number in digits.
+        extra_info: not used.
+
+    Returns:
+        `score`, what is optimized, and `acc`, by which dynamic sampling finds the groups that carry no signal.
+
+    Raises:
+        ConfigError: the data are another task's.
+    """
+    if data_source != DATA_SOURCE:
+        raise ConfigError(f"data_source={data_source!r} is not {DATA_SOURCE!r}: this reward knows no other task.")
+    correct = float("#" in solution_str and solution_str.rpartition("#")[2] == ground_truth)
+    return {"score": correct, "acc": correct}
