@@ -41,7 +41,7 @@ class OutlierConfig:
         """Multiply channels in place.
 
         Args:
-            model: any floating-point dtype; the smallest weights have to be ``factor`` times the smallest normal number.
+            model: floating point; the smallest weights are ``factor`` times its smallest normal number or more.
             seed: of the channels' choice.
         """
         import torch

@@ -13,13 +13,7 @@ def compute_score(
     ground_truth: str,
     extra_info: dict[str, Any] | None = None,
 ) -> dict[str, float]:
-    """1 for exactly the expected digits, else 0.
-
-    Args:
-        data_source: `toy_addition`.
-        solution_str: the response, decoded without special tokens.
-        ground_truth: the number in digits. A response with anything around it (spaces, more digits) is wrong.
-        extra_info: not used.
+    """1 for exactly the expected digits, else 0: a response with anything around them is wrong.
 
     Returns:
         `score`, what is optimized, and `acc`, by which dynamic sampling finds the groups that carry no
