@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from flashrl_verl.quickstart.warmup import Accuracy
 
-LOG, METRICS, RECORD, CONFIG = "train.log", "metrics.jsonl", "run.json", "config.yaml"
+LOG, METRICS, RECORD = "train.log", "metrics.jsonl", "run.json"
 LATEST = "latest_checkpointed_iteration.txt"
 """verl's record of the last whole checkpoint, in trainer.default_local_dir."""
 
@@ -148,16 +148,14 @@ def run_quickstart(config: QuickstartConfig, console: Console) -> int:
     Raises:
         FlashRLError: the command line, the configuration or the assets are at fault; nothing was trained.
     """
-    from omegaconf import OmegaConf
-
     started, output = time.monotonic(), config.output
     _say(console, f"quickstart in {output}: checking the configuration")
     overrides, composed = check(config)
     total, resumed_from = composed.trainer.total_training_steps, saved_step(composed)
     record = _facts(config, overrides, composed)
-    spent = json.loads((output / RECORD).read_text()).get("seconds", {}) if resumed_from else {}
+    spent = json.loads((output / RECORD).read_text())["seconds"] if resumed_from and (output / RECORD).is_file() else {}
     output.mkdir(parents=True, exist_ok=True)
-    write_whole(output / CONFIG, OmegaConf.to_yaml(composed).encode())
+    _write_record(output, record | {"seconds": spent, "exit_code": None})  # for a report of a run that is killed
     log_from = (output / LOG).stat().st_size if (output / LOG).exists() else 0
     seconds: dict[str, float] = {}
     with stoppable():
@@ -234,16 +232,17 @@ def _train(output: Path, overrides: list[str], progress: Progress, seconds: dict
 
 def _conclude(output: Path, code: int, total: int, log_from: int, record: dict[str, Any], console: Console) -> int:
     """Say how it ended and write the report; the exit code of the command."""
-    log, rows = (output / LOG).read_bytes()[log_from:].decode(errors="replace"), read_metrics(output / METRICS)
+    rows = read_metrics(output / METRICS)
     if code == 0 and max(rows, default=-1) < total:
         _say(console, f"The training ended before step {total} without an error.", style="bold red")
         code = 1
     elif code not in (0, 130, 143):  # stopped by Ctrl-C or SIGTERM
         _say(console, f"The training failed (exit code {code}):", style="bold red")
+        log = (output / LOG).read_bytes()[log_from:].decode(errors="replace")
         _say(console, "\n".join(f"  {line}" for line in last_error(log)))
     code = code if code >= 0 else 128 - code  # Popen says -n of a process that signal n ended
     record["exit_code"] = code
-    write_whole(output / RECORD, (json.dumps(record, indent=2) + "\n").encode())
+    _write_record(output, record)
     if rows:
         result = report.load(output)
         console.print(result.table())
@@ -252,6 +251,10 @@ def _conclude(output: Path, code: int, total: int, log_from: int, record: dict[s
         except FlashRLError as error:  # no matplotlib; the training is what was asked for
             _say(console, str(error), style="red")
     return code
+
+
+def _write_record(output: Path, record: dict[str, Any]) -> None:
+    write_whole(output / RECORD, (json.dumps(record, indent=2) + "\n").encode())
 
 
 def _say(console: Console, text: str, style: str | None = None) -> None:
