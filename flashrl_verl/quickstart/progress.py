@@ -65,15 +65,16 @@ class Progress:
             self.step, now = max(rows), time.monotonic()
             self.trains_since = self.trains_since or now
             self._first = self._first or (self.step, now)
-            self._say(", ".join([f"step {self.step}/{self._total}", *_words(rows), *self._time_left(now)]))
+            self.say(", ".join([f"step {self.step}/{self._total}", *_words(rows), *self._time_left(now)]))
         elif self.step < 0:
             text = self._log.read_bytes()[self._log_from :].decode(errors="replace") if self._log.is_file() else ""
             phase = [words for mark, words in START_UP if mark in text][-1]
             if phase != self._phase:
                 self._phase = phase
-                self._say(f"start-up: {phase}")
+                self.say(f"start-up: {phase}")
 
-    def _say(self, line: str) -> None:
+    def say(self, line: str) -> None:
+        """Print a line."""
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _time_left(self, now: float) -> list[str]:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flashrl_verl.errors import ConfigError, FlashRLError
+from flashrl_verl.plugins.versions import check_versions
 from flashrl_verl.quickstart.assets import AssetsConfig, made_before, make_assets
 from flashrl_verl.quickstart.progress import Progress, read_metrics
 from flashrl_verl.tools import report
@@ -26,7 +27,6 @@ from flashrl_verl.tools.log_excerpt import last_error
 from flashrl_verl.tools.process_tree import ProcessTree, Stopped, stoppable
 from flashrl_verl.tools.recipe_process import MODULE, ROOT, compose, environment, quoted
 from flashrl_verl.tools.run_directory import check_output
-from flashrl_verl.tools.software import installed_versions
 from flashrl_verl.trainer.atomic_write import write_whole
 from flashrl_verl.validation import check_paths, validate_config
 
@@ -168,7 +168,6 @@ def run_quickstart(config: QuickstartConfig, console: Console) -> int:
                 output, overrides, Progress(console, total, output / LOG, log_from, output / METRICS), seconds
             )
         except Stopped as stopped:
-            _say(console, "stopped")
             code = stopped.exit_code
         finally:
             seconds["total"] = time.monotonic() - started
@@ -191,7 +190,7 @@ def _facts(config: QuickstartConfig, overrides: list[str], composed: DictConfig)
         "correction": OmegaConf.to_container(composed.algorithm.rollout_correction),
         "seed": config.seed,
         "total_steps": composed.trainer.total_training_steps,
-        "versions": installed_versions(),
+        "versions": {finding.component.module: finding.installed for finding in check_versions()},
     }
 
 
@@ -224,6 +223,9 @@ def _train(output: Path, overrides: list[str], progress: Progress, seconds: dict
             time.sleep(0.5)
         progress.update()
         return code
+    except Stopped:
+        progress.say("stopping the training (again: at once) ...")
+        raise
     finally:
         tree.end()
         trains_since = progress.trains_since or time.monotonic()
