@@ -176,7 +176,7 @@ def run_quickstart(config: QuickstartConfig, console: Console) -> int:
     if code:
         saved = saved_step(composed)
         begins = "no checkpoint yet, so from the start" if saved is None else f"from the checkpoint of step {saved}"
-        _say(console, f"whole log: {output / LOG}\nTo go on ({begins}): the same command with --resume")
+        _say(console, f"To go on ({begins}): the same command with --resume")
     return code
 
 
@@ -241,7 +241,7 @@ def _conclude(output: Path, code: int, total: int, log_from: int, record: dict[s
     elif code not in (0, 130, 143):  # stopped by Ctrl-C or SIGTERM
         _say(console, f"The training failed (exit code {code}):", style="bold red")
         log = (output / LOG).read_bytes()[log_from:].decode(errors="replace")
-        _say(console, "\n".join(f"  {line}" for line in last_error(log)))
+        _say(console, "\n".join([*(f"  {line}" for line in last_error(log)), f"whole log: {output / LOG}"]))
     code = code if code >= 0 else 128 - code  # Popen says -n of a process that signal n ended
     record["exit_code"] = code
     _write_record(output, record)
