@@ -31,11 +31,13 @@ app = typer.Typer(
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def quickstart(
     context: typer.Context,
-    output: Annotated[Path, typer.Option(help="Directory of the assets, log, metrics and report.")] = Path(
+    output: Annotated[Path, typer.Option(help="Directory of the assets, log, metrics, checkpoints and report.")] = Path(
         "outputs/quickstart"
     ),
     seed: Annotated[int, typer.Option(min=0, help="Seed of the model, the data and their order.")] = 0,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the last checkpoint of the run in --output.")
+    ] = False,
 ) -> None:
     """Train a toy model end to end: warm-up, DAPO with INT8 rollouts, report. Minutes on two CPU cores.
 

@@ -5,8 +5,8 @@
 #   bash scripts/quickstart.sh [--seed N] [--output DIR] [--resume] [hydra.key=value ...]
 #
 #   --seed N     of the model, the data and their order (default: 0)
-#   --output DIR assets, log, metrics and report (default: outputs/quickstart); relative to where you are
-#   --resume     go on from the last checkpoint; there is one only with trainer.save_freq=N
+#   --output DIR assets, log, metrics, checkpoints and report (default: outputs/quickstart); relative to where you are
+#   --resume     go on from the last checkpoint of the run in DIR
 #
 # Environment:
 #   FLASHRL_VENV           where the environment is (default: <repository>/.venv)
@@ -16,26 +16,6 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 source "$root/scripts/lib.sh"
 help_if_asked "$@"
-
-# The program checks every word; a misspelt one must not be found only after an installation of minutes.
-check_words() {
-  local options="the options are --seed N, --output DIR, --resume and --help"
-  while [ $# -gt 0 ]; do
-    case $1 in
-      --seed | --output)
-        [ $# -ge 2 ] || refuse "$1 needs a value: $options."
-        shift
-        ;;
-      --seed=* | --output=* | --resume) ;;
-      -*) refuse "'$1' is no option: $options." ;;
-      *=* | "~"*) ;;
-      *) refuse "'$1' is neither an option nor an override key=value: $options." ;;
-    esac
-    shift
-  done
-}
-refuse() { printf 'error: %s\n' "$*" >&2; exit 1; }
-check_words "$@"
 
 python=python
 if [ "${FLASHRL_SKIP_SETUP:-0}" != 1 ]; then

@@ -4,25 +4,22 @@ were made."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from flashrl_verl.errors import FlashRLError
 from flashrl_verl.quickstart.model import ToyModelConfig, build_model
-from flashrl_verl.quickstart.outliers import OutlierConfig, plant
-from flashrl_verl.quickstart.task import Split, Task, TaskConfig, TaskProblem, verl_rows
+from flashrl_verl.quickstart.task import Split, TaskConfig, verl_rows
 from flashrl_verl.quickstart.tokenizer import build_tokenizer
 from flashrl_verl.quickstart.warmup import Accuracy, Encoder, WarmupConfig, evaluate, warm_up
 
-GENERATOR_VERSION = 1
-"""Raise it when a change to this package changes what is made from the same seed."""
 MANIFEST = "manifest.json"
 
 
@@ -32,19 +29,16 @@ class AssetsConfig:
 
     seed: int = 0
     """Of the initial weights, the split, and the warm-up's order."""
-    task: Task = field(default_factory=TaskConfig)
+    task: Any = field(default_factory=TaskConfig)
+    """Of the toy's or another one with `data_source`, `slip_rate` and `split` (`benchmarks.toy.chain.ChainConfig`)."""
     model: ToyModelConfig = field(default_factory=ToyModelConfig)
     warmup: WarmupConfig = field(default_factory=WarmupConfig)
-    outliers: OutlierConfig | None = None
-    """Of the warmed-up model; None leaves it as it is."""
+    outliers: Any = None
+    """What changes the warmed-up model by its `plant` (`benchmarks.toy.outliers.OutlierConfig`); None: nothing."""
 
     def recipe(self) -> dict[str, Any]:
         """What a manifest must say for its assets to be used again."""
-        config = asdict(self)
-        if self.outliers is None:
-            del config["outliers"]  # as before there were any: what is there is used again
-        versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
-        return {"generator": GENERATOR_VERSION, "config": config, "versions": versions}
+        return {"config": asdict(self)} | {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +68,15 @@ class Assets:
         return self.root / "test.parquet"
 
 
+def made_before(root: Path, config: AssetsConfig) -> dict[str, Any] | None:
+    """The record of the assets in `root` if they were made by this recipe; else None."""
+    try:
+        manifest = json.loads((root / MANIFEST).read_text())
+    except OSError:
+        return None
+    return manifest["made"] if manifest["recipe"] == config.recipe() else None
+
+
 def make_assets(
     root: Path,
     config: AssetsConfig,
@@ -89,16 +92,13 @@ def make_assets(
         root: the directory; a directory that is not an earlier result is refused, not overwritten.
         config: the recipe.
         on_probe: told of the warm-up's progress: updates so far, accuracy.
-        device: where the model is warmed up. The initial weights do not depend on it; sums in another order make other
-            digits, so only a CPU's are promised to be the same again. Assets that are there are used whatever made
-            them.
+        device: where the model is warmed up. Only a CPU's digits are promised to be the same again.
 
     Raises:
         FlashRLError: the warm-up did not reach its target, or `root` holds something else.
     """
     root = Path(root)
-    made = made_before(root, config)
-    if made is not None:
+    if (made := made_before(root, config)) is not None:
         return Assets(root=root, made=made, reused=True)
     if root.exists() and any(root.iterdir()) and not (root / MANIFEST).is_file():
         raise FlashRLError(
@@ -118,33 +118,24 @@ def make_assets(
     return Assets(root=root, made=made, reused=False)
 
 
-def whole_manifest(root: Path) -> dict[str, Any] | None:
-    """What `root`'s manifest says, if all files that it names are there in their size; else None."""
-    try:
-        manifest = json.loads((root / MANIFEST).read_text())
-        whole = all((root / name).stat().st_size == size for name, size in manifest["files"].items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
-    return manifest if whole else None
-
-
-def made_before(root: Path, config: AssetsConfig) -> dict[str, Any] | None:
-    """The record in `root`'s manifest, if its recipe is the same and its files are there; else None."""
-    manifest = whole_manifest(root) or {}
-    return manifest.get("made") if manifest.get("recipe") == config.recipe() else None
-
-
 def _make(
     root: Path, config: AssetsConfig, on_probe: Callable[[int, Accuracy], None] | None, device: str
 ) -> dict[str, Any]:
+    import pyarrow
+    import pyarrow.parquet
+    import torch
+
     split = config.task.split(config.seed)
     for name, problems in (("train", split.train), ("test", split.test)):
-        _write_parquet(problems, root / f"{name}.parquet", name, config.task.data_source)
-    with _one_thread():
+        rows = verl_rows(problems, split=name, data_source=config.task.data_source)
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), root / f"{name}.parquet")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the same sums on machines of any size, and a busy core stalls nobody at a barrier
+    try:
         made = _make_model(root / "model", split, config, on_probe, device)
-    files = {str(f.relative_to(root)): f.stat().st_size for f in sorted(root.rglob("*")) if f.is_file()}
-    manifest = {"recipe": config.recipe(), "made": made, "files": files}
-    (root / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+    finally:
+        torch.set_num_threads(threads)
+    (root / MANIFEST).write_text(json.dumps({"recipe": config.recipe(), "made": made}, indent=2) + "\n")
     return made
 
 
@@ -152,10 +143,12 @@ def _make_model(
     path: Path, split: Split, config: AssetsConfig, on_probe: Callable[[int, Accuracy], None] | None, device: str
 ) -> dict[str, Any]:
     import torch
+    from transformers.utils import logging
 
+    started = time.monotonic()
     tokenizer = build_tokenizer(config.model.max_position_embeddings)
     model = build_model(tokenizer, config.model, seed=config.seed).to(device)
-    result = warm_up(
+    steps = warm_up(
         model,
         tokenizer,
         split,
@@ -164,55 +157,20 @@ def _make_model(
         seed=config.seed,
         on_probe=on_probe,
     )
+    seconds = time.monotonic() - started
     if config.outliers is not None:
-        plant(model, config.outliers, seed=config.seed)
-    with _no_progress_bar():
-        model.to(torch.bfloat16).save_pretrained(path)
+        config.outliers.plant(model, seed=config.seed)
+    logging.disable_progress_bar()  # for writing a file of a megabyte
+    model.to(torch.bfloat16).save_pretrained(path)
+    logging.enable_progress_bar()
     tokenizer.save_pretrained(path)
     model.float()  # the rounded weights, evaluated without further rounding
     encoder = Encoder(tokenizer)
     return {
-        "warmup_steps": result.steps,
-        "warmup_seconds": round(result.seconds, 1),
+        "warmup_steps": steps,
+        "warmup_seconds": round(seconds, 1),
         "device": device,
         "parameters": sum(p.numel() for p in model.parameters()),
         "probe": asdict(evaluate(model, encoder, split.probe)),
         "test": asdict(evaluate(model, encoder, split.test)),
     }
-
-
-def _write_parquet(problems: tuple[TaskProblem, ...], path: Path, split: str, data_source: str) -> None:
-    import pyarrow
-    import pyarrow.parquet
-
-    pyarrow.parquet.write_table(
-        pyarrow.Table.from_pylist(verl_rows(problems, split=split, data_source=data_source)), path
-    )
-
-
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """One thread for PyTorch: sums are then the same on machines of any size, and a busy core stalls nobody
-    at a barrier."""
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-@contextlib.contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    """Transformers draws one for writing a file of less than a megabyte."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()

@@ -7,10 +7,10 @@ the hardware.
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import shlex
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -19,15 +19,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flashrl_verl.errors import ConfigError, FlashRLError
-from flashrl_verl.quickstart.assets import Assets, AssetsConfig, make_assets
-from flashrl_verl.quickstart.model import ToyModelConfig
-from flashrl_verl.settings import Precision
-from flashrl_verl.tools import report, run_directory
+from flashrl_verl.plugins.versions import check_versions
+from flashrl_verl.quickstart.assets import AssetsConfig, made_before, make_assets
+from flashrl_verl.quickstart.progress import Progress, read_metrics
+from flashrl_verl.tools import report
 from flashrl_verl.tools.log_excerpt import last_error
 from flashrl_verl.tools.process_tree import ProcessTree, Stopped, stoppable
-from flashrl_verl.tools.progress import PLAIN_INTERVAL, Display
 from flashrl_verl.tools.recipe_process import MODULE, ROOT, compose, environment, quoted
-from flashrl_verl.tools.software import installed_versions
+from flashrl_verl.tools.run_directory import check_output
+from flashrl_verl.trainer.atomic_write import write_whole
 from flashrl_verl.validation import check_paths, validate_config
 
 if TYPE_CHECKING:
@@ -36,18 +36,22 @@ if TYPE_CHECKING:
 
     from flashrl_verl.quickstart.warmup import Accuracy
 
+LOG, METRICS, RECORD = "train.log", "metrics.jsonl", "run.json"
+LATEST = "latest_checkpointed_iteration.txt"
+"""verl's record of the last whole checkpoint, in trainer.default_local_dir."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class QuickstartConfig:
     """What the command line of `flashrl quickstart` says."""
 
     output: Path
-    """Directory of the assets, log, metrics and report."""
+    """Directory of the assets, log, metrics, checkpoints and report."""
     seed: int = 0
     """Of the model, the split, and the order of the prompts. Sampling in vLLM is not deterministic across
     batches."""
     resume: bool = False
-    """Go on from the last checkpoint instead of starting afresh."""
+    """Go on from the last checkpoint; from the start, if there is none."""
     overrides: tuple[str, ...] = ()
     """Hydra overrides for the training; they win over what the quickstart sets."""
 
@@ -59,13 +63,14 @@ def training_overrides(config: QuickstartConfig) -> list[str]:
         import torch
 
         words.append(f"hardware={'cuda' if torch.cuda.is_available() else 'cpu'}")
-    words += [
+    return [
+        *words,
         f"quickstart.assets={quoted(str(config.output / 'assets'))}",
         f"trainer.default_local_dir={quoted(str(config.output / 'checkpoints'))}",
         f"data.seed={config.seed}",
-        *(["trainer.resume_mode=auto"] if config.resume else []),
+        f"trainer.resume_mode={'auto' if config.resume else 'disable'}",
+        *config.overrides,
     ]
-    return [*words, *config.overrides]
 
 
 def _sets(overrides: Sequence[str], key: str) -> bool:
@@ -73,43 +78,61 @@ def _sets(overrides: Sequence[str], key: str) -> bool:
 
 
 def check(config: QuickstartConfig) -> tuple[list[str], DictConfig]:
-    """Everything that can be refused before anything is made or moved, in seconds.
-
-    Args:
-        config: the command line.
+    """Refuse what can be refused before anything is made, in seconds.
 
     Returns:
         The words for the recipe, and the configuration they compose.
 
     Raises:
-        FlashRLError: an option, the configuration, a path or the run to be resumed is at fault.
+        FlashRLError: an option, the configuration, a path, or what is in the output directory is at fault.
     """
     from omegaconf import OmegaConf
 
-    run_directory.check_output(config.output)
+    check_output(config.output)
     overrides = training_overrides(config)
     composed = compose(overrides)
-    loggers = composed.trainer.logger
-    loggers = [loggers] if isinstance(loggers, str) else list(loggers or [])
-    if "file" not in loggers:  # the progress and the report are read from it
-        overrides.append(f"trainer.logger=[{','.join([*loggers, 'file'])}]")
-        composed = compose(overrides)
     validate_config(composed)
-    total = composed.trainer.total_training_steps
+    total, loggers = composed.trainer.total_training_steps, composed.trainer.logger or []
     if not isinstance(total, int) or total < 1:
-        words = "null" if total is None else total
-        raise ConfigError(
-            f"trainer.total_training_steps={words}: the quickstart needs a number of steps to run to, from 1 on."
-        )
+        raise ConfigError(f"trainer.total_training_steps={total}: the quickstart needs a number of steps, from 1 on.")
+    if "file" not in loggers:
+        raise ConfigError(f"trainer.logger={loggers}: the report is made from `file`. Remedy: [console,file].")
     check_paths(composed, root=ROOT, made_later=config.output / "assets")
     OmegaConf.resolve(composed)
-    if config.resume:
-        run_directory.check_resumable(config.output, _checkpoints(composed), composed, config.seed, ROOT)
+    _check_directory(config, composed)
     return overrides, composed
+
+
+def _check_directory(config: QuickstartConfig, composed: DictConfig) -> None:
+    output, checkpoints = config.output, _checkpoints(composed)
+    saved, total = saved_step(composed), composed.trainer.total_training_steps
+    if not config.resume:
+        if (output / METRICS).exists() or any(checkpoints.glob("global_step_*")):
+            holder = output if (output / METRICS).exists() else checkpoints
+            raise ConfigError(
+                f"{holder} holds a run already. Remedy: --resume to go on with it, or a new folder: --output DIR."
+            )
+    elif saved is not None:
+        if saved >= total:
+            raise ConfigError(
+                f"The run in {output} is finished: its last checkpoint is of step {saved} of {total}. Remedy: a larger "
+                f"trainer.total_training_steps to go on, or `flashrl report {shlex.quote(str(output))}` to see it."
+            )
+        if made_before(output / "assets", AssetsConfig(seed=config.seed)) is None:
+            raise ConfigError(
+                f"--resume: {output}/assets was not made with --seed {config.seed} and this torch and transformers. "
+                "Remedy: the seed of that run, or a new run with another --output."
+            )
 
 
 def _checkpoints(composed: DictConfig) -> Path:
     return ROOT / composed.trainer.default_local_dir  # the recipe is started in the checkout
+
+
+def saved_step(composed: DictConfig) -> int | None:
+    """Step of the last checkpoint, or None."""
+    latest = _checkpoints(composed) / LATEST
+    return int(latest.read_text()) if latest.is_file() else None
 
 
 def run_quickstart(config: QuickstartConfig, console: Console) -> int:
@@ -123,141 +146,118 @@ def run_quickstart(config: QuickstartConfig, console: Console) -> int:
         The exit code: 0, the training's own, 1 if it ended before its last step, 128 + n after signal n.
 
     Raises:
-        FlashRLError: the assets or the configuration are at fault; nothing was trained.
+        FlashRLError: the command line, the configuration or the assets are at fault; nothing was trained.
     """
-    started = time.monotonic()
-    console.print(
-        f"quickstart in {config.output}: checking the configuration", highlight=False, soft_wrap=True, markup=False
-    )
+    started, output = time.monotonic(), config.output
+    _say(console, f"quickstart in {output}: checking the configuration")
     overrides, composed = check(config)
-    total = composed.trainer.total_training_steps
-    if not config.resume and (aside := run_directory.move_aside(config.output, _checkpoints(composed), ROOT)):
-        console.print(f"results of an earlier run moved to {aside}", highlight=False, soft_wrap=True)
-    run = run_directory.begin_attempt(
-        config.output, _facts(config, overrides, composed), composed, resume=config.resume
-    )
-    attempt = run["attempts"][-1]
-    log = config.output / run_directory.LOG_FILE
-    log_from = log.stat().st_size if log.is_file() else 0
+    total, resumed_from = composed.trainer.total_training_steps, saved_step(composed)
+    record = _facts(config, overrides, composed)
+    spent = json.loads((output / RECORD).read_text())["seconds"] if resumed_from and (output / RECORD).is_file() else {}
+    output.mkdir(parents=True, exist_ok=True)
+    _write_record(output, record | {"seconds": spent, "exit_code": None})  # for a report of a run that is killed
+    log_from = (output / LOG).stat().st_size if (output / LOG).exists() else 0
+    seconds: dict[str, float] = {}
     with stoppable():
         try:
-            assets = _assets(config, Precision(composed.flashrl.precision), console)
-            attempt["seconds"]["assets"] = time.monotonic() - started
-            run["assets"] = assets.made
-            code = _train(config.output, overrides, total, run, log_from, console)
+            record["assets"] = _make_assets(config, console)
+            seconds["assets"] = time.monotonic() - started
+            goes_on = f", from the checkpoint of step {resumed_from}" if resumed_from else ""
+            _say(console, f"training: {total} steps on {record['hardware']}{goes_on}; log in {output / LOG}")
+            code = _train(
+                output, overrides, Progress(console, total, output / LOG, log_from, output / METRICS), seconds
+            )
         except Stopped as stopped:
-            console.print("[yellow]Stopped.[/]")
-            code = attempt["exit_code"] = stopped.exit_code
+            code = stopped.exit_code
         finally:
-            attempt["seconds"]["total"] = time.monotonic() - started
-            run_directory.write_record(config.output, run)
-    code = _conclude(config.output, code, total, log_from, console)
+            seconds["total"] = time.monotonic() - started
+            record["seconds"] = {phase: spent.get(phase, 0.0) + value for phase, value in seconds.items()}
+    code = _conclude(output, code, total, log_from, record, console)
     if code:
-        console.print(how_to_go_on(composed), highlight=False, soft_wrap=True, markup=False)
+        saved = saved_step(composed)
+        begins = "no checkpoint yet, so from the start" if saved is None else f"from the checkpoint of step {saved}"
+        _say(console, f"To go on ({begins}): the same command with --resume")
     return code
 
 
 def _facts(config: QuickstartConfig, overrides: list[str], composed: DictConfig) -> dict[str, Any]:
     from omegaconf import OmegaConf
 
-    correction = composed.algorithm.rollout_correction
     return {
         "command": shlex.join(["python", "-m", MODULE, *overrides]),
         "hardware": f"{composed.trainer.device}, {os.cpu_count()} CPU cores, {platform.machine()}",
         "precision": str(composed.flashrl.precision),
-        "correction": OmegaConf.to_container(correction, resolve=True),
+        "correction": OmegaConf.to_container(composed.algorithm.rollout_correction),
         "seed": config.seed,
         "total_steps": composed.trainer.total_training_steps,
-        "versions": installed_versions(),
+        "versions": {finding.component.module: finding.installed for finding in check_versions()},
     }
 
 
-def how_to_go_on(composed: DictConfig) -> str:
-    """One line for a run that did not reach its end: whether it can be resumed, and how."""
-    latest, every = _checkpoints(composed) / run_directory.LATEST, composed.trainer.save_freq
-    if latest.is_file():
-        return f"Checkpoint of step {latest.read_text().strip()}: the same command with --resume goes on from it."
-    remedy = "" if every > 0 else f": trainer.save_freq={every} saves none, trainer.save_freq=10 one every 10 steps"
-    return f"No checkpoint was saved, so this run cannot be resumed{remedy}."
+def _make_assets(config: QuickstartConfig, console: Console) -> dict[str, Any]:
+    folder, asked = config.output / "assets", AssetsConfig(seed=config.seed)
 
+    def probed(step: int, accuracy: Accuracy) -> None:
+        if step % 50 == 0:
+            _say(console, f"supervised warm-up: update {step}, accuracy {accuracy.sampled:.2f}")
 
-def _assets(config: QuickstartConfig, precision: Precision, console: Console) -> Assets:
-    asked, spoke = AssetsConfig(seed=config.seed, model=ToyModelConfig()), time.monotonic()
-    console.print(
-        f"toy model: supervised warm-up to an accuracy of {asked.warmup.target_accuracy:.2f}, about 130 updates, 16 s "
-        f"on two idle cores; made once, in {config.output / 'assets'}",
-        highlight=False,
-        soft_wrap=True,
-        markup=False,
-    )
-    with console.status("making the toy model: supervised warm-up") as status:
-
-        def show(step: int, accuracy: Accuracy) -> None:
-            nonlocal spoke
-            line = f"supervised warm-up: update {step}, accuracy {accuracy.sampled:.2f}"
-            status.update(line)
-            if (
-                not console.is_terminal and time.monotonic() - spoke > PLAIN_INTERVAL
-            ):  # a status is seen on terminals only
-                spoke = time.monotonic()
-                console.print(line, highlight=False)
-
-        assets = make_assets(config.output / "assets", asked, on_probe=show)
+    _say(console, f"toy model in {folder}: supervised warm-up to an accuracy of {asked.warmup.target_accuracy:.2f}")
+    assets = make_assets(folder, asked, on_probe=probed)
     made = assets.made
-    console.print(
+    _say(
+        console,
         f"toy model: {made['parameters']:,} parameters, {made['warmup_steps']} updates of warm-up in "
         f"{made['warmup_seconds']} s{' (made before, used again)' if assets.reused else ''}; "
         f"held-out accuracy {made['test']['greedy']:.2f} greedy, {made['test']['sampled']:.2f} sampled",
-        highlight=False,
-        soft_wrap=True,
     )
-    return assets
+    return made
 
 
-def _train(output: Path, overrides: list[str], total: int, run: dict[str, Any], log_from: int, console: Console) -> int:
-    log, metrics, attempt = output / run_directory.LOG_FILE, output / report.METRICS_FILE, run["attempts"][-1]
-    env = environment(metrics)
-    console.print(f"training: {total} steps on {run['hardware']}, log in {log}", highlight=False, soft_wrap=True)
-    if log_from:
-        with log.open("a") as stream:
-            stream.write(f"\n---- resumed {time.strftime('%Y-%m-%d %H:%M:%S')} ----\n")
+def _train(output: Path, overrides: list[str], progress: Progress, seconds: dict[str, float]) -> int:
+    """Run the recipe to its end; its exit code. `seconds` takes how long that was, also when it is stopped."""
     started = time.monotonic()
-    tree = ProcessTree([sys.executable, "-m", MODULE, *overrides], log, env, ROOT)
+    tree = ProcessTree([sys.executable, "-m", MODULE, *overrides], output / LOG, environment(output / METRICS), ROOT)
     try:
-        with Display(console, total, log, metrics, log_from=log_from) as display:
-            while (code := tree.poll()) is None:
-                display.update()
-                time.sleep(1.0)
-            display.update()
+        while (code := tree.poll()) is None:
+            progress.update()
+            time.sleep(0.5)
+        progress.update()
+        return code
     except Stopped:
-        console.print("[yellow]Ending the training (once more to kill it) ...[/]")
+        progress.say("stopping the training (again: at once) ...")
         raise
     finally:
         tree.end()
-        trained_from = display.first_line or time.monotonic()
-        attempt["seconds"] |= {"start-up": trained_from - started, "training": time.monotonic() - trained_from}
-        attempt["peak_memory_bytes"], run["memory_kind"] = tree.peak_bytes, tree.memory_kind
-    attempt["exit_code"] = code
+        trains_since = progress.trains_since or time.monotonic()
+        seconds |= {"start-up": trains_since - started, "training": time.monotonic() - trains_since}
+
+
+def _conclude(output: Path, code: int, total: int, log_from: int, record: dict[str, Any], console: Console) -> int:
+    """Say how it ended and write the report; the exit code of the command."""
+    rows = read_metrics(output / METRICS)
+    if code == 0 and max(rows, default=-1) < total:
+        _say(console, f"The training ended before step {total} without an error.", style="bold red")
+        code = 1
+    elif code not in (0, 130, 143):  # stopped by Ctrl-C or SIGTERM
+        _say(console, f"The training failed (exit code {code}):", style="bold red")
+        log = (output / LOG).read_bytes()[log_from:].decode(errors="replace")
+        _say(console, "\n".join([*(f"  {line}" for line in last_error(log)), f"whole log: {output / LOG}"]))
+    code = code if code >= 0 else 128 - code  # Popen says -n of a process that signal n ended
+    record["exit_code"] = code
+    _write_record(output, record)
+    if rows:
+        result = report.load(output)
+        console.print(result.table())
+        try:
+            _say(console, "report: " + ", ".join(map(str, report.write(result))))
+        except FlashRLError as error:  # no matplotlib; the training is what was asked for
+            _say(console, str(error), style="red")
     return code
 
 
-def _conclude(output: Path, code: int, total: int, log_from: int, console: Console) -> int:
-    log, metrics = output / run_directory.LOG_FILE, output / report.METRICS_FILE
-    result = report.load(metrics) if metrics.is_file() and metrics.stat().st_size else None
-    if code == 0 and (result is None or result.metrics.last_step < total):
-        console.print(f"[bold red]The training ended before step {total} without an error.[/]")
-        code = 1
-    elif code not in (0, 128 + signal.SIGINT, 128 + signal.SIGTERM):
-        console.print(f"[bold red]The training failed (exit code {code}):[/]")
-        for line in last_error(log.read_bytes()[log_from:].decode(errors="replace")):
-            console.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
-    if result is not None:
-        console.print(result.table())
-        try:
-            written = report.write(result)
-            console.print("report: " + ", ".join(map(str, written)), highlight=False, soft_wrap=True)
-        except FlashRLError as error:  # the training is what was asked for
-            console.print(str(error), markup=False, style="red", soft_wrap=True)
-    if code:
-        console.print(f"whole log: {log}", highlight=False, soft_wrap=True)
-    return code if code >= 0 else 128 - code  # Popen says -n for a process that signal n ended
+def _write_record(output: Path, record: dict[str, Any]) -> None:
+    write_whole(output / RECORD, (json.dumps(record, indent=2) + "\n").encode())
+
+
+def _say(console: Console, text: str, style: str | None = None) -> None:
+    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)

@@ -14,53 +14,16 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
-
-from flashrl_verl.errors import ConfigError
+from typing import Any
 
 DATA_SOURCE = "toy_addition"
 """verl groups its validation metrics by this name: `val-core/toy_addition/acc/mean@1`."""
 
 
-class TaskProblem(Protocol):
-    """A problem of any task that the toy model is warmed up for."""
-
-    @property
-    def prompt(self) -> str:
-        """What the user says."""
-
-    @property
-    def answer(self) -> str:
-        """The right response, whole."""
-
-    @property
-    def ground_truth(self) -> str:
-        """The part of it that the reward asks for."""
-
-    @property
-    def info(self) -> dict[str, Any]:
-        """What goes into verl's `extra_info`."""
-
-    def worked(self, rng: random.Random, slip_rate: float) -> str:
-        """A response for the warm-up, with slips at this rate."""
-
-
-class Task(Protocol):
-    """A task's configuration."""
-
-    slip_rate: float
-
-    @property
-    def data_source(self) -> str:
-        """verl groups its validation metrics by this name."""
-
-    def split(self, seed: int) -> Split:
-        """Training, probe and test problems; a function of the configuration and the seed only."""
-
-
 @dataclass(frozen=True)
 class Problem:
-    """One addition."""
+    """One addition. The warm-up takes any task's problems that have `prompt`, `answer`, `ground_truth`, `info` and
+    `worked`."""
 
     a: int
     b: int
@@ -115,27 +78,7 @@ class TaskConfig:
     """Probability that a warm-up label forgets its carry. Above 0.5, so that the greedy answer is the slip;
     far enough below 1 that the right answer is usually among 8 samples."""
 
-    def __post_init__(self) -> None:
-        pairs = self.max_operand * (self.max_operand + 1) // 2
-        held_out = self.test_pairs + self.probe_pairs
-        if (
-            min(self.test_pairs, self.probe_pairs) < 2
-            or self.test_pairs % 2
-            or self.probe_pairs % 2
-            or held_out > pairs // 3
-        ):
-            raise ConfigError(
-                f"test_pairs={self.test_pairs} and probe_pairs={self.probe_pairs} must be positive, even, "
-                f"and together at most a third of the {pairs} pairs of max_operand={self.max_operand}. "
-                "Raise max_operand or hold out fewer."
-            )
-        if not 0.0 <= self.slip_rate <= 1.0:
-            raise ConfigError(f"slip_rate={self.slip_rate} is not a probability. Set it between 0 and 1.")
-
-    @property
-    def data_source(self) -> str:
-        """verl groups its validation metrics by this name."""
-        return DATA_SOURCE
+    data_source: str = DATA_SOURCE
 
     def split(self, seed: int) -> Split:
         """Share out all problems (`split_problems`)."""
@@ -147,10 +90,10 @@ class Split:
     """Disjoint sets of problems: 27+38 and 38+27 are always in the same one, or the test would leak through
     symmetry."""
 
-    train: tuple[TaskProblem, ...]
-    probe: tuple[TaskProblem, ...]
+    train: tuple[Problem, ...]
+    probe: tuple[Problem, ...]
     """Held out from the warm-up only; it decides when that stops, so that the test set decides nothing."""
-    test: tuple[TaskProblem, ...]
+    test: tuple[Problem, ...]
 
 
 def split_problems(config: TaskConfig, *, seed: int) -> Split:
@@ -175,7 +118,7 @@ def _both_orders(problems: Sequence[Problem]) -> list[Problem]:
     return [Problem(*order) for p in problems for order in ((p.a, p.b), (p.b, p.a))]
 
 
-def verl_rows(problems: Sequence[TaskProblem], *, split: str, data_source: str = DATA_SOURCE) -> list[dict[str, Any]]:
+def verl_rows(problems: Sequence[Problem], *, split: str, data_source: str = DATA_SOURCE) -> list[dict[str, Any]]:
     """One row of verl's RL data format for each problem, in order.
 
     Args:

@@ -8,13 +8,12 @@ transformer discovers how to align digits depends on its seed.
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from flashrl_verl.errors import FlashRLError
-from flashrl_verl.quickstart.task import Split, TaskProblem
+from flashrl_verl.quickstart.task import Problem, Split
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,16 +57,6 @@ class Accuracy:
     """Expected at temperature 1: the mean probability of the right answer, end of turn included."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class WarmupResult:
-    """What the warm-up came to."""
-
-    steps: int
-    seconds: float
-    probe: Accuracy
-    """When it stopped, with float32 weights."""
-
-
 class Encoder:
     """Problems to token tensors: the chat prompt, then the answer and the end of the turn, padded on the
     right."""
@@ -76,7 +65,7 @@ class Encoder:
         self._tokenizer = tokenizer
         self._prompts: dict[str, list[int]] = {}
 
-    def prompt_ids(self, problem: TaskProblem) -> list[int]:
+    def prompt_ids(self, problem: Problem) -> list[int]:
         """The prompt's tokens, generation prompt included, exactly as verl renders them."""
         if problem.prompt not in self._prompts:
             message = [{"role": "user", "content": problem.prompt}]
@@ -84,7 +73,7 @@ class Encoder:
             self._prompts[problem.prompt] = self._tokenizer.encode(text, add_special_tokens=False)
         return self._prompts[problem.prompt]
 
-    def batch(self, problems: Sequence[TaskProblem], answers: Sequence[str]) -> tuple[Tensor, Tensor]:
+    def batch(self, problems: Sequence[Problem], answers: Sequence[str]) -> tuple[Tensor, Tensor]:
         """Tokens and labels.
 
         Args:
@@ -114,21 +103,7 @@ class Encoder:
         return tokens, labels
 
 
-def answer_logits(model: Qwen2ForCausalLM, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits and labels without the leading positions at which no row has a label: the head is half of a toy
-    model's work.
-
-    Returns:
-        logits: [B, A, V] float32, labels: [B, A] int64, with A the longest stretch that holds every label.
-    """
-    tokens, labels = tokens.to(model.device), labels.to(model.device)
-    first = int((labels != IGNORE).any(dim=0).nonzero()[0])
-    # Right padding needs no attention mask: under causal attention no labelled position sees it.
-    hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state[:, first:]
-    return model.lm_head(hidden).float(), labels[:, first:]
-
-
-def evaluate(model: Qwen2ForCausalLM, encoder: Encoder, problems: Sequence[TaskProblem]) -> Accuracy:
+def evaluate(model: Qwen2ForCausalLM, encoder: Encoder, problems: Sequence[Problem]) -> Accuracy:
     """Accuracy on the problems, from one forward pass over their right answers.
 
     Greedy decoding yields the right answer if and only if each of its tokens is the argmax given the ones
@@ -137,8 +112,9 @@ def evaluate(model: Qwen2ForCausalLM, encoder: Encoder, problems: Sequence[TaskP
     import torch
 
     tokens, labels = encoder.batch(problems, [problem.answer for problem in problems])
+    tokens, labels = tokens.to(model.device), labels.to(model.device)
     with torch.no_grad():
-        logits, labels = answer_logits(model, tokens, labels)
+        logits = model(input_ids=tokens, use_cache=False).logits
     ignored = labels == IGNORE
     greedy = ((logits.argmax(dim=-1) == labels) | ignored).all(dim=1)
     logp = logits.log_softmax(dim=-1).gather(-1, labels.masked_fill(ignored, 0)[..., None])[..., 0]
@@ -155,7 +131,7 @@ def warm_up(
     config: WarmupConfig,
     seed: int,
     on_probe: Callable[[int, Accuracy], None] | None = None,
-) -> WarmupResult:
+) -> int:
     """Train `model` in place on the training problems until the probe's sampled accuracy reaches the target.
 
     Args:
@@ -167,6 +143,9 @@ def warm_up(
         seed: order of the problems and draws of the labels.
         on_probe: called after each probe with the number of updates and the accuracy.
 
+    Returns:
+        The number of updates.
+
     Raises:
         FlashRLError: the target was not reached within `config.max_steps`.
     """
@@ -175,13 +154,14 @@ def warm_up(
 
     rng, encoder = random.Random(seed), Encoder(tokenizer)
     optimizers = _optimizers(model, config)
-    started, accuracy = time.monotonic(), Accuracy(greedy=0.0, sampled=0.0)
     model.train()
     for step in range(1, config.max_steps + 1):
         problems = rng.choices(split.train, k=config.batch_size)
         answers = [problem.worked(rng, slip_rate) for problem in problems]
-        logits, labels = answer_logits(model, *encoder.batch(problems, answers))
-        cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE).backward()
+        tokens, labels = encoder.batch(problems, answers)
+        # Right padding needs no attention mask: under causal attention no labelled position sees it.
+        logits = model(input_ids=tokens.to(model.device), use_cache=False).logits
+        cross_entropy(logits.flatten(0, 1), labels.flatten().to(model.device), ignore_index=IGNORE).backward()
         clip_grad_norm_(model.parameters(), config.max_grad_norm)
         for optimizer, rate in optimizers:
             for group in optimizer.param_groups:
@@ -195,11 +175,11 @@ def warm_up(
                 on_probe(step, accuracy)
             if accuracy.sampled >= config.target_accuracy:
                 model.eval()
-                return WarmupResult(steps=step, seconds=time.monotonic() - started, probe=accuracy)
+                return step
     raise FlashRLError(
         f"The warm-up of the toy model reached a sampled probe accuracy of {accuracy.sampled:.2f} in "
         f"{config.max_steps} updates, short of {config.target_accuracy:.2f}. "
-        f"Try another seed: flashrl quickstart --seed {seed + 1}, flashrl bench learning --model-seed {seed + 1}."
+        f"Try another seed: --seed {seed + 1}."
     )
 
 

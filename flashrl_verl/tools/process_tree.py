@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A command with everything it starts: watched for memory, and ended as a whole."""
+"""A command that is ended with everything it starts, and a program that can be stopped."""
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import time
@@ -14,13 +15,9 @@ from typing import Any
 import psutil
 
 PATIENCE = ((signal.SIGINT, 20.0), (signal.SIGTERM, 10.0), (signal.SIGKILL, 5.0))
-"""How the training is ended: signals, and seconds to wait after each. Ray needs some 5 s to take its workers
-down."""
+"""How a command is ended: signals, and seconds to wait after each. Ray needs some 5 s to take its workers down."""
 GRACE = 10.0
 """Seconds that Ray's processes get to end by themselves after their driver did."""
-_CHILDREN_S = 5.0
-"""Seconds between two looks for new children where memory is not measured: a look reads every process of the
-machine."""
 
 
 class Stopped(BaseException):
@@ -32,6 +29,8 @@ class Stopped(BaseException):
 
 @contextmanager
 def stoppable() -> Iterator[None]:
+    """SIGINT and SIGTERM raise `Stopped` in the block."""
+
     def stop(signum: int, frame: Any) -> None:
         raise Stopped(signum)
 
@@ -44,96 +43,54 @@ def stoppable() -> Iterator[None]:
 
 
 class ProcessTree:
-    """The training, everything it starts, and the most memory they took together with this process.
+    """A command in a session of its own, in which everything stays that it starts: Ray's and vLLM's processes too,
+    when their parent is gone. Ctrl-C in the terminal reaches this process alone, which passes it on once.
 
     Args:
         command: its words.
-        log: file that takes its output, after what is in it.
+        log: file to which its output is appended.
         env: its environment.
         cwd: the directory it starts in.
-        memory: measure it at each look. That walks every process's page table under the lock that its allocations take,
-            which what is timed would notice; without it ``peak_bytes`` stays 0, and new children are looked for every
-            few seconds.
     """
 
-    def __init__(self, command: Sequence[str], log: Path, env: dict[str, str], cwd: Path, *, memory: bool = True):
+    def __init__(self, command: Sequence[str], log: Path, env: dict[str, str], cwd: Path):
         with log.open("ab") as stream:
-            # A session of its own: Ctrl-C in the terminal reaches us alone, and we pass it on once.
             self._process = subprocess.Popen(
                 command, cwd=cwd, env=env, stdout=stream, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )  # fmt: skip
-        self._root = psutil.Process(self._process.pid)
-        self._seen: set[psutil.Process] = {self._root}
-        self._memory, self._next_look = memory, 0.0
-        self.peak_bytes, self.memory_kind = 0, "PSS"
-
-    def identity(self) -> dict[str, float]:
-        """Number and time of creation of the command's process: together they are no other's."""
-        return {"pid": self._root.pid, "created": self._root.create_time()}
 
     def poll(self) -> int | None:
-        """Look at the tree once. Returns the exit code, or None while it runs."""
-        code = self._process.poll()
-        if code is not None:
-            return code
-        if self._memory or time.monotonic() >= self._next_look:
-            self._remember_children()
-        if self._memory:
-            total = sum(self._bytes(process) for process in (psutil.Process(), *self._seen))
-            self.peak_bytes = max(self.peak_bytes, total)
-        return None
-
-    def _remember_children(self) -> None:
-        """While their parent lives: Ray's workers become orphans when it dies."""
-        with suppress(psutil.NoSuchProcess):
-            self._seen.update(self._root.children(recursive=True))
-        self._next_look = time.monotonic() + _CHILDREN_S
-
-    def _bytes(self, process: psutil.Process) -> int:
-        """Proportional set size: memory that several processes share (Ray's object store) counts once in the
-        sum."""
-        try:
-            return process.memory_full_info().pss
-        except psutil.NoSuchProcess:
-            self._seen.discard(process)
-        except (psutil.AccessDenied, AttributeError):
-            self.memory_kind = "RSS, shared memory counted repeatedly"
-            try:
-                return process.memory_info().rss
-            except psutil.Error:
-                pass
-        return 0
+        """The command's exit code, or None while it runs."""
+        return self._process.poll()
 
     def end(self, patience: Sequence[tuple[int, float]] = PATIENCE) -> None:
-        """End what is left of the tree, politely first; being interrupted again makes it less patient.
+        """End what is left, politely first; being interrupted again makes it less patient.
 
         Args:
             patience: signals, and seconds to wait after each.
         """
-        if self._process.poll() is None:
-            self._remember_children()
-        else:
+        if self.poll() is not None:
             with suppress(Stopped):
                 self._wait(GRACE)
         for signum, seconds in patience:
             alive = self._alive()
-            if not alive:
-                return
             # The driver alone takes Ray down in order; the others are told when that did not help.
-            for process in [self._root] if signum == signal.SIGINT and self._root in alive else alive:
-                with suppress(psutil.NoSuchProcess):
-                    process.send_signal(signum)
+            if signum == signal.SIGINT and self._process.pid in alive:
+                alive = [self._process.pid]
+            for pid in alive:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signum)
             with suppress(Stopped):
                 self._wait(seconds)
 
-    def _alive(self) -> list[psutil.Process]:
-        self._process.poll()  # reap it, or it stays a zombie
+    def _alive(self) -> list[int]:
+        self.poll()  # reap it, or it stays a zombie
         alive = []
-        for process in self._seen:
-            with suppress(psutil.NoSuchProcess):
-                if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-                    alive.append(process)
+        for pid in psutil.pids():
+            with suppress(ProcessLookupError, psutil.NoSuchProcess):
+                if os.getsid(pid) == self._process.pid and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                    alive.append(pid)
         return alive
 
     def _wait(self, seconds: float) -> None:

@@ -21,7 +21,7 @@ from benchmarks.legacy_learning import learning_bf16 as bf16
 from benchmarks.legacy_learning.learning import arms_of
 from benchmarks.legacy_learning.learning_recipe import compose_run
 from benchmarks.legacy_learning.learning_results import accuracy_of
-from flashrl_verl.quickstart.chain import ChainConfig
+from benchmarks.toy.chain import ChainConfig
 from flashrl_verl.quickstart.model import ToyModelConfig
 from flashrl_verl.quickstart.warmup import WarmupConfig
 from flashrl_verl.tools.run_directory import LATEST

@@ -1,21 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line, and the quickstart's handling of overrides, directories and processes."""
+"""The command line, and the quickstart's handling of overrides and directories."""
 
 import json
-import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 from typer.testing import CliRunner
 
 from flashrl_verl.cli import app
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.quickstart import run
-from flashrl_verl.quickstart.run import QuickstartConfig, check, training_overrides
+from flashrl_verl.quickstart.assets import MANIFEST, AssetsConfig
+from flashrl_verl.quickstart.run import LATEST, QuickstartConfig, check, training_overrides
 from flashrl_verl.tools.process_tree import ProcessTree
 from flashrl_verl.tools.recipe_process import ROOT, compose, quoted
 
@@ -48,7 +46,7 @@ def test_without_matplotlib_a_report_is_printed_and_its_pictures_are_one_line_wi
     assert said.startswith("FlashRLError: ") and "pip install 'matplotlib>=3.8'" in said
 
 
-# ---- what the quickstart refuses before anything is made or moved ----
+# ---- the quickstart, before anything is made ----
 
 
 @pytest.mark.parametrize(
@@ -57,13 +55,11 @@ def test_without_matplotlib_a_report_is_printed_and_its_pictures_are_one_line_wi
         ("--sede=3", "--sede=3"),
         ("precision", "'precision' is neither"),
         ("actor_rollout_ref.rollout.top_p=0.9", "actor_rollout_ref.rollout.top_p=0.9 is refused"),
-        ("flashrl.precision=int4", "int4"),
-        ("trainer.total_training_steps=null", "trainer.total_training_steps=null"),
-        ("trainer.total_training_steps=six", "trainer.total_training_steps=six"),
-        ("trainer.total_training_steps=0", "from 1 on"),
+        ("trainer.total_training_steps=null", "trainer.total_training_steps=None"),
+        ("trainer.logger=[console]", "trainer.logger="),
         ("data.train_files=no/such.parquet", "data.train_files=no/such.parquet not found"),
         ("trainer.no_such_key=1", "trainer.no_such_key"),
-        ("trainer.default_local_dir={}/theirs", "/theirs is refused"),
+        ("data.seed=1", "out holds a run already. Remedy: --resume"),
         ("--output={}/out/metrics.jsonl", "metrics.jsonl is a file"),
         ("--output={}/out/metrics.jsonl/folder", "metrics.jsonl is a file"),
     ],
@@ -79,7 +75,29 @@ def test_a_refused_word_leaves_every_earlier_run_where_it_is(tmp_path, monkeypat
     assert sorted(p.name for p in tmp_path.rglob("*")) == ["global_step_5", "metrics.jsonl", "out", "theirs"]
 
 
-# ---- overrides ----
+def test_checkpoints_of_another_run_are_not_overwritten(tmp_path):
+    (tmp_path / "theirs" / "global_step_5").mkdir(parents=True)
+    words = ("hardware=cpu", f"trainer.default_local_dir={tmp_path}/theirs")
+    with pytest.raises(ConfigError, match="theirs holds a run already"):
+        check(QuickstartConfig(output=tmp_path / "out", overrides=words))
+
+
+def test_a_run_is_not_resumed_with_another_seed_or_past_its_end(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    latest = tmp_path / "checkpoints" / LATEST
+    (tmp_path / "assets").mkdir()
+    (tmp_path / "assets" / MANIFEST).write_text(json.dumps({"recipe": AssetsConfig(seed=3).recipe(), "made": {}}))
+
+    def resume(seed):
+        return check(QuickstartConfig(output=tmp_path, seed=seed, resume=True, overrides=("hardware=cpu",)))[1]
+
+    latest.write_text("10")
+    assert resume(3).trainer.resume_mode == "auto"
+    with pytest.raises(ConfigError, match="was not made with --seed 4"):
+        resume(4)
+    latest.write_text("30")
+    with pytest.raises(ConfigError, match="is finished: its last checkpoint is of step 30 of 30"):
+        resume(3)
 
 
 @pytest.mark.parametrize("folder", ["/plain", "/two words/it's=1", "/a=b,c", "/[x]{y}"])
@@ -91,46 +109,12 @@ def test_the_users_overrides_win_and_any_path_can_be_one(folder):
     assert cfg.trainer.default_local_dir == f"{folder}/checkpoints"
 
 
-@pytest.mark.parametrize("given", ["console", "[console,file]", "null"])
-def test_the_metrics_file_is_logged_whatever_loggers_are_chosen(tmp_path, given):
-    words = ("hardware=cpu", f"trainer.logger={given}")
-    overrides, composed = check(QuickstartConfig(output=tmp_path / "out", overrides=words))
-    expected = [*(["console"] if "console" in given else []), "file"]
-    assert list(composed.trainer.logger) == list(compose(overrides).trainer.logger) == expected
-
-
-# ---- process tree ----
-
-# A parent that ends at Ctrl-C and leaves a child which ignores it, as an engine's worker may.
-STUBBORN = """
-import subprocess, sys, time
-child = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
-subprocess.Popen([sys.executable, "-c", child])
-block = bytearray(64 * 2**20)
-time.sleep(600)
-"""
-
-
-def test_ending_a_training_leaves_no_process_behind(tmp_path):
-    tree = ProcessTree([sys.executable, "-c", STUBBORN], tmp_path / "log", dict(os.environ), ROOT)
-    try:
-        root, deadline = psutil.Process(tree._process.pid), time.monotonic() + 200
-        while "up" not in (tmp_path / "log").read_text() and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert tree.poll() is None
-        [child] = root.children()
-        assert tree.peak_bytes > 64 * 2**20
-    finally:
-        tree.end(((2, 1.0), (15, 5.0), (9, 5.0)))
-    # A zombie has ended too: it waits for whoever adopted it to take note.
-    assert all(not p.is_running() or p.status() == psutil.STATUS_ZOMBIE for p in (root, child))
-
-
-def test_the_exit_code_of_the_training_is_seen(tmp_path):
-    words = [sys.executable, "-c", "print('words'); raise SystemExit(3)"]
-    tree = ProcessTree(words, tmp_path / "log", dict(os.environ), ROOT)
-    deadline = time.monotonic() + 200
-    while (code := tree.poll()) is None and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert code == 3 and (tmp_path / "log").read_text() == "words\n"
-    tree.end()
+def test_a_failed_training_ends_with_its_error_and_how_to_go_on(tmp_path, monkeypatch):
+    program = "print('(pid=7) flashrl_verl.errors.RefitError: step 2: no receipt'); raise SystemExit(3)"
+    monkeypatch.setattr(run, "_make_assets", lambda config, console: {})
+    monkeypatch.setattr(run, "ProcessTree", lambda command, *rest: ProcessTree([sys.executable, "-c", program], *rest))
+    monkeypatch.setattr("flashrl_verl.tools.process_tree.GRACE", 0.1)
+    result = CliRunner().invoke(app, ["quickstart", "--output", f"{tmp_path}/out", "hardware=cpu"])
+    assert result.exit_code == 3 and json.loads((tmp_path / "out" / "run.json").read_text())["exit_code"] == 3
+    assert "failed (exit code 3):\n  flashrl_verl.errors.RefitError: step 2: no receipt\n" in result.output
+    assert f"whole log: {tmp_path}/out/train.log" in result.output and "with --resume" in result.output

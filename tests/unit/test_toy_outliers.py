@@ -2,15 +2,15 @@
 """Outlier channels of the toy model: its function stays, to the bit, and INT8 loses what FP8 keeps."""
 
 import dataclasses
-import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from benchmarks.toy.outliers import OutlierConfig
 from flashrl_verl.errors import ConfigError
-from flashrl_verl.quickstart.assets import MANIFEST, AssetsConfig, make_assets
+from flashrl_verl.quickstart.assets import AssetsConfig, make_assets
 from flashrl_verl.quickstart.model import ToyModelConfig, build_model
-from flashrl_verl.quickstart.outliers import OutlierConfig, plant
 from flashrl_verl.quickstart.tokenizer import build_tokenizer
 from flashrl_verl.quickstart.warmup import WarmupConfig
 
@@ -36,7 +36,7 @@ def test_the_outputs_are_the_same_to_the_bit(tokenizer, ids, dtype, factor):
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     with torch.no_grad():
         expected = model(ids).logits
-        plant(model, OutlierConfig(factor=factor), seed=5)
+        OutlierConfig(factor=factor).plant(model, seed=5)
         assert torch.equal(model(ids).logits, expected)
     changed = {name for name, weight in model.state_dict().items() if not torch.equal(weight, before[name])}
     assert changed == {
@@ -66,7 +66,7 @@ def test_int8_loses_what_fp8_keeps(tokenizer, ids, reader):
     for factor in (None, 64):
         model = model_of(tokenizer, torch.float32)
         if factor:
-            plant(model, OutlierConfig(factor=factor), seed=5)
+            OutlierConfig(factor=factor).plant(model, seed=5)
         inputs = []
         linear = model.model.layers[1].get_submodule(reader)
         linear.register_forward_pre_hook(lambda module, given, kept=inputs: kept.append(given[0].flatten(0, 1)))
@@ -83,15 +83,14 @@ def test_a_factor_that_would_round_is_refused(factor):
         OutlierConfig(factor=factor)
 
 
-def test_assets_say_whether_they_have_any_and_those_made_before_are_used_again(tmp_path):
+def test_assets_are_made_with_the_outliers_that_are_asked_for(tmp_path):
     brief = AssetsConfig(
         model=ToyModelConfig(hidden_size=64, intermediate_size=64, num_layers=1),
         warmup=WarmupConfig(target_accuracy=0.0, probe_every=1, batch_size=8),
     )
-    make_assets(tmp_path / "assets", brief)
-    recipe = json.loads((tmp_path / "assets" / MANIFEST).read_text())["recipe"]
-    assert "outliers" not in recipe["config"] and make_assets(tmp_path / "assets", brief).reused
     with_some = dataclasses.replace(brief, outliers=OutlierConfig(factor=16))
-    assert not make_assets(tmp_path / "assets", with_some).reused and make_assets(tmp_path / "assets", with_some).reused
-    recipe = json.loads((tmp_path / "assets" / MANIFEST).read_text())["recipe"]
-    assert recipe["config"]["outliers"] == {"factor": 16, "channels": 2}
+    folders = {name: make_assets(tmp_path / name, config) for name, config in (("no", brief), ("yes", with_some))}
+    weights = [load_file(assets.model / "model.safetensors") for assets in folders.values()]
+    name = "model.layers.0.input_layernorm.weight"
+    assert torch.unique((weights[1][name] / weights[0][name]).float()).tolist() == [1.0, 16.0]
+    assert make_assets(tmp_path / "yes", with_some).reused and not make_assets(tmp_path / "yes", brief).reused

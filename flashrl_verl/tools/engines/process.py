@@ -62,7 +62,7 @@ class _Asked:
         command = [sys.executable, "-m", module, str(self._job), str(self._answer)]
         env = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
         env |= {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
-        self._tree = ProcessTree(command, self._log, env, ROOT, memory=False)
+        self._tree = ProcessTree(command, self._log, env, ROOT)
 
     def is_over(self) -> bool:
         """Does not wait."""

@@ -37,28 +37,26 @@ class OutlierConfig:
                 "BF16"
             )
 
+    def plant(self, model: Qwen2ForCausalLM, *, seed: int) -> None:
+        """Multiply channels in place.
 
-def plant(model: Qwen2ForCausalLM, config: OutlierConfig, *, seed: int) -> None:
-    """Multiply channels in place.
+        Args:
+            model: floating point; the smallest weights are ``factor`` times its smallest normal number or more.
+            seed: of the channels' choice.
+        """
+        import torch
 
-    Args:
-        model: any floating-point dtype; the smallest weights have to be ``factor`` times the smallest normal number.
-        config: how many channels, and how much.
-        seed: of their choice.
-    """
-    import torch
-
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for layer in model.model.layers:
-            attention, mlp = layer.self_attn, layer.mlp
-            makers_and_readers = (
-                (layer.input_layernorm.weight, (attention.q_proj, attention.k_proj, attention.v_proj)),
-                (layer.post_attention_layernorm.weight, (mlp.gate_proj, mlp.up_proj)),
-                (mlp.up_proj.weight, (mlp.down_proj,)),
-            )
-            for maker, readers in makers_and_readers:
-                chosen = torch.randperm(maker.shape[0], generator=generator)[: config.channels].to(maker.device)
-                maker[chosen] *= config.factor
-                for reader in readers:
-                    reader.weight[:, chosen] /= config.factor
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for layer in model.model.layers:
+                attention, mlp = layer.self_attn, layer.mlp
+                makers_and_readers = (
+                    (layer.input_layernorm.weight, (attention.q_proj, attention.k_proj, attention.v_proj)),
+                    (layer.post_attention_layernorm.weight, (mlp.gate_proj, mlp.up_proj)),
+                    (mlp.up_proj.weight, (mlp.down_proj,)),
+                )
+                for maker, readers in makers_and_readers:
+                    chosen = torch.randperm(maker.shape[0], generator=generator)[: self.channels].to(maker.device)
+                    maker[chosen] *= self.factor
+                    for reader in readers:
+                        reader.weight[:, chosen] /= self.factor

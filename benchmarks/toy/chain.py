@@ -26,8 +26,6 @@ _DRAWS = 30
 """For each chain that is wanted, at most: of equally likely ones ln(n) + 0.6 bring up all n, 10.5 of 20,000; rare ones
 take more."""
 
-_REMEDY = "Remedy: more steps (--chain-steps of flashrl bench learning), or fewer chains."
-
 
 @dataclass(frozen=True)
 class Chain:
@@ -100,6 +98,8 @@ class ChainConfig:
     """Held out from everything."""
     slip_rate: float = 0.6
     """Probability that the warm-up forgets a borrow. Above 0.5, so that the greedy answer does."""
+    data_source: str = DATA_SOURCE
+    """verl groups its validation metrics by this name."""
 
     def __post_init__(self) -> None:
         for name in ("steps", "train", "probe", "test"):
@@ -113,44 +113,6 @@ class ChainConfig:
                 f"max_term={self.max_term} must be from 1 to {_LARGEST // 2}, or some number has no next step."
             )
 
-        if self._wanted > (there := self._possible()):
-            raise ConfigError(
-                f"{self._wanted} different chains (train, probe and test) of steps={self.steps} are wanted, and there "
-                f"are {there}. {_REMEDY}"
-            )
-
-    @property
-    def data_source(self) -> str:
-        """verl groups its validation metrics by this name."""
-        return DATA_SOURCE
-
-    @property
-    def _wanted(self) -> int:
-        return self.test + self.probe + self.train
-
-    def _possible(self) -> int:
-        """How many different chains can be drawn: by the number that a chain has come to, of its steps the last ones
-        first."""
-        ways = [1] * (_LARGEST + 1)
-        for _ in range(self.steps):
-            ways = [
-                sum(
-                    ways[value + sign * term]
-                    for sign, size in self._terms(value).items()
-                    for term in range(1, size + 1)
-                )
-                for value in range(_LARGEST + 1)
-            ]
-        return sum(ways[1:])  # the first number is no 0
-
-    def _terms(self, value: int) -> dict[int, int]:
-        """Signs of the terms that may follow a number, and the largest term of each."""
-        sizes = {-1: min(self.max_term, value), 1: min(self.max_term, _LARGEST - value)}
-        certain = {0.0: 1, 1.0: -1}.get(self.subtraction_rate)
-        if certain is not None and sizes[certain]:
-            return {certain: sizes[certain]}
-        return {sign: size for sign, size in sizes.items() if size}
-
     def split(self, seed: int) -> Split:
         """Draw the chains; a function of the configuration and the seed only.
 
@@ -158,17 +120,17 @@ class ChainConfig:
             ConfigError: too few different ones come up: there are hardly more, or a rate makes most of them rare.
         """
         rng, chains = random.Random(seed), {}
-        for _ in range(_DRAWS * self._wanted):
+        wanted, held_out = self.test + self.probe + self.train, self.test + self.probe
+        for _ in range(_DRAWS * wanted):
             chains[self._draw(rng)] = None
-            if len(chains) == self._wanted:
+            if len(chains) == wanted:
                 break
         else:
             raise ConfigError(
-                f"{self._wanted} different chains (train, probe and test) are wanted, and {_DRAWS} times as many draws "
-                f"of steps={self.steps} with subtraction_rate={self.subtraction_rate} gave {len(chains)}. {_REMEDY}"
+                f"{wanted} different chains are wanted, and {_DRAWS * wanted} draws of steps={self.steps} gave "
+                f"{len(chains)}. Remedy: more steps, or fewer chains."
             )
         drawn = list(chains)
-        held_out = self.test + self.probe
         return Split(
             test=tuple(drawn[: self.test]), probe=tuple(drawn[self.test : held_out]), train=tuple(drawn[held_out:])
         )
@@ -183,3 +145,29 @@ class ChainConfig:
             terms.append(sign * rng.randint(1, sizes[sign]))
             value += terms[-1]
         return Chain(first, tuple(terms))
+
+
+def compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: str,
+    extra_info: dict[str, Any] | None = None,
+) -> dict[str, float]:
+    """1 if exactly the expected digits stand behind the last `#`, else 0: a `reward.custom_reward_function` of verl.
+
+    Args:
+        data_source: `toy_chain`.
+        solution_str: the response, decoded without special tokens.
+        ground_truth: the number in digits.
+        extra_info: not used.
+
+    Returns:
+        `score`, what is optimized, and `acc`, by which dynamic sampling finds the groups that carry no signal.
+
+    Raises:
+        ConfigError: the data are another task's.
+    """
+    if data_source != DATA_SOURCE:
+        raise ConfigError(f"data_source={data_source!r} is not {DATA_SOURCE!r}: this reward knows no other task.")
+    correct = float("#" in solution_str and solution_str.rpartition("#")[2] == ground_truth)
+    return {"score": correct, "acc": correct}

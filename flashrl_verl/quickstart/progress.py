@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a training shows while it runs: a line for each phase of the start-up, then a line for each step."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+START_UP = (
+    ("", "starting Python"),
+    ("Started a local Ray instance", "starting Ray"),
+    ("dataset len:", "loading the data"),
+    ("Before FSDP", "building the trainer's model"),
+    ("model engine initialized", "starting vLLM"),
+    ("[flashrl] rollout precision", "validating before training"),
+)
+"""Texts in the training's log, and what has begun when they are there."""
+
+HELD_OUT, SCORE, MISMATCH_KL = re.compile(r"val-core/.+/acc/mean@\d+"), "critic/score/mean", "rollout_corr/k3_kl"
+
+
+def read_metrics(file: Path) -> dict[int, dict[str, Any]]:
+    """What verl's file logger has written: metrics by step. A line that is not whole yet is left out."""
+    steps: dict[int, dict[str, Any]] = {}
+    for line in file.read_text().splitlines() if file.is_file() else []:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        steps.setdefault(record["step"], {}).update(record["data"])
+    return steps
+
+
+class Progress:
+    """Tells what is new at each `update`.
+
+    Args:
+        console: where people read.
+        total: steps to run to.
+        log: the training's output.
+        log_from: byte of the log at which this attempt starts.
+        metrics: file of verl's file logger. What is in it now is of an earlier attempt.
+    """
+
+    def __init__(self, console: Console, total: int, log: Path, log_from: int, metrics: Path):
+        self._console, self._total, self._log, self._log_from = console, total, log, log_from
+        self._metrics, self._before = metrics, _modified(metrics)
+        self._phase = ""
+        self._first: tuple[int, float] | None = None
+        self.step = -1
+        """The last one of this attempt, or -1."""
+        self.trains_since: float | None = None
+        """When the first metrics came, by `time.monotonic`: the end of the start-up."""
+
+    def update(self) -> None:
+        """Read log and metrics, and print a line if there is news."""
+        rows = {} if _modified(self._metrics) == self._before else read_metrics(self._metrics)
+        if rows and max(rows) > self.step:
+            self.step, now = max(rows), time.monotonic()
+            self.trains_since = self.trains_since or now
+            self._first = self._first or (self.step, now)
+            self.say(", ".join([f"step {self.step}/{self._total}", *_words(rows), *self._time_left(now)]))
+        elif self.step < 0:
+            text = self._log.read_bytes()[self._log_from :].decode(errors="replace") if self._log.is_file() else ""
+            phase = [words for mark, words in START_UP if mark in text][-1]
+            if phase != self._phase:
+                self._phase = phase
+                self.say(f"start-up: {phase}")
+
+    def say(self, line: str) -> None:
+        """Print a line."""
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def _time_left(self, now: float) -> list[str]:
+        step, since = self._first
+        if not step < self.step < self._total:
+            return []
+        seconds = (now - since) / (self.step - step) * (self._total - self.step)
+        return [f"about {seconds / 60:.0f} min left" if seconds >= 90 else f"about {seconds:.0f} s left"]
+
+
+def _modified(file: Path) -> int | None:
+    return file.stat().st_mtime_ns if file.is_file() else None
+
+
+def _words(rows: dict[int, dict[str, Any]]) -> list[str]:
+    last = rows[max(rows)]
+    found = [("held-out accuracy", value, ".3f") for key, value in last.items() if HELD_OUT.fullmatch(key)]
+    found += [("score of kept groups", last.get(SCORE), ".2f"), ("mismatch KL", last.get(MISMATCH_KL), ".1e")]
+    return [f"{name} {value:{form}}" for name, value, form in found if value is not None]
