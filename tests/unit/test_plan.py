@@ -240,7 +240,8 @@ def test_what_does_not_fit_or_has_no_tensor_cores_is_refused_by_variant():
 @pytest.mark.parametrize(
     "words, part",
     [
-        (dict(gpu="a6000", engine=Engine(gpu_memory_utilization=0.5)), "--tensor-parallel"),
+        (dict(gpu="a6000", engine=Engine(gpu_memory_utilization=0.5)), "Take more GPUs for an engine"),
+        (dict(gpu="a6000", count=4, engine=Engine(gpu_memory_utilization=0.5)), "With --tensor-parallel 2, 4 it does"),
         (dict(count=3, engine=Engine(tensor_parallel=2)), "--gpus 3"),
         (dict(count=5, engine=Engine(tensor_parallel=5)), "8 KV heads .*these do: 1, 2, 4, 8"),
         (dict(model="qwen2.5-7b", count=7, engine=Engine(tensor_parallel=7)), "4 KV heads"),

@@ -144,10 +144,10 @@ def make_plan(
             if size == engine.tensor_parallel:
                 outcomes.append(outcome)
     if all(outcome.refused for outcome in outcomes):
-        raise ConfigError(
-            f"{model} fits in no precision: {'; '.join(f'{o.choice}: {o.refused}' for o in outcomes)}. Take more GPUs "
-            "for an engine (--tensor-parallel), or more of each (gpu_memory_utilization)"
-        )
+        why = "; ".join(f"{o.choice}: {o.refused}" for o in outcomes)
+        sizes = ", ".join(str(size) for size in sorted({layout.tensor_parallel for layout in layouts}))
+        remedy = f"With --tensor-parallel {sizes} it does" if sizes else "Take more GPUs for an engine, or larger ones"
+        raise ConfigError(f"{model} fits in no precision: {why}. {remedy}")
     if outcomes[0].whole is not None:
         base = outcomes[0].whole.rollout
         outcomes = [o if o.refused else replace(o, speedup=base / o.whole.rollout) for o in outcomes]
