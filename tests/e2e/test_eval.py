@@ -54,10 +54,6 @@ def said(process: subprocess.Popen) -> str:
     return text
 
 
-def quantized(log: Path) -> list[str]:
-    return [line for line in log.read_text(errors="replace").splitlines() if "quantized" in line]
-
-
 def test_a_stopped_evaluation_resumes_and_gives_both_precisions_with_intervals(trained, tmp_path):
     out = tmp_path / "out"
     process = evaluate(trained, out, "--precision", "bf16,int8")
@@ -74,6 +70,10 @@ def test_a_stopped_evaluation_resumes_and_gives_both_precisions_with_intervals(t
     written = (out / "bf16" / "responses.jsonl").stat().st_mtime_ns
     text = said(evaluate(trained, out, "--precision", "bf16,int8"))
     assert "bf16: done before" in text and (out / "bf16" / "responses.jsonl").stat().st_mtime_ns == written
+    # Two decoder layers of qkv, o, gate_up and down; the run keeps o.
+    for precision, layers in (("bf16", 0), ("int8", 6)):
+        log = (out / precision / "eval.log").read_text(errors="replace")
+        assert f"rollout precision {precision}: {layers} quantized layers" in log
     report = json.loads((out / "eval.json").read_text())
     assert report["step"] == 1 and report["problems"] == {"toy_addition": 8}
     figures, gaps = (report[part]["toy_addition"] for part in ("figures", "differences"))

@@ -155,12 +155,12 @@ def run(config: EvalConfig, console: Console) -> str:
     _require_same(config)
     for precision, cfg in configs.items():
         folder, text = output / precision.value, OmegaConf.to_yaml(cfg)
-        if (folder / CONFIG).is_file() and (folder / CONFIG).read_text() != text:
-            raise ConfigError(
-                f"{folder} holds an evaluation with other settings (see its {CONFIG}). Remove it, or choose another "
-                "--output"
-            )
         if (folder / RESPONSES).is_file():
+            if (folder / CONFIG).read_text() != text:
+                raise ConfigError(
+                    f"{folder} holds an evaluation with other settings (see its {CONFIG}). Remove it, or choose "
+                    "another --output"
+                )
             console.print(f"{precision.value}: done before", highlight=False)
             continue
         if config.checkpoint.sharded and not model.exists():
