@@ -41,16 +41,7 @@ def test_two_ranks_weights_are_the_trainers_rounded_to_bf16_and_the_tokenizer_co
     assert transformers.AutoTokenizer.from_pretrained(merged).vocab_size > 10
 
 
-def test_tied_embeddings_are_written_once_and_transformers_ties_them_again(tmp_path):
-    checkpoint, weights = save(2, tmp_path, "llama3")
-    merge(find(checkpoint), tmp_path / "out")
-    assert "lm_head.weight" not in tensors(tmp_path / "out")
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
-    assert_rounded(dict(model.named_parameters()), weights)
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-
-
-def test_experts_come_one_by_one_and_what_chooses_them_keeps_fp32(tmp_path):
+def test_experts_come_one_by_one_what_chooses_them_keeps_fp32_and_a_tied_head_is_written_once(tmp_path):
     checkpoint, weights = save(2, tmp_path, "glm4-moe", intermediate=96)
     merge(find(checkpoint), tmp_path / "out")
     found = tensors(tmp_path / "out")
@@ -63,9 +54,11 @@ def test_experts_come_one_by_one_and_what_chooses_them_keeps_fp32(tmp_path):
         assert found[name].dtype == torch.float32 and torch.equal(found[name], weights[name]), name
     assert len(weights[routers[1]].bfloat16().unique()) < weights[routers[1]].numel(), "rounded it would order less"
     assert {tensor.dtype for name, tensor in found.items() if name not in routers} == {torch.bfloat16}
-    read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).state_dict()
+    assert "lm_head.weight" not in found
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
     for name, weight in weights.items():
-        assert torch.equal(read[name], weight if name in routers else weight.bfloat16().float()), name
+        assert torch.equal(model.state_dict()[name], weight if name in routers else weight.bfloat16().float()), name
 
 
 def test_a_missing_or_damaged_shard_and_an_output_that_is_there_are_told_and_nothing_is_left(of_two, tmp_path):
@@ -161,11 +154,10 @@ def test_the_same_weights_in_mistrals_names_beside_the_model_are_not_read(tmp_pa
     assert list(locate(tmp_path)) == ["model.norm.weight"]
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_weight_that_is_not_finite_or_a_file_that_is_not_whole_is_named(merged, tmp_path, bad):
+def test_a_weight_that_is_not_finite_or_a_file_that_is_not_whole_is_named(merged, tmp_path):
     folder = shutil.copytree(merged, tmp_path / "model")
     weights, name = load_file(folder / "model.safetensors"), "model.layers.1.mlp.up_proj.weight"
-    weights[name][2, 5] = bad
+    weights[name][2, 5] = torch.nan
     save_file(weights, folder / "model.safetensors")
     with pytest.raises(FlashRLError, match=rf"{name} holds NaN or Inf"):
         quantize(folder, tmp_path / "out", FlashRLConfig())
