@@ -99,7 +99,7 @@ app.command()(data)
 app.command()(plan)
 app.command()(check)
 app.command()(export)
-app.command("eval")(evaluate)
+app.command("eval", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(evaluate)
 
 
 @app.command()

@@ -11,85 +11,74 @@ import references
 import torch
 import transformers
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from saved_checkpoints import assert_rounded, save, tensors
+from tiny_models import make
 
-from flashrl_verl.settings import FlashRLConfig, Precision
-from flashrl_verl.tools.bar import sha256
-from flashrl_verl.tools.export.chosen import layers_of
-from flashrl_verl.tools.export.export import Request, export
-from flashrl_verl.tools.export.source import open_checkpoint
+from flashrl_verl.cli import app
+from flashrl_verl.errors import ConfigError, FlashRLError
+from flashrl_verl.settings import FlashRLConfig
+from flashrl_verl.tools.export.checkpoint import find
+from flashrl_verl.tools.export.eight_bit import INDEX, locate, quantize
+from flashrl_verl.tools.export.merge import merge
 from flashrl_verl.trainer import run_settings
 
 
 @pytest.fixture(scope="module")
-def exported(of_two, tmp_path_factory):
-    return export(Request(checkpoint=of_two[0], output=tmp_path_factory.mktemp("exported") / "bf16"))
+def merged(of_two, tmp_path_factory):
+    """The checkpoint of two ranks in BF16."""
+    folder = tmp_path_factory.mktemp("merged") / "bf16"
+    merge(find(of_two[0]), folder)
+    return folder
 
 
-def test_two_ranks_weights_are_the_trainers_rounded_to_bf16(of_two, exported):
-    assert_rounded(tensors(exported[0]), of_two[1])
+# ---- BF16 ----
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_the_number_of_ranks_does_not_change_the_export(tmp_path, ranks):
-    checkpoint, weights = save(ranks, tmp_path)
-    assert_rounded(tensors(export(Request(checkpoint=checkpoint, output=tmp_path / "out"))[0]), weights)
+def test_two_ranks_weights_are_the_trainers_rounded_to_bf16_and_the_tokenizer_comes_along(of_two, merged):
+    assert_rounded(tensors(merged), of_two[1])
+    assert json.loads((merged / "config.json").read_text())["dtype"] == "bfloat16"
+    assert transformers.AutoTokenizer.from_pretrained(merged).vocab_size > 10
 
 
-@pytest.mark.slow
-def test_of_two_replicas_the_shards_of_one_are_the_model(tmp_path):
-    checkpoint, weights = save(4, tmp_path, hybrid=True)
-    assert_rounded(tensors(export(Request(checkpoint=checkpoint, output=tmp_path / "out"))[0]), weights)
-
-
-def test_verls_own_merger_writes_the_same_weights(of_two, exported, tmp_path):
-    from verl.model_merger.base_model_merger import ModelMergerConfig
-    from verl.model_merger.fsdp_model_merger import FSDPModelMerger
-
-    actor = of_two[0] / "actor"
-    (actor / "huggingface" / "tokenizer_config.json").unlink(missing_ok=True)
-    merger = FSDPModelMerger(
-        ModelMergerConfig(
-            operation="merge",
-            backend="fsdp",
-            local_dir=str(actor),
-            hf_model_config_path=str(actor / "huggingface"),
-            target_dir=str(tmp_path / "merged"),
-        )
-    )
-    world = merger._get_world_size()
-    state = merger._load_and_merge_state_dicts(world, world, (world,), ("fsdp",))
-    ours = tensors(exported[0])
-    assert state.keys() == ours.keys()
-    assert all(torch.equal(state[name], ours[name]) for name in ours)
-
-
-@pytest.mark.slow
-def test_tied_embeddings_are_written_once_and_transformers_ties_them_again(tmp_path):
-    from transformers import AutoModelForCausalLM
-
-    checkpoint, weights = save(2, tmp_path, "llama3")
-    folder, _ = export(Request(checkpoint=checkpoint, output=tmp_path / "out"))
-    assert "lm_head.weight" not in tensors(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
-    assert model.dtype == torch.bfloat16
-    assert_rounded(dict(model.named_parameters()), weights)
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-
-
-def test_experts_are_written_one_by_one_and_transformers_packs_the_same_ones(tmp_path):
-    from transformers import AutoModelForCausalLM
-
-    checkpoint, weights = save(2, tmp_path, "qwen3-moe")
-    folder, _ = export(Request(checkpoint=checkpoint, output=tmp_path / "out"))
-    found = tensors(folder)
+def test_experts_come_one_by_one_what_chooses_them_keeps_fp32_and_a_tied_head_is_written_once(tmp_path):
+    checkpoint, weights = save(2, tmp_path, "glm4-moe", intermediate=96)
+    merge(find(checkpoint), tmp_path / "out")
+    found = tensors(tmp_path / "out")
     packed = weights["model.layers.1.mlp.experts.gate_up_proj"].to(torch.bfloat16)
     rows = packed.shape[1] // 2
     assert torch.equal(found["model.layers.1.mlp.experts.5.gate_proj.weight"], packed[5, :rows])
     assert torch.equal(found["model.layers.1.mlp.experts.5.up_proj.weight"], packed[5, rows:])
-    assert_rounded(dict(AutoModelForCausalLM.from_pretrained(folder, dtype="auto").named_parameters()), weights)
+    routers = ("model.layers.1.mlp.gate.weight", "model.layers.1.mlp.gate.e_score_correction_bias")
+    for name in routers:
+        assert found[name].dtype == torch.float32 and torch.equal(found[name], weights[name]), name
+    assert len(weights[routers[1]].bfloat16().unique()) < weights[routers[1]].numel(), "rounded it would order less"
+    assert {tensor.dtype for name, tensor in found.items() if name not in routers} == {torch.bfloat16}
+    assert "lm_head.weight" not in found
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    for name, weight in weights.items():
+        assert torch.equal(model.state_dict()[name], weight if name in routers else weight.bfloat16().float()), name
+
+
+def test_a_missing_or_damaged_shard_and_an_output_that_is_there_are_told_and_nothing_is_left(of_two, tmp_path):
+    checkpoint = shutil.copytree(of_two[0], tmp_path / "global_step_2")
+    shard = checkpoint / "actor" / "model_world_size_2_rank_1.pt"
+    shard.write_bytes(b"PK no archive")
+    with pytest.raises(FlashRLError, match="verl's merger cannot read"):
+        merge(find(checkpoint), tmp_path / "out")
+    shard.unlink()
+    with pytest.raises(FlashRLError, match=r"model_world_size_2_rank_1\.pt.*copy them from the nodes"):
+        merge(find(checkpoint), tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["global_step_2"]
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").touch()
+    with pytest.raises(ConfigError, match="is not overwritten"):
+        merge(find(of_two[0]), tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
+
+
+# ---- 8 bits ----
 
 
 @pytest.mark.parametrize("precision", ["int8", "fp8"])
@@ -99,26 +88,21 @@ def test_codes_and_scales_are_an_independent_recomputation_and_compressed_tensor
     from compressed_tensors.quantization import QuantizationConfig
     from compressed_tensors.quantization.lifecycle.forward import dequantize
 
-    checkpoint, weights = of_two
-    layers = {"ignore": ["re:.*down_proj"], "keep_first_layers": 0, "keep_last_layers": 1}
-    folder, record = export(
-        Request(checkpoint=checkpoint, output=tmp_path / "out", format=Precision(precision), layers=layers)
-    )
+    # What the run kept in BF16, and what the command line says over it.
+    checkpoint, folder = shutil.copytree(of_two[0], tmp_path / "global_step_2"), tmp_path / "out"
+    run_settings.save(checkpoint, FlashRLConfig(ignore=("re:.*down_proj",), keep_last_layers=2))
+    words = ["export", checkpoint, "--format", precision, "--output", folder, "--keep-last-layers", 1]
+    app(list(map(str, words)), standalone_mode=False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_2", "out"]
+    weights = of_two[1]
     found, config = tensors(folder), json.loads((folder / "config.json").read_text())
     settings = QuantizationConfig.model_validate(config["quantization_config"])
     scheme = settings.config_groups["group_0"]
     assert {"lm_head", "model.layers.0.mlp.down_proj", "model.layers.1.self_attn.q_proj"} < set(settings.ignore)
     quantized = [name for name in weights if f"{name}_scale" in found]
-    parts = (
-        "self_attn.q_proj",
-        "self_attn.k_proj",
-        "self_attn.v_proj",
-        "self_attn.o_proj",
-        "mlp.gate_proj",
-        "mlp.up_proj",
-    )
+    attention = [f"self_attn.{part}_proj" for part in "qkvo"]
+    parts = [*attention, "mlp.gate_proj", "mlp.up_proj"]
     assert sorted(quantized) == sorted(f"model.layers.0.{part}.weight" for part in parts)
-    assert record["quantized_layers"] == len(parts)
     for name in quantized:
         codes, scales = references.quantize(weights[name].to(torch.bfloat16), precision)
         assert found[name].dtype == {"int8": torch.int8, "fp8": torch.float8_e4m3fn}[precision]
@@ -137,48 +121,60 @@ def test_codes_and_scales_are_an_independent_recomputation_and_compressed_tensor
         assert ((read.get_parameter(name).float() - exact).abs() <= 2**-7 * exact.abs()).all(), name
 
 
-def test_the_runs_own_record_says_what_stays_in_bf16(of_two, tmp_path):
-    checkpoint = shutil.copytree(of_two[0], tmp_path / "global_step_2")
-    run_settings.save(checkpoint, FlashRLConfig(ignore=("re:.*v_proj",), keep_first_layers=1, fp32_lm_head=True))
-    for path in (checkpoint, checkpoint / "actor"):
-        recorded = open_checkpoint(path).settings
-        assert recorded["fp32_lm_head"] is True and recorded["precision"] == "int8"
-        chosen = layers_of(recorded, (), None, 2)
-        assert chosen == {"ignore": ["re:.*v_proj"], "keep_first_layers": 1, "keep_last_layers": 2}
-    assert layers_of(recorded, ("lm_head",), 0, None)["ignore"] == ["lm_head"]
-
-
-# ---- what is written beside the weights ----
-
-
-def test_files_have_a_bounded_size_an_index_and_checksums(of_two, exported, tmp_path):
-    folder, record = export(Request(checkpoint=of_two[0], output=tmp_path / "out", max_shard_bytes=100_000))
-    index = json.loads((folder / "model.safetensors.index.json").read_text())
-    files = sorted(folder.glob("model-*-of-*.safetensors"))
-    assert len(files) > 3 and files[-1].name == f"model-{len(files):05}-of-{len(files):05}.safetensors"
-    whole = tensors(exported[0])
-    assert index["weight_map"].keys() == whole.keys()
-    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in whole.values())
+def test_files_have_a_bounded_size_and_an_index_and_hold_the_same(merged, tmp_path):
+    quantize(merged, tmp_path / "one", FlashRLConfig())
+    quantize(merged, tmp_path / "many", FlashRLConfig(), shard_size=50_000)
+    whole = load_file(tmp_path / "one" / "model.safetensors")
+    index = json.loads((tmp_path / "many" / INDEX).read_text())
+    files = sorted((tmp_path / "many").glob("model-*-of-*.safetensors"))
+    assert len(files) > 3 and index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in whole.values())
     for file in files:
         with safe_open(file, "pt") as stream:
             names = list(stream.keys())
-        assert len(names) == 1 or file.stat().st_size < 100_000 + 10_000
+        assert len(names) <= 2 or file.stat().st_size < 50_000 + 10_000
         assert {index["weight_map"][name] for name in names} == {file.name}
-    assert record["files"] == {f.name: {"bytes": f.stat().st_size, "sha256": sha256(f)} for f in files}
-    assert record["step"] == 2 and record["format"] == "bf16" and record["source"] == str(of_two[0] / "actor")
-    # A folder of several files is a source too, and gives the same again.
-    again, _ = export(Request(checkpoint=folder, output=tmp_path / "again"))
-    assert_rounded(tensors(again), whole)
-    assert open_checkpoint(again).step == 2
+    parts = tensors(tmp_path / "many")
+    assert parts.keys() == whole.keys() and all(torch.equal(parts[name], whole[name]) for name in whole)
+    assert (tmp_path / "many" / "tokenizer.json").is_file()
 
 
-def test_the_configuration_says_bf16_and_the_tokenizer_comes_along_but_no_stale_weights(of_two, tmp_path):
-    checkpoint = shutil.copytree(of_two[0], tmp_path / "global_step_7")
-    extra = checkpoint / "actor" / "huggingface"
-    (extra / "tokenizer.json").write_text("{}")
-    (extra / "chat_template.jinja").write_text("{{ messages }}")
-    save_file({"stale": torch.ones(1)}, extra / "model.safetensors")
-    folder, _ = export(Request(checkpoint=checkpoint, output=tmp_path / "out"))
-    assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
-    assert (folder / "chat_template.jinja").read_text() == "{{ messages }}" and (folder / "tokenizer.json").exists()
-    assert "stale" not in tensors(folder)
+def test_a_router_keeps_its_fp32_beside_experts_in_codes(tmp_path):
+    model = make("qwen3-moe")
+    model.save_pretrained(tmp_path / "model")
+    layers = quantize(tmp_path / "model", tmp_path / "out", FlashRLConfig())
+    found, name = tensors(tmp_path / "out"), "model.layers.0.mlp.gate.weight"
+    assert found[name].dtype == torch.float32 and torch.equal(found[name], model.state_dict()[name])
+    assert len(layers.quantized) == 2 * (4 + 8 * 3)
+    assert found["model.layers.1.mlp.experts.7.up_proj.weight"].dtype == torch.int8
+
+
+def test_the_same_weights_in_mistrals_names_beside_the_model_are_not_read(tmp_path):
+    save_file({"norm.weight": torch.ones(4)}, tmp_path / "consolidated.safetensors")
+    save_file({"model.norm.weight": torch.ones(4)}, tmp_path / "model.safetensors")
+    assert list(locate(tmp_path)) == ["model.norm.weight"]
+
+
+def test_a_weight_that_is_not_finite_or_a_file_that_is_not_whole_is_named(merged, tmp_path):
+    folder = shutil.copytree(merged, tmp_path / "model")
+    weights, name = load_file(folder / "model.safetensors"), "model.layers.1.mlp.up_proj.weight"
+    weights[name][2, 5] = torch.nan
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(FlashRLError, match=rf"{name} holds NaN or Inf"):
+        quantize(folder, tmp_path / "out", FlashRLConfig())
+    (folder / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(FlashRLError, match="git lfs pull"):
+        quantize(folder, tmp_path / "out", FlashRLConfig())
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize(
+    "layers, said",
+    [
+        ({"ignore": ("model.layers.0.mlp.dwn_proj",)}, "matches no layer"),
+        ({"ignore": ("re:.*q_proj",)}, "Name all of them"),
+        ({"keep_first_layers": 2}, "leave nothing to quantize"),
+    ],
+)
+def test_layers_that_cannot_be_kept_so_are_refused(merged, tmp_path, layers, said):
+    with pytest.raises(ConfigError, match=said):
+        quantize(merged, tmp_path / "out", FlashRLConfig(**layers))

@@ -7,22 +7,21 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from flashrl_verl.tools.evaluate.metrics import LEVEL, differences, figures, ladder, pass_at_k, per_problem
-
-DRAWS = 1000
-"""Enough to find out how often an interval covers, in a tenth of the time."""
+from flashrl_verl.tools.evaluate import metrics
+from flashrl_verl.tools.evaluate.metrics import LEVEL, interval, pass_at_k, per_problem
 
 
-def exhaustive(n: int, correct: int, k: int) -> Fraction:
-    """The share of all k of n samples that hold a correct one."""
-    chosen = list(itertools.combinations([True] * correct + [False] * (n - correct), k))
-    return Fraction(sum(map(any, chosen)), len(chosen))
+@pytest.fixture
+def few_draws(monkeypatch):
+    """Enough to find out how often an interval covers, in a tenth of the time."""
+    monkeypatch.setattr(metrics, "RESAMPLES", 1000)
 
 
 @pytest.mark.parametrize("n", range(1, 9))
 def test_pass_at_k_is_the_share_of_all_subsets_with_a_correct_sample(n):
     for correct, k in itertools.product(range(n + 1), range(1, n + 1)):
-        assert pass_at_k(n, correct, k) == pytest.approx(float(exhaustive(n, correct, k)), abs=1e-12)
+        chosen = list(itertools.combinations([True] * correct + [False] * (n - correct), k))
+        assert pass_at_k(n, correct, k) == pytest.approx(float(Fraction(sum(map(any, chosen)), len(chosen))), abs=1e-12)
 
 
 def test_pass_at_k_of_many_samples_neither_overflows_nor_loses_the_least_chance():
@@ -31,27 +30,15 @@ def test_pass_at_k_of_many_samples_neither_overflows_nor_loses_the_least_chance(
 
 
 def test_metrics_of_a_problem_by_hand():
-    values = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 0, 0]], dtype=float)
-    found = per_problem(values, 1.0)
+    found = per_problem([[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 0, 0]], 4)
     assert list(found) == ["mean@4", "pass@2", "pass@4"]
     assert found["mean@4"].tolist() == [0.25, 0.5, 0.0]
     assert found["pass@2"] == pytest.approx([1 / 2, 5 / 6, 0.0])
     assert found["pass@4"].tolist() == [1.0, 1.0, 0.0]
+    assert list(per_problem([[0.5], [1.0]], 1)) == ["mean@1"]
 
 
-def test_rewards_that_are_not_0_and_1_have_a_mean_of_their_own_and_a_threshold():
-    found = per_problem(np.array([[0.9, -1.0], [0.2, 0.5]]), threshold=0.5)
-    assert list(found) == ["mean@2", "pass@1", "pass@2"]
-    assert found["mean@2"] == pytest.approx([-0.05, 0.35])
-    assert found["pass@1"].tolist() == [0.5, 0.5]
-
-
-@pytest.mark.parametrize("n, expected", [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (16, [1, 2, 4, 8, 16])])
-def test_k_are_powers_of_two_and_all_samples(n, expected):
-    assert ladder(n) == expected
-
-
-def test_intervals_cover_a_known_accuracy_as_often_as_they_say():
+def test_intervals_cover_a_known_accuracy_as_often_as_they_say(few_draws):
     """400 evaluations of 100 problems with 4 samples each: problems differ in difficulty (Beta(1, 1)), samples of one
     do not. 95 % of 400 has a standard error of 1.1 points; percentiles of 100 problems cover about a point less."""
     rng = np.random.default_rng(0)
@@ -60,49 +47,32 @@ def test_intervals_cover_a_known_accuracy_as_often_as_they_say():
     for _ in range(evaluations):
         chance = rng.beta(1, 1, size=100)
         values = (rng.random((100, 4)) < chance[:, None]).astype(float)
-        (figure,) = figures([per_problem(values, 1.0)["mean@4"]], seed=0, resamples=DRAWS)
+        figure = interval(values.mean(axis=1))
         covered += figure.low <= 0.5 <= figure.high
-        # As if 400 responses were 400 measurements: the mistake that clusters are there to avoid.
+        # As if 400 responses were 400 measurements: the mistake that drawing problems is there to avoid.
         error = 1.96 * (values.mean() * (1 - values.mean()) / values.size) ** 0.5
         naive += abs(values.mean() - 0.5) <= error
     assert 0.915 < covered / evaluations < 0.975
     assert naive / evaluations < 0.87
 
 
-def test_intervals_of_a_difference_cover_it_and_pairing_makes_them_narrower():
+def test_intervals_of_a_difference_cover_it_and_pairing_makes_them_narrower(few_draws):
     rng = np.random.default_rng(1)
     covered, widths = 0, []
     for _ in range(200):
         chance = rng.beta(0.5, 0.5, size=150)
-        one, other = (
-            (rng.random((150, 4)) < np.clip(chance - loss, 0, 1)[:, None]).mean(axis=1) for loss in (0.02, 0.0)
-        )
-        truth = np.mean(np.clip(chance - 0.02, 0, 1) - chance)
-        (gap,) = differences([one], [other], seed=0, resamples=DRAWS)
-        covered += gap.low <= truth <= gap.high
-        (alone,) = figures([one], seed=0, resamples=DRAWS)
+        lower = np.clip(chance - 0.02, 0, 1)
+        one, other = ((rng.random((150, 4)) < of[:, None]).mean(axis=1) for of in (lower, chance))
+        gap, alone = interval(one - other, floor=-1.0), interval(one)
+        covered += gap.low <= np.mean(lower - chance) <= gap.high
         widths.append((gap.high - gap.low) / (alone.high - alone.low))
     assert covered / 200 > 0.9
     assert np.median(widths) < 0.8  # without pairing it would be 1.41
 
 
 def test_problems_that_are_all_alike_do_not_look_certain():
-    (right,), (wrong,) = figures([np.ones(30)], 0), figures([np.zeros(30)], 0)
+    right, wrong, same = interval(np.ones(30)), interval(np.zeros(30)), interval(np.zeros(30), floor=-1.0)
     # With this accuracy 30 of 30 right still happen in (1 - level) / 2 of all evaluations.
     assert right.low**30 == pytest.approx((1 - LEVEL) / 2) and right.high == 1.0
     assert wrong.low == 0.0 and wrong.high == pytest.approx(1 - right.low)
-    (same,) = differences([np.ones(30)], [np.ones(30)], 0)
     assert (same.value, same.low, same.high) == (0.0, -wrong.high, wrong.high)
-
-
-def test_a_difference_of_1_everywhere_is_as_sure_as_one_of_minus_1():
-    ones, zeros = np.ones(30), np.zeros(30)
-    up, down = differences([ones, zeros], [zeros, ones], 0)
-    (right,), (wrong,) = figures([ones], 0), figures([zeros], 0)
-    assert (up.value, up.high, down.value, down.low) == (1.0, 1.0, -1.0, -1.0)
-    assert up.low == pytest.approx(right.low - wrong.high) == pytest.approx(-down.high) and up.low < 1.0
-
-
-def test_a_seed_fixes_the_interval():
-    column = np.random.default_rng(0).random(50)
-    assert figures([column], 3) == figures([column], 3) != figures([column], 4)

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run writes into its checkpoints of its quantization, and what the command line says over it."""
+"""What a run writes into its checkpoints of its quantization."""
 
 import json
 
 import pytest
 
-from flashrl_verl.errors import ConfigError, FlashRLError
+from flashrl_verl.errors import FlashRLError
 from flashrl_verl.settings import FlashRLConfig
-from flashrl_verl.tools.export.chosen import layers_of
 from flashrl_verl.trainer import run_settings
 
 RUN = FlashRLConfig(ignore=("re:.*v_proj",), keep_first_layers=1, kv_cache="int8_per_token_head")
@@ -26,12 +25,3 @@ def test_the_record_is_the_runs_and_a_damaged_one_is_refused(tmp_path):
         file.write_text(damaged)
         with pytest.raises(FlashRLError, match="flashrl.json is damaged"):
             run_settings.load(tmp_path)
-
-
-def test_ignore_none_empties_what_the_run_ignored_and_stands_alone():
-    recorded = run_settings.record(RUN)
-    assert layers_of(recorded, (), None, None)["ignore"] == ["re:.*v_proj"]
-    chosen = layers_of(recorded, ("none",), None, 2)
-    assert chosen == {"ignore": [], "keep_first_layers": 1, "keep_last_layers": 2}
-    with pytest.raises(ConfigError, match="--ignore none --ignore lm_head: none stands for no layer"):
-        layers_of(recorded, ("none", "lm_head"), None, None)

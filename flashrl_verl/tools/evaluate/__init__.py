@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint's accuracy by precision, apart from training: mean@k and pass@k with confidence intervals."""
+"""A checkpoint's accuracy by precision: verl's own validation, with mean@n, pass@k and 95 % intervals."""

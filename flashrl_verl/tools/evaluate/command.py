@@ -3,124 +3,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import signal
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 from flashrl_verl.errors import ConfigError
+from flashrl_verl.settings import Precision
 from flashrl_verl.tools.console import new_console
-from flashrl_verl.tools.export.command import IGNORE, KEEP_FIRST, KEEP_LAST, quiet, say, say_kv_cache, say_layers
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from flashrl_verl.settings import Precision
-    from flashrl_verl.tools.evaluate.evaluate import EvalConfig
 
 
 def evaluate(
+    context: typer.Context,
     checkpoint: Annotated[
-        Path,
-        typer.Argument(
-            metavar="CHECKPOINT", help="<trainer.default_local_dir>/global_step_N, or a Hugging Face folder."
-        ),
+        Path, typer.Argument(metavar="CHECKPOINT", help="A run, its global_step_<N>, or a Hugging Face folder.")
     ],
-    data: Annotated[list[Path], typer.Option(help="Problems: a parquet file in verl's format; may be repeated.")],
     precision: Annotated[
         str, typer.Option(help="bf16, int8, fp8, or several separated by commas; compared with the first.")
     ] = "bf16",
-    n: Annotated[int, typer.Option("--n", min=1, help="Responses to each problem.")] = 8,
-    temperature: Annotated[float, typer.Option(help="Of the sampling; 0 is greedy.")] = 1.0,
-    top_p: Annotated[float, typer.Option(help="Probability mass to sample from.")] = 1.0,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Longest response, in tokens.")] = 4096,
-    seed: Annotated[int, typer.Option(min=0, help="Of the sampling and of the intervals.")] = 0,
-    limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many problems.")] = None,
-    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="GPUs of an engine.")] = 1,
-    reward_function: Annotated[
-        str | None,
-        typer.Option(metavar="PATH:NAME", help="As reward.custom_reward_function; else verl's by data source."),
-    ] = None,
-    threshold: Annotated[float, typer.Option(help="Least value (acc, else score) of a correct response.")] = 1.0,
-    ignore: Annotated[list[str] | None, IGNORE] = None,
-    keep_first_layers: Annotated[int | None, KEEP_FIRST] = None,
-    keep_last_layers: Annotated[int | None, KEEP_LAST] = None,
+    step: Annotated[int | None, typer.Option(help="Of a run's checkpoints; else the last.")] = None,
+    n: Annotated[int, typer.Option("--n", min=1, help="Responses to each prompt.")] = 8,
+    temperature: Annotated[float, typer.Option(min=0, help="Of the sampling; 0 is greedy, with --n 1.")] = 1.0,
     output: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder for eval.json and the responses; else outputs/eval/<run>-<checkpoint>.", show_default=False
-        ),
+        Path | None, typer.Option(help="Folder of the results; else outputs/eval/<name>.", show_default=False)
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace what another evaluation left in --output.")] = False,
 ) -> None:
-    """Evaluate a checkpoint apart from training: mean@n and pass@k by precision, with 95 % intervals.
+    """Evaluate a checkpoint with verl's validation: mean@n and pass@k by precision, with 95 % intervals.
 
-    BF16 is vLLM without quantization; the 8-bit ones are the rollout's engines. Engines run one after another. A
-    precision that is finished is not generated again.
+    Words after the options are Hydra overrides, for instance data.val_files=aime.parquet trainer.n_gpus_per_node=4.
+    They change the run's config.yaml; where there is none, the recipe's defaults (add experiment=<the run's>). Rerun to
+    resume: a precision that is done is not generated again.
     """
-    from flashrl_verl.tools.engines.arms import precisions_of
-    from flashrl_verl.tools.evaluate.evaluate import EvalConfig
+    from flashrl_verl.tools.evaluate.evaluate import EvalConfig, run
+    from flashrl_verl.tools.export.checkpoint import find
 
-    console = new_console()
-    precisions = precisions_of(precision)
-    with quiet():
-        name, layers = _layers(console, checkpoint, precisions, (ignore or [], keep_first_layers, keep_last_layers))
+    for word in context.args:
+        if word.startswith("-") or "=" not in word:
+            raise ConfigError(f"{word!r} is neither an option (flashrl eval --help) nor an override key=value")
+    found = find(checkpoint, step)
     config = EvalConfig(
-        checkpoint=checkpoint,
-        data=tuple(path.expanduser() for path in data),
-        precisions=precisions,
-        samples=n,
+        checkpoint=found,
+        precisions=_precisions(precision),
+        n=n,
         temperature=temperature,
-        top_p=top_p,
-        max_tokens=max_tokens,
-        seed=seed,
-        limit=limit,
-        tensor_parallel_size=tensor_parallel_size,
-        reward=reward_function,
-        threshold=threshold,
-        layers=layers,
-        output=(output or Path("outputs/eval") / name).expanduser(),
-        force=force,
+        output=(output or Path("outputs/eval") / found.name).expanduser().resolve(),
+        overrides=tuple(context.args),
     )
-    _run(config, console)
-
-
-def _layers(
-    console: Console, checkpoint: Path, precisions: Sequence[Precision], said: tuple[list[str], int | None, int | None]
-) -> tuple[str, dict[str, Any]]:
-    """The checkpoint's name, and the layers that its 8-bit engines keep in BF16."""
-    from flashrl_verl.settings import Precision
-    from flashrl_verl.tools.export.chosen import layers_of
-    from flashrl_verl.tools.export.source import open_checkpoint
-
-    given = said != ([], None, None)
-    eight = any(one is not Precision.BF16 for one in precisions)
-    if given and not eight:
-        raise ConfigError("--ignore and the kept layers have no effect with --precision bf16: leave them out")
-    opened = open_checkpoint(checkpoint)
-    layers = layers_of(opened.settings, *said)
-    if eight:
-        say_layers(console, layers, said, opened.settings)
-    say_kv_cache(console, opened.settings, "", "engines have BF16 ones")
-    return opened.name, layers
-
-
-def _run(config: EvalConfig, console: Console) -> None:
-    from flashrl_verl.tools.bar import Bar
-    from flashrl_verl.tools.evaluate.evaluate import run
-    from flashrl_verl.tools.process_tree import Stopped, stoppable
-    from flashrl_verl.tools.run_directory import check_output
-
-    check_output(config.output)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the run that was started too
+    console = new_console()
     try:
-        with stoppable(), quiet(), Bar(console, "done") as bar:
-            report = run(config, bar)
-    except Stopped as stopped:
-        say(console, f"stopped; the same command goes on behind the responses that are in {config.output}")
-        raise typer.Exit(stopped.exit_code) from None
-    written = report.write(config.output)
-    console.print(report.table())
-    for note in report.notes():
-        say(console, note)
-    say(console, f"written: {written}, and responses.jsonl beside it by precision")
+        typer.echo(run(config, console))
+    except KeyboardInterrupt:
+        typer.echo("stopped; rerun to resume")
+        raise typer.Exit(128 + signal.SIGINT) from None
+    typer.echo(f"written: {config.output}/eval.json, eval.md, and responses.jsonl by precision")
+
+
+def _precisions(words: str) -> tuple[Precision, ...]:
+    try:
+        chosen = tuple(Precision(word.strip()) for word in words.split(","))
+    except ValueError:
+        chosen = ()
+    if not chosen or len(set(chosen)) < len(chosen):
+        raise ConfigError(f"--precision {words}: name {', '.join(p.value for p in Precision)}, each once, with commas")
+    return chosen

@@ -1,251 +1,347 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``flashrl eval``: the same problems to the same weights in several precisions, one engine after another."""
+"""``flashrl eval``: one run of verl's validation for each precision, by the recipe in a process of its own."""
 
 from __future__ import annotations
 
-import dataclasses
-import datetime
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from flashrl_verl.errors import ConfigError
+from flashrl_verl.errors import ConfigError, FlashRLError, listed
 from flashrl_verl.settings import Precision
-from flashrl_verl.tools.bar import sha256
-from flashrl_verl.tools.evaluate.engine import Answer, Job, ask
-from flashrl_verl.tools.evaluate.kept import (
-    RESPONSES,
-    begin,
-    begun,
-    clear,
-    finished,
-    read_answer,
-    settings_of,
-    write_answer,
-)
-from flashrl_verl.tools.evaluate.problems import Problem, read_problems
-from flashrl_verl.tools.evaluate.report import Evaluated, Report
-from flashrl_verl.tools.evaluate.scoring import load_reward, score
-from flashrl_verl.tools.export.chosen import layers_of
-from flashrl_verl.tools.export.source import RECORD, Checkpoint, open_checkpoint
+from flashrl_verl.tools.evaluate import metrics
+from flashrl_verl.tools.export.checkpoint import Checkpoint
+from flashrl_verl.tools.log_excerpt import last_error
+from flashrl_verl.tools.recipe_process import ROOT
 from flashrl_verl.trainer.atomic_write import write_whole
 
-_GENERATION = "generation_config.json"
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+    from rich.console import Console
 
-Progress = Callable[[str, int, int], None]
+CONFIG, RESPONSES, LOG = "config.yaml", "responses.jsonl", "eval.log"
+"""In a precision's folder: what the recipe is started with, what verl's validation dumped, what was said."""
+
+_STOP = ((signal.SIGINT, 30.0), (signal.SIGTERM, 10.0))
+"""How a run is ended: signals to its driver, which takes Ray down, and seconds to wait after each."""
+
+Values = dict[tuple[str, str], list[float]]
+"""(prompt, ground truth) -> what each response is worth."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
     """What the command line says."""
 
-    checkpoint: Path
-    data: tuple[Path, ...]
-    precisions: tuple[Precision, ...] = (Precision.BF16,)
+    checkpoint: Checkpoint
+    precisions: tuple[Precision, ...]
     """In this order; the others are compared with the first."""
-    samples: int = 8
-    """Responses to each problem."""
-    temperature: float = 1.0
-    top_p: float = 1.0
-    max_tokens: int = 4096
-    """Longest response, in tokens."""
-    seed: int = 0
-    """Of the sampling and of the intervals."""
-    limit: int | None = None
-    """The first so many problems; None for all."""
-    tensor_parallel_size: int = 1
-    reward: str | None = None
-    """``path:name``; None for verl's default."""
-    threshold: float = 1.0
-    """Least value of a correct response."""
-    layers: dict[str, Any] = dataclasses.field(default_factory=lambda: layers_of(None, (), None, None))
-    """Layers that 8-bit precisions keep in BF16."""
-    output: Path = Path("outputs/eval")
-    force: bool = False
-    """Generate again what another evaluation left in ``output``."""
+    n: int
+    """Responses to each prompt."""
+    temperature: float
+    output: Path
+    overrides: tuple[str, ...] = ()
+    """Hydra's, over the run's configuration."""
 
     def __post_init__(self) -> None:
-        if self.temperature < 0 or not 0 < self.top_p <= 1:
-            said = f"--temperature {self.temperature} --top-p {self.top_p}"
-            raise ConfigError(f"{said}: a temperature of at least 0, and a top-p above 0 and up to 1")
-        if self.temperature == 0 and self.samples > 1:
-            raise ConfigError(f"--temperature 0 is greedy: all --n {self.samples} responses are one. Set --n 1")
-        if len(set(self.precisions)) < len(self.precisions):
-            raise ConfigError(f"--precision names one twice: {','.join(p.value for p in self.precisions)}")
+        if self.temperature == 0 and self.n > 1:
+            raise ConfigError(f"--temperature 0 is greedy: all --n {self.n} responses would be one. Set --n 1")
 
 
-def run(config: EvalConfig, progress: Progress = lambda doing, done, total: None) -> Report:
-    """Evaluate every precision.
+# ---- the configuration ----
+
+
+def kept_config(checkpoint: Checkpoint) -> Path | None:
+    """The configuration that a run keeps beside its checkpoints; None where there is none."""
+    if not checkpoint.sharded:
+        return None
+    folders = dict.fromkeys((checkpoint.path.parent.parent, checkpoint.run))
+    return next((folder / CONFIG for folder in folders if (folder / CONFIG).is_file()), None)
+
+
+def compose(config: EvalConfig) -> DictConfig:
+    """What every precision shares: the run's configuration with the overrides, or the recipe's defaults with them.
+
+    Raises:
+        ConfigError: Hydra refuses an override.
+    """
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+    from hydra.errors import HydraException
+    from omegaconf import open_dict
+    from omegaconf.errors import OmegaConfBaseException
+
+    from flashrl_verl.tools import recipe_process
+
+    kept, words = kept_config(config.checkpoint), list(config.overrides)
+    if kept is None:
+        cfg = recipe_process.compose(words)
+        for key, value in (config.checkpoint.settings or {}).items():  # the run's record, where nothing is said
+            if not any(word.startswith(f"flashrl.{key}=") for word in words):
+                cfg.flashrl[key] = value
+        return cfg
+    try:
+        with initialize_config_dir(str(kept.parent), version_base=None):
+            cfg = hydra_compose(kept.stem, words)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(f"Hydra refuses the overrides {' '.join(words)} of {kept}: {error}") from error
+    with open_dict(cfg):  # kept ones are resolved: what workers read would not follow
+        cfg.actor_rollout_ref.rollout.custom.flashrl = "${flashrl}"
+        cfg.actor_rollout_ref.actor.policy_loss.rollout_correction = "${algorithm.rollout_correction}"
+    return cfg
+
+
+def validation_only(shared: DictConfig, config: EvalConfig, precision: Precision, model: Path) -> DictConfig:
+    """The configuration of one precision: verl's validation of ``model``, and no training."""
+    from omegaconf import open_dict
+
+    cfg = shared.copy()
+    with open_dict(cfg):
+        flashrl, trainer, rollout = cfg.flashrl, cfg.trainer, cfg.actor_rollout_ref.rollout
+        flashrl.precision, flashrl.bf16_replica_fraction = precision.value, 0.0
+        if precision is Precision.BF16:
+            flashrl.kv_cache, flashrl.ignore, flashrl.keep_first_layers, flashrl.keep_last_layers = "auto", [], 0, 0
+        cfg.actor_rollout_ref.model.path = str(model)
+        trainer.val_only = trainer.val_before_train = True
+        trainer.resume_mode, trainer.logger, trainer.log_val_generations = "disable", ["console"], 0
+        trainer.validation_data_dir = str(config.output / precision.value / "dump")
+        trainer.rollout_data_dir = None
+        sampling = {"n": config.n, "do_sample": config.temperature > 0, "temperature": config.temperature}
+        rollout.val_kwargs.update(sampling)
+        # verl checks the training's batches too, and loads its data: the least that any number of GPUs can cut.
+        ranks = trainer.nnodes * trainer.n_gpus_per_node
+        cfg.data.train_files, cfg.data.train_batch_size = cfg.data.val_files, ranks
+        cfg.actor_rollout_ref.actor.ppo_mini_batch_size, rollout.n = ranks, 1
+        cfg.actor_rollout_ref.actor.use_dynamic_bsz = rollout.log_prob_use_dynamic_bsz = True
+    return cfg
+
+
+# ---- the runs ----
+
+
+def run(config: EvalConfig, console: Console) -> str:
+    """Evaluate every precision that is not done yet, and write ``eval.json`` and ``eval.md``.
 
     Args:
         config: what.
-        progress: told what is done, how much of it, and how much there is.
+        console: told which precision runs, and since when.
 
     Returns:
-        The report; responses are in ``config.output``, by precision.
+        The table, in Markdown.
 
     Raises:
-        ConfigError, DataError: something cannot be evaluated so; no engine was started.
-        FlashRLError: an engine failed, or held something else than its name says; finished precisions stay finished.
+        ConfigError: something cannot be evaluated so, or ``config.output`` holds another evaluation.
+        FlashRLError: a run failed; finished precisions stay finished.
     """
-    reward = load_reward(config.reward)
-    problems, rows = read_problems(config.data, config.limit)
-    for problem in {problem.data_source: problem for problem in problems}.values():
-        score(reward, problem, "")  # a source that the reward does not know is found out before hours of generation
-    checkpoint = open_checkpoint(config.checkpoint)
-    output = config.output.expanduser().resolve()
-    prompts, stops, tokenizer = prompts_of(checkpoint, problems, config)
-    settings = {p: settings_of(config, checkpoint, prompts, stops, len(tokenizer), p) for p in config.precisions}
-    left = [precision for precision in settings if not finished(output, precision, settings[precision], config.force)]
-    goes_on = {precision for precision in left if begun(output, precision, settings[precision], config.force)}
-    model = _in_bf16(checkpoint, output, progress) if left else None
-    for precision in left:
-        job = Job(
-            model=str(model),
-            precision=precision.value,
-            layers=config.layers,
-            prompts=prompts,
-            samples=config.samples,
-            temperature=config.temperature,
-            top_p=config.top_p,
-            max_tokens=config.max_tokens,
-            seed=config.seed,
-            stop_token_ids=stops,
-            vocab_size=len(tokenizer),
-            tensor_parallel_size=config.tensor_parallel_size,
-        )
-        if precision not in goes_on:
-            begin(output / precision.value, settings[precision])
-        _generate(job, output / precision.value, settings[precision], progress)
-    evaluated = []
-    for precision in config.precisions:
-        answer = read_answer(output / precision.value)
-        texts = [[tokenizer.decode(ids, skip_special_tokens=True) for ids in group] for group in answer.responses]
-        values = []
-        for done, (problem, group) in enumerate(zip(problems, texts, strict=True), 1):
-            values.append([score(reward, problem, text) for text in group])
-            progress(f"{precision.value}: scoring", done, len(problems))
-        _write_responses(output / precision.value / RESPONSES, problems, texts, values, answer)
-        evaluated.append(
-            Evaluated(precision=precision.value, values=values, answer=answer, generated=precision in left)
-        )
-    return Report.of(evaluated, problems, config.threshold, config.seed, _facts(config, checkpoint, rows, settings))
+    from omegaconf import OmegaConf
+
+    from flashrl_verl.validation import check_paths, validate_config
+
+    shared, output = compose(config), config.output
+    model = output / "model" if config.checkpoint.sharded else config.checkpoint.path
+    configs = {precision: validation_only(shared, config, precision, model) for precision in config.precisions}
+    for cfg in configs.values():
+        validate_config(cfg)
+        check_paths(cfg, made_later=output)
+    _require_same(config)
+    for precision, cfg in configs.items():
+        folder, text = output / precision.value, OmegaConf.to_yaml(cfg)
+        if (folder / RESPONSES).is_file():
+            if (folder / CONFIG).read_text() != text:
+                raise ConfigError(
+                    f"{folder} holds an evaluation with other settings (see its {CONFIG}). Remove it, or choose "
+                    "another --output"
+                )
+            console.print(f"{precision.value}: done before", highlight=False)
+            continue
+        if config.checkpoint.sharded and not model.exists():
+            from flashrl_verl.tools.export.merge import merge
+
+            merge(config.checkpoint, model)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(folder / CONFIG, text.encode())
+        _validate(precision, folder, console)
+    found = {p: read(output / p.value / RESPONSES, config.n) for p in config.precisions}
+    files = shared.data.val_files
+    report = summarize(found, sources([files] if isinstance(files, str) else list(files)), config.n)
+    facts = {
+        "checkpoint": str(config.checkpoint.path),
+        "step": config.checkpoint.step,
+        "n": config.n,
+        "temperature": config.temperature,
+        "max_response_length": shared.data.max_response_length,
+        "interval": {"level": metrics.LEVEL, "method": metrics.METHOD},
+    }
+    text = table(report, [precision.value for precision in config.precisions])
+    write_whole(output / "eval.json", (json.dumps(facts | report, indent=1) + "\n").encode())
+    title = f"# {config.checkpoint.name}: {config.n} responses a problem, temperature {config.temperature:g}\n\n"
+    write_whole(output / "eval.md", (title + text + "\n").encode())
+    return text
 
 
-def prompts_of(
-    checkpoint: Checkpoint, problems: list[Problem], config: EvalConfig
-) -> tuple[list[list[int]], list[int], Any]:
-    """Tokens of every prompt, the tokens that end a turn, and the tokenizer.
-
-    Raises:
-        ConfigError: the longest prompt and response are beyond the model.
-    """
-    from transformers import AutoConfig
-
-    from flashrl_verl.tools.engines.prompts import encode, load_tokenizer, stop_token_ids
-
-    tokenizer = load_tokenizer(checkpoint.folder, str(checkpoint.folder))
-    prompts = [encode(tokenizer, problem.messages) for problem in problems]
-    longest = max(map(len, prompts))
-    limit = longest_of(AutoConfig.from_pretrained(checkpoint.folder).get_text_config())
-    if limit is not None and longest + config.max_tokens > limit:
+def _require_same(config: EvalConfig) -> None:
+    """Keep the checkpoint that an output is of: another's responses must not be taken for this one's."""
+    file = config.output / "checkpoint.json"
+    own = {"path": str(config.checkpoint.path), "files": config.checkpoint.fingerprint()}
+    if file.is_file() and json.loads(file.read_text()) != own:
         raise ConfigError(
-            f"--max-tokens {config.max_tokens}: with the longest prompt's {longest} tokens that is beyond the model's "
-            f"{limit}; set --max-tokens {max(limit - longest, 0)} or lower"
+            f"{config.output} holds the evaluation of {json.loads(file.read_text())['path']}, of other weights than "
+            f"are in {config.checkpoint.path} now. Remove it, or choose another --output"
         )
-    return prompts, stop_token_ids(checkpoint.folder, tokenizer), tokenizer
+    config.output.mkdir(parents=True, exist_ok=True)
+    write_whole(file, json.dumps(own).encode())
 
 
-def longest_of(model: Any) -> int | None:
-    """Return how many tokens vLLM lets a model have; None where ``max_position_embeddings`` does not say it.
+def _validate(precision: Precision, folder: Path, console: Console) -> None:
+    """Run verl's validation; its dump becomes ``RESPONSES`` when it is whole."""
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    words = ["--config-path", str(folder), "--config-name", Path(CONFIG).stem]
+    words += ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=stdout"]
+    log = folder / LOG
+    console.print(f"{precision.value}: verl's validation, log {log}", highlight=False, soft_wrap=True)
+    started = time.monotonic()
+    with log.open("wb") as stream:
+        process = subprocess.Popen(
+            [sys.executable, str(ROOT / "recipe" / "flashrl" / "main_flashrl.py"), *words],
+            env={**os.environ, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C reaches this process alone, which passes it on once
+        )
+    try:
+        with console.status("") as status:
+            while (code := _wait(process, 1.0)) is None:
+                status.update(f"{precision.value}: {time.monotonic() - started:.0f} s")
+    finally:
+        _end(process)
+    dumped = sorted((folder / "dump").glob("*.jsonl"))
+    if code or not dumped:
+        error = "\n".join(last_error(log.read_text(errors="replace")))
+        raise FlashRLError(f"the {precision.value} run failed (exit code {code}): {error}\nThe whole log: {log}")
+    os.replace(dumped[-1], folder / RESPONSES)
+    shutil.rmtree(folder / "dump")
+    console.print(f"{precision.value}: done in {time.monotonic() - started:.0f} s", highlight=False)
 
-    Scaled rotary embeddings reach further by their factor, YaRN's from where it started (vLLM's
-    ``config/model.py: _get_and_verify_max_len``, which is private).
+
+def _wait(process: subprocess.Popen, seconds: float) -> int | None:
+    with suppress(subprocess.TimeoutExpired):
+        return process.wait(seconds)
+    return None
+
+
+def _end(process: subprocess.Popen) -> None:
+    """End what is left of a run: the driver in order, then its process group."""
+    for signum, seconds in _STOP:
+        if process.poll() is None:
+            process.send_signal(signum)
+            _wait(process, seconds)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+# ---- the figures ----
+
+
+def read(file: Path, n: int) -> Values:
+    """What verl's validation dumped, by problem; copies of a problem count as one with more responses.
 
     Args:
-        model: transformers' configuration of the text model.
+        file: JSON lines with ``input``, ``gts``, ``score`` and, where the reward gives it, ``acc``, which verl's own
+            figures are made of too.
+        n: responses to each prompt.
+
+    Raises:
+        FlashRLError: responses are missing.
     """
-    limit = getattr(model, "max_position_embeddings", None)
-    scaling = getattr(model, "rope_parameters", None) or getattr(model, "rope_scaling", None) or {}
-    if limit is None or "gemma3" in model.model_type:  # Gemma 3 gives the length with its scaling
-        return limit
-    factor = 1.0
-    for rope in scaling.values() if all(isinstance(value, dict) for value in scaling.values()) else [scaling]:
-        kind = rope.get("rope_type", rope.get("type"))
-        if kind in ("su", "longrope", "llama3"):  # so do these
-            continue
-        factor = rope.get("factor") or factor
-        if kind == "yarn":
-            limit = rope.get("original_max_position_embeddings") or limit
-    return int(limit * factor)
+    found: Values = {}
+    for line in file.read_text().splitlines():
+        row = json.loads(line)
+        value = row.get("acc")
+        found.setdefault((row["input"], str(row["gts"])), []).append(float(row["score"] if value is None else value))
+    if short := [prompt for (prompt, _), values in found.items() if len(values) % n]:
+        raise FlashRLError(
+            f"{file}: {len(short)} prompts have not {n} responses each ({listed([repr(p[-60:]) for p in short], 2)}): "
+            f"requests failed, see {file.with_name(LOG)}. Remove {file.parent} and run the same command"
+        )
+    return found
 
 
-def _in_bf16(checkpoint: Checkpoint, output: Path, progress: Progress) -> Path:
-    """The folder that engines load: the checkpoint itself, or its export in ``output``, which is made once."""
-    if checkpoint.ranks is None:
-        return checkpoint.path
-    from flashrl_verl.tools.export.export import Request, export
+def sources(files: Sequence[str]) -> dict[str, list[tuple[str, str]]]:
+    """What verl's dump lacks: ground truth -> (text of the last message, data source) of the rows that have it."""
+    import pyarrow.parquet
 
-    folder = output / "model"
-    if folder.exists():
-        if _is_export_of(checkpoint, folder):
-            return folder
-        clear(folder, RECORD)  # of another checkpoint: `finished` has let it be replaced
-    return export(Request(checkpoint=checkpoint.path, output=folder), progress)[0]
-
-
-def _is_export_of(checkpoint: Checkpoint, folder: Path) -> bool:
-    """Whether weights, configuration and generation settings are still the checkpoint's: the engine reads all three."""
-    try:
-        weights = json.loads((folder / RECORD).read_text())["source_files"]
-        config = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError, KeyError):
-        return False
-    kind = dict.fromkeys(("dtype", "torch_dtype", "quantization_config"))  # an export sets the former and drops a null
-    files = (folder / _GENERATION, checkpoint.folder / _GENERATION)
-    generation = [file.read_bytes() if file.is_file() else b"" for file in files]
-    same_config = {**config, **kind} == {**checkpoint.config, **kind}
-    return weights == checkpoint.fingerprint() and same_config and generation[0] == generation[1]
+    found: dict[str, list[tuple[str, str]]] = {}
+    for file in files:
+        for row in pyarrow.parquet.read_table(Path(file).expanduser()).to_pylist():
+            content = row["prompt"][-1]["content"]
+            pair = (content if isinstance(content, str) else "", str(row.get("data_source", "unknown")))
+            found.setdefault(str((row.get("reward_model") or {}).get("ground_truth")), []).append(pair)
+    return found
 
 
-def _generate(job: Job, folder: Path, settings: dict[str, Any], progress: Progress) -> None:
-    progress(f"{job.precision}: starting the engine", 0, 1)
-    answer = ask(job, folder, lambda done, total: progress(f"{job.precision}: responses", done, total))
-    write_answer(folder, answer, settings)
+def summarize(
+    found: dict[Precision, Values], known: dict[str, list[tuple[str, str]]], n: int
+) -> dict[str, dict[str, Any]]:
+    """Figures by data source, metric and precision, and their differences to the first precision's.
+
+    Args:
+        found: responses' values by precision.
+        known: of ``sources``.
+        n: responses to each prompt.
+
+    Raises:
+        FlashRLError: the precisions did not answer the same problems.
+    """
+    first, *others = found
+    for other in others:
+        if found[other].keys() != found[first].keys():
+            raise FlashRLError(
+                f"{first.value} and {other.value} answered different problems: the data changed between them. Evaluate "
+                "both again, with another --output"
+            )
+    groups: dict[str, list[tuple[str, str]]] = {}
+    for key in found[first]:
+        source = next((name for text, name in known.get(key[1], ()) if text in key[0]), "unknown")
+        groups.setdefault(source, []).append(key)
+    if len(groups) > 1:
+        groups["all"] = list(found[first])
+    figures: dict[str, Any] = {}
+    differences: dict[str, Any] = {}
+    for source, keys in groups.items():
+        columns = {p: metrics.per_problem([values[key] for key in keys], n) for p, values in found.items()}
+        for name in columns[first]:
+            figures.setdefault(source, {})[name] = {
+                p.value: asdict(metrics.interval(column[name])) for p, column in columns.items()
+            }
+            differences.setdefault(source, {})[name] = {
+                p.value: asdict(metrics.interval(columns[p][name] - columns[first][name], floor=-1.0)) for p in others
+            }
+    problems = {source: len(keys) for source, keys in groups.items()}
+    return {"problems": problems, "figures": figures, "differences": differences}
 
 
-def _write_responses(
-    path: Path, problems: list[Problem], texts: list[list[str]], values: list[list[float]], answer: Answer
-) -> None:
-    rows = (
-        {
-            "problem": number,
-            "data_source": problem.data_source,
-            "prompt": problem.messages,
-            "ground_truth": problem.ground_truth,
-            "responses": texts[number],
-            "values": values[number],
-            "truncated": answer.truncated[number],
-        }
-        for number, problem in enumerate(problems)
-    )
-    write_whole(path, "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows).encode())
-
-
-# ---- what the report says besides figures ----
-
-
-def _facts(
-    config: EvalConfig, checkpoint: Checkpoint, rows: int, settings: dict[Precision, dict[str, Any]]
-) -> dict[str, Any]:
-    return {
-        "step": checkpoint.step,
-        "data": {str(file): sha256(file) for file in config.data},
-        "limit": config.limit,
-        "rows": rows,
-        "reward": config.reward or "verl's default_compute_score",
-        "settings": {precision.value: of for precision, of in settings.items()},
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-    }
+def table(report: dict[str, dict[str, Any]], precisions: Sequence[str]) -> str:
+    """The figures in Markdown."""
+    first, *others = precisions
+    rows = [["data source", "problems", "metric", *precisions, *(f"{other} - {first}" for other in others)]]
+    for source, by_metric in report["figures"].items():
+        for name, row in by_metric.items():
+            cells = [row[p] for p in precisions] + [report["differences"][source][name][p] for p in others]
+            figures = [str(metrics.Figure(**cell)) for cell in cells]
+            rows.append([source, str(report["problems"][source]), name, *figures])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
+    ]
+    return "\n".join([lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]])

@@ -3,172 +3,76 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import re
-import warnings
-from collections.abc import Iterator
+import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 from flashrl_verl.errors import ConfigError
-from flashrl_verl.settings import Precision
-from flashrl_verl.tools.console import new_console
-
-if TYPE_CHECKING:
-    from flashrl_verl.tools.export.export import Request
-
-_UNITS = {"kb": 10**3, "mb": 10**6, "gb": 10**9}
-
-IGNORE = typer.Option(
-    help="A layer, or re:pattern, that stays in BF16; may be repeated; none: no layer. Else the run's record."
-)
-KEEP_FIRST = typer.Option(min=0, help="Decoder layers at the start that stay in BF16. Else what the run recorded.")
-KEEP_LAST = typer.Option(min=0, help="Decoder layers at the end that stay in BF16. Else what the run recorded.")
+from flashrl_verl.settings import FlashRLConfig, Precision
 
 
 def export(
     checkpoint: Annotated[
-        Path,
-        typer.Argument(
-            metavar="CHECKPOINT", help="<trainer.default_local_dir>/global_step_N, or a Hugging Face folder."
-        ),
+        Path, typer.Argument(metavar="CHECKPOINT", help="A run, its global_step_<N>, or a Hugging Face folder.")
     ],
-    format: Annotated[Precision, typer.Option(help="Weights: BF16, or the rollout's codes as compressed-tensors.")] = (
+    format: Annotated[Precision, typer.Option(help="BF16, or the rollout's 8-bit codes as compressed-tensors.")] = (
         Precision.BF16
     ),
+    step: Annotated[int | None, typer.Option(help="Of a run's checkpoints; else the last.")] = None,
     output: Annotated[
-        Path | None,
-        typer.Option(help="Folder to make; else outputs/export/<run>-<checkpoint>-<format>.", show_default=False),
+        Path | None, typer.Option(help="Folder to make; else outputs/export/<name>-<format>.", show_default=False)
     ] = None,
-    ignore: Annotated[list[str] | None, IGNORE] = None,
-    keep_first_layers: Annotated[int | None, KEEP_FIRST] = None,
-    keep_last_layers: Annotated[int | None, KEEP_LAST] = None,
-    max_shard_size: Annotated[str, typer.Option(help="Largest file of weights, and about the memory needed.")] = "5GB",
+    ignore: Annotated[
+        list[str] | None,
+        typer.Option(help="A layer, or re:pattern, that stays in BF16; repeatable. Else as the run had it."),
+    ] = None,
+    keep_first_layers: Annotated[
+        int | None, typer.Option(min=0, help="First decoder layers that stay in BF16. Else as the run had it.")
+    ] = None,
+    keep_last_layers: Annotated[
+        int | None, typer.Option(min=0, help="Last decoder layers that stay in BF16. Else as the run had it.")
+    ] = None,
 ) -> None:
     """Export a checkpoint for serving: a Hugging Face folder in BF16, or INT8 or FP8 that plain vLLM loads.
 
-    The 8-bit codes and scales are the rollout's own. BF16 needs no GPU; 8 bits need a vLLM that finds its device.
+    BF16 is verl's merger; routers of MoE models keep the trainer's precision. INT8 and FP8 have the rollout's own codes
+    and scales.
     """
-    from flashrl_verl.tools.bar import Bar
-    from flashrl_verl.tools.export.export import export as write
-    from flashrl_verl.tools.process_tree import Stopped, stoppable
+    from flashrl_verl.tools.export.checkpoint import find, require_new
 
-    console = new_console()
-    try:
-        with stoppable(), quiet(), Bar(console, "tensors") as bar:
-            kept = (ignore or [], keep_first_layers, keep_last_layers)
-            folder, record = write(_request(console, checkpoint, format, output, kept, _bytes(max_shard_size)), bar)
-    except Stopped as stopped:
-        console.print("stopped; nothing is left behind")
-        raise typer.Exit(stopped.exit_code) from None
-    _say_result(console, folder, record)
+    found = find(checkpoint, step)
+    folder = (output or Path("outputs/export") / f"{found.name}-{format.value}").expanduser().resolve()
+    require_new(folder)
+    said = {"ignore": ignore, "keep_first_layers": keep_first_layers, "keep_last_layers": keep_last_layers}
+    said = {key: value for key, value in said.items() if value is not None}
+    if format is Precision.BF16:
+        if said:
+            raise ConfigError(f"--{next(iter(said)).replace('_', '-')} is for --format int8 or fp8. Leave it out")
+        if not found.sharded:
+            raise ConfigError(f"{found.path} is a Hugging Face folder already. Serve it as it is, or name --format")
+        from flashrl_verl.tools.export.merge import merge
 
+        merge(found, folder)
+        typer.echo(f"{folder}: BF16 of step {found.step}")
+        return
+    recorded = {key: (found.settings or {}).get(key, default) for key, default in _NOTHING_KEPT.items()}
+    settings = FlashRLConfig.from_mapping({"precision": format.value, **recorded, **said})
+    from flashrl_verl.tools.export.eight_bit import quantize
 
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Without what verl and torch log while they are imported and read a checkpoint; what goes wrong raises."""
-    before = logging.root.manager.disable
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        logging.disable(logging.WARNING)
-        try:
-            yield
-        finally:
-            logging.disable(before)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.bf16-", dir=folder.parent) as scratch:
+        source = found.path
+        if found.sharded:
+            from flashrl_verl.tools.export.merge import merge
 
-
-def _request(
-    console: Any,
-    checkpoint: Path,
-    format: Precision,
-    output: Path | None,
-    kept: tuple[list[str], int | None, int | None],
-    max_shard_bytes: int,
-) -> Request:
-    from flashrl_verl.tools.export.chosen import layers_of
-    from flashrl_verl.tools.export.export import Request
-    from flashrl_verl.tools.export.source import open_checkpoint
-
-    given, layers = kept != ([], None, None), None
-    if format is not Precision.BF16:
-        recorded = open_checkpoint(checkpoint).settings
-        layers = layers_of(recorded, *kept)
-        say_layers(console, layers, kept, recorded)
-    elif given:
-        raise ConfigError("--ignore and the kept layers have no effect with --format bf16: leave them out")
-    return Request(checkpoint=checkpoint, output=output, format=format, layers=layers, max_shard_bytes=max_shard_bytes)
+            source = Path(scratch) / "bf16"
+            merge(found, source)
+        layers = quantize(source, folder, settings)
+    kept = ", ".join(f"{key}={getattr(settings, key)}" for key in _NOTHING_KEPT)
+    typer.echo(f"{folder}: {len(layers.quantized)} layers in {format.value}, {len(layers.kept)} in BF16 ({kept})")
+    typer.echo(f"Serve it: vllm serve {folder}")
 
 
-def _say_result(console: Any, folder: Path, record: dict[str, Any]) -> None:
-    size = sum(file["bytes"] for file in record["files"].values())
-    of = f" of step {record['step']}" if record["step"] is not None else ""
-    say(console, f"{folder}: {record['format']}{of}, {size / 1e9:.2f} GB in {len(record['files'])} files")
-    if layers := record.get("quantized_layers"):
-        say(console, f"  {layers} layers as codes; the rest BF16. Serve it: vllm serve {folder}")
-    if (record["settings"] or {}).get("fp32_lm_head"):
-        say(
-            console,
-            "  the run's logits were FP32 (flashrl.fp32_lm_head), and are BF16 when served: near ties may fall "
-            "otherwise",
-        )
-    say_kv_cache(console, record["settings"], "  ", "the exported model is served with what `vllm serve` is told")
-    if record.get("quantized_experts") and record["format"] == Precision.INT8.value:
-        say(
-            console,
-            "  vLLM's CUDA kernels for INT8 experts use the codes as weights only: tokens may differ from a rollout's",
-        )
-
-
-def say_layers(
-    console: Any,
-    layers: dict[str, Any],
-    kept: tuple[list[str], int | None, int | None],
-    recorded: dict[str, Any] | None,
-) -> None:
-    """Say which layers stay in BF16, and who said so of each setting.
-
-    Args:
-        console: to print on.
-        layers: of ``chosen.layers_of``.
-        kept: what the command line says of them, in their order.
-        recorded: the checkpoint's record.
-    """
-    otherwise = "the run's record" if recorded else "the defaults; the checkpoint has no record"
-    by: dict[str, list[str]] = {}
-    for (key, value), said in zip(layers.items(), kept, strict=True):
-        by.setdefault(otherwise if said in ([], None) else "the command line", []).append(f"{key}={value}")
-    say(console, "kept in BF16: " + "; ".join(f"{', '.join(values)} (by {source})" for source, values in by.items()))
-
-
-def say_kv_cache(console: Any, recorded: dict[str, Any] | None, indent: str, instead: str) -> None:
-    """Say that a run's 8-bit KV cache is not applied.
-
-    Args:
-        console: to print on.
-        recorded: the checkpoint's record.
-        indent: before the line.
-        instead: what holds in its place.
-    """
-    from flashrl_verl.settings import KVCache
-    from flashrl_verl.tools.export.chosen import kv_cache_of
-
-    if (kind := kv_cache_of(recorded)) is not KVCache.AUTO:
-        text = (
-            f"the run's KV cache was flashrl.kv_cache={kind.value}, which is not applied: {instead}; tokens may differ"
-        )
-        say(console, f"{indent}{text} from the rollout's")
-
-
-def say(console: Any, text: str) -> None:
-    """Print a line as it is."""
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-def _bytes(text: str) -> int:
-    found = re.fullmatch(r"(\d+) ?([kmg]b)", text.strip().lower())
-    if not found or not int(found[1]):
-        raise ConfigError(f"--max-shard-size {text!r} is not a size such as 500MB or 5GB")
-    return int(found[1]) * _UNITS[found[2]]
+_NOTHING_KEPT = {"ignore": [], "keep_first_layers": 0, "keep_last_layers": 0}
