@@ -391,10 +391,11 @@ def differences(record: dict[str, Any]) -> dict[str, list[float]]:
 
 HEADER = (
     "variant",
-    "runs",
-    "final score in BF16",
-    "minus the first, paired",
-    "own engine",
+    "asked",
+    "final, BF16",
+    "minus the first",
+    "final, own engine",
+    "mean of curve",
     "k3 KL, mean (largest)",
     "s/step",
 )
@@ -423,6 +424,7 @@ def table(record: dict[str, Any]) -> list[tuple[str, ...]]:
                 mean(finals),
                 mean(minus.get(variant, []), "+"),
                 mean([value for value in own if value is not None]),
+                mean([statistics.fmean(run["series"]["score"]["value"]) for run in runs if None not in own]),
                 f"{statistics.fmean(kl):.1e} ({max(kl):.1e})" if kl else "-",
                 f"{statistics.median(seconds):.1f}" if seconds else "-",
             )

@@ -529,9 +529,7 @@ def rewritten(text: str) -> str:
 
 
 def tables(
-    check: Annotated[
-        bool, typer.Option("--check", help="Write nothing; exit code 1 where a page would change.")
-    ] = False,
+    check: Annotated[bool, typer.Option("--check", help="Write nothing; exit 1 where a page would change.")] = False,
 ) -> None:
     """Write every table of docs/results and the README from benchmarks/results."""
     old = []
