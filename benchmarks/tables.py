@@ -68,8 +68,10 @@ class Rollout:
     seconds: list[float]
     decode_seconds: float
     """The whole less the same prompts with one token each."""
-    answer: dict[str, Any]
+    memory: dict[str, Any]
     profile: dict[str, Any] | None
+    embedding_bytes: int
+    """A step reads a few rows of it."""
 
     @property
     def tokens_per_second(self) -> list[float]:
@@ -94,8 +96,8 @@ def rollouts(file: str) -> list[Rollout]:
     share = head["settings"]["gpu_memory_utilization"]
     found: dict[tuple, Rollout] = {}
     for result in results:
-        for timing in result["answer"]["timings"]:
-            key = tuple(timing["work"]), result["arm"]
+        for timing in result["timings"]:
+            key = tuple(timing["workload"]), result["variant"]
             pairs = list(zip(timing["seconds"], timing["prefill_seconds"], strict=True))
             if key in found:
                 raise ConfigError(f"{file}: {key} is there twice")
@@ -104,11 +106,12 @@ def rollouts(file: str) -> list[Rollout]:
                 model=head["settings"]["model"],
                 memory_gib=share * head["environment"]["memory_bytes"] / 2**30,
                 workload=key[0],
-                variant=result["arm"],
+                variant=result["variant"],
                 seconds=timing["seconds"],
                 decode_seconds=statistics.median(whole - prompts for whole, prompts in pairs),
-                answer=result["answer"],
+                memory=result["memory"],
                 profile=timing.get("profile"),
+                embedding_bytes=head["settings"]["embedding_bytes"],
             )
     order = list(dict.fromkeys(workload for workload, _ in found))
     return sorted(found.values(), key=lambda one: order.index(one.workload))
@@ -138,7 +141,7 @@ def rollout_memory(*files: str) -> Rows:
     """Weights and KV cache, by variant."""
     rows = [["variant", "weights GB", "KV GB", "KV tokens"]]
     for one in [one for file in files for one in rollouts(file)]:
-        memory = one.answer["memory"]
+        memory = one.memory
         sizes = (f"{memory[part] / 1e9:.4g}" for part in ("weight_bytes", "kv_bytes"))
         row = [one.variant, *sizes, f"{memory['kv_tokens']}"]
         if row not in rows:
@@ -152,10 +155,9 @@ COPY_BYTES_PER_SECOND = 0.88 * 4.8e12
 
 def floor_ms(one: Rollout) -> float:
     """To read weights, keys and values of a profiled decode step once, at a copy's speed."""
-    memory, profile = one.answer["memory"], one.profile
-    embedding = 2 * 152064 * 5120  # of Qwen2.5-32B: a step reads a few rows of it
+    memory, profile = one.memory, one.profile
     cached = profile["sequences"] * profile["context"] * memory["kv_bytes"] / memory["kv_tokens"]
-    return 1e3 * (memory["weight_bytes"] - embedding + cached) / COPY_BYTES_PER_SECOND
+    return 1e3 * (memory["weight_bytes"] - one.embedding_bytes + cached) / COPY_BYTES_PER_SECOND
 
 
 def rollout_steps(*files: str) -> Rows:
@@ -193,7 +195,7 @@ def throughput(*files: str) -> Rows:
     rows = [[*header, "sequences fit"]]
     for of in map(rollouts, files):
         for one in of:
-            fit = one.answer["memory"]["kv_tokens"] // sum(one.workload[1:])
+            fit = one.memory["kv_tokens"] // sum(one.workload[1:])
             speed = ranged(one.tokens_per_second, ".0f"), *speed_ups(one, of)
             rows.append([one.measurement, f"{one.memory_gib:.0f}", one.what, one.variant, *speed, f"{fit}"])
     return rows
@@ -301,7 +303,11 @@ def mismatch(*files: str) -> Rows:
             )
             probs = f"{one['common']['training/rollout_probs_diff_mean']:.2e}"
             correlation = f"{one['common']['training/rollout_actor_probs_pearson_corr']:.5f}"
-            what = record["device"].partition(" (")[0], one["precision"], one.get("kv_cache", "auto")
+            what = (
+                record["device"].partition(" (")[0],
+                one["precision"],
+                one.get("kv_cache", "auto").replace("auto", "BF16"),
+            )
             rows.append([*what, one["kernels"]["linear"], *far, probs, correlation])
     return rows
 
@@ -458,7 +464,7 @@ def asked_in_int8(file: str) -> Rows:
     rows = [["experiment", "variant", "in BF16", "in INT8", "INT8 minus BF16"]]
     found: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for one in load(file)["runs"]:
-        found.setdefault((one["experiment"], one["arm"].replace(":", "+")), []).append(one)
+        found.setdefault((one["experiment"], one["variant"]), []).append(one)
     for place, of in found.items():
         means = (f"{statistics.fmean(one[p] for one in of):.3f}" for p in ("bf16", "int8"))
         rows.append([*place, *means, plus_minus([one["int8"] - one["bf16"] for one in of], "+.3f")])
@@ -471,7 +477,7 @@ def asked_in_int8(file: str) -> Rows:
 def readme() -> Rows:
     """At most five rows, led by what we recommend."""
     rows = [["measured", "BF16", "INT8", "INT8 is"]]
-    both = "int8 + int8_per_token_head KV"
+    both = "int8+int8kv"
 
     def rolled(file: str, workload: tuple[int, int, int], variant: str, words: str, page: str) -> None:
         of = {one.variant: one for one in rollouts(file) if one.workload == workload}
