@@ -6,10 +6,14 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import math
+import multiprocessing
+import os
 import platform
 import statistics
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -91,3 +95,42 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     freedom = len(values) - 1
     t = _T_95[freedom - 1] if 1 <= freedom <= len(_T_95) else 1.96
     return statistics.fmean(values), t * standard_error(values)
+
+
+def in_own_process(function: Callable[..., Any], *arguments: Any, log: Path) -> Any:
+    """Call a module's function in a process of its own, whose memory is its own and free again afterwards.
+
+    Args:
+        function: of a module; what it returns is plain data.
+        *arguments: plain data.
+        log: takes all that the process prints.
+
+    Raises:
+        FlashRLError: the process was ended from outside, as by a system without memory; or any error of the function.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context, initializer=_print_to, initargs=(str(log),)) as pool:
+        try:
+            return pool.submit(function, *arguments).result()
+        except BrokenProcessPool as error:
+            raise FlashRLError(
+                f"a process was ended from outside, as by a system without memory; log: {log}"
+            ) from error
+
+
+def _print_to(log: str) -> None:
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+
+
+def show(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*header, title=title, title_justify="left")
+    for row in rows:
+        table.add_row(*row)
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
