@@ -133,9 +133,13 @@ def correction(
     record = {"responses": responses, "ranks": ranks, "versions": environment(), "device": device, "costs": costs}
     write_json(output / "correction.json", record)
     rows = [
-        [c["part"], f"{c['tokens']}", f"{c['rows']}", f"{statistics.median(c['seconds']):.2f}", f"{c['peak_bytes'] / 2**30:.2f}"]
-        for c in costs
-    ]  # fmt: skip
+        [
+            *(f"{cost[name]}" for name in ("part", "tokens", "rows")),
+            f"{statistics.median(cost['seconds']):.2f}",
+            f"{cost['peak_bytes'] / 2**30:.2f}",
+        ]
+        for cost in costs
+    ]
     show(device, ("part", "longest response", "rows", "seconds", "peak GiB"), rows)
     print(f"written: {output / 'correction.json'}")
 

@@ -4,11 +4,11 @@
     python -m benchmarks.mismatch --variants int8,int8+int8kv,fp8
     python -m benchmarks.mismatch --model /shared/models/Qwen2.5-7B-Instruct --data gsm8k.parquet --tokens 512
 
-One vLLM engine after another, BF16 first, gets the model's weights as a run sends them and samples at temperature 1. The
-trainer's side is the Hugging Face model with BF16 weights under autocast to BF16, as verl's FSDP engine computes, and
-verl's own function of log-probs. Two sets of tokens are compared: each engine's own samples, which is what a run logs,
-and the BF16 engine's samples scored by all of them. Last, what quantization does to each type of layer. Engines run
-eagerly, without CUDA graphs.
+One vLLM engine after another, BF16 first, gets the model's weights as a run sends them and samples at temperature 1.
+The trainer's side is the Hugging Face model with BF16 weights under autocast to BF16, as verl's FSDP engine computes,
+and verl's own function of log-probs. Two sets of tokens are compared: each engine's own samples, which is what a run
+logs, and the BF16 engine's samples scored by all of them. Last, what quantization does to each type of layer. Engines
+run eagerly, without CUDA graphs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How fast a model's shape generates, by variant, and how many tokens its KV cache holds.
 
-    python -m benchmarks.rollout --model qwen2.5-32b --variants bf16,int8,int8+int8kv --workloads 256x256+384,28x8192+192
+    python -m benchmarks.rollout --model qwen2.5-32b --variants bf16,int8,int8+int8kv --workloads 256x256+384
 
 Random weights that a weight update loads; vLLM's ``LLM`` with CUDA graphs, no prefix cache, log-probs of what is
 sampled. Each variant is an engine in a process of its own, one after another. What is measured is written at once: the

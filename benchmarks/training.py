@@ -71,8 +71,8 @@ def by_part(name: str, seconds: dict[int, list[float]], layers: int) -> dict[str
     head = low - few * layer
     if min(layer, head) <= 0:
         raise FlashRLError(
-            f"{name}: {low:.4f} s with {few} layers and {high:.4f} s with {many} are too noisy to tell a layer from the "
-            "head. Remedy: --layers further apart, more --tokens or --repeats"
+            f"{name}: {low:.4f} s with {few} layers and {high:.4f} s with {many} are too noisy to tell a layer from "
+            "the head. Remedy: --layers further apart, more --tokens or --repeats"
         )
     whole = head + layers * layer
     return {"name": name, "seconds": seconds, "layer_s": layer, "head_s": head, "whole_s": whole}

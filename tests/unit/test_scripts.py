@@ -11,10 +11,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from typer.testing import CliRunner
-
-from benchmarks.__main__ import app as benchmarks
-from flashrl_verl.cli import app
 
 ROOT = Path(__file__).parents[2]
 SETUP_ENV = ROOT / "scripts" / "setup_env.sh"
@@ -197,9 +193,6 @@ def test_setup_refuses_a_word_before_it_makes_anything(tmp_path):
     [
         ("setup_env.sh", "FLASHRL_DEVICE"),
         ("test.sh", "--slow"),
-        ("figure_throughput.sh", "FIGURE_ARMS"),
-        ("figure_learning.sh", "FIGURE_RUNS"),
-        ("figure_step.sh", "flashrl plan"),
     ],
 )
 def test_a_script_explains_itself_and_makes_nothing(tmp_path, script, says, word):
@@ -259,30 +252,9 @@ def test_a_relative_output_of_the_quickstart_starts_where_the_caller_is(tmp_path
         "scripts/test.sh",
         "scripts/quickstart.sh",
         ".ci/run",
-        *(f"scripts/figure_{name}.sh" for name in ("throughput", "learning", "step")),
     ],
 )
 def test_scripts_are_executable_bash(script):
     path = ROOT / script
     assert os.access(path, os.X_OK) and path.read_text().startswith("#!/usr/bin/env bash\n")
     subprocess.run(["bash", "-n", path], check=True)
-
-
-@pytest.mark.parametrize("script", ["figure_throughput.sh", "figure_learning.sh", "figure_step.sh"])
-def test_the_commands_of_a_figures_script_are_commands_with_these_options(tmp_path, script):
-    """A Python that only writes down what it is asked; then every line is parsed by the command line, and ends at
-    --help."""
-    python = tmp_path / "python"
-    python.write_text(f'#!/usr/bin/env bash\nprintf "%s\\n" "$*" >>{tmp_path}/asked\n')
-    python.chmod(0o755)
-    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "FIGURE_OUTPUT": str(tmp_path / "out")}
-    subprocess.run(["bash", ROOT / "scripts" / script], env=environment, check=True, timeout=100)
-    lines = asked(tmp_path)
-    applications = {"flashrl_verl": app, "benchmarks": benchmarks}
-    assert lines and all(line.startswith("-m ") for line in lines)
-    for line in lines:
-        _, module, *words = line.split()
-        result = CliRunner().invoke(applications[module], [*words, "--help"], env={"COLUMNS": "200"})
-        assert result.exit_code == 0, (line, result.output)
-        for option in filter(lambda word: word.startswith("--"), words):
-            assert option in result.output, (option, line)
