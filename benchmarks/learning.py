@@ -33,7 +33,7 @@ from typing import Annotated, Any
 import psutil
 import typer
 
-from benchmarks.common import ROOT, environment, interval, words_of, write_json
+from benchmarks.common import ROOT, environment, interval, show, words_of, write_json
 from benchmarks.common import run as run_command
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.quickstart.assets import Assets, AssetsConfig, make_assets
@@ -304,7 +304,8 @@ class Schedule:
             return
         self.next_word = time.monotonic() + 20.0
         steps = ", ".join(f"{r.name} {'asked' if r.asking else max(r.rows(), default='starts')}" for r in self.going)
-        self.tell(f"{left / 60:.1f} minutes left, {len(self.waiting)} waiting; at step: {steps}")
+        more = f", {left / 60:.1f} minutes left" if math.isfinite(left) else ""
+        self.tell(f"{len(self.waiting)} waiting{more}; at step: {steps}")
 
 
 def visible_gpus() -> list[str | None]:
@@ -463,12 +464,8 @@ def keep_settings(output: Path, settings: dict[str, Any]) -> list[dict[str, str]
     file = output / "settings.json"
     there = json.loads(file.read_text()) if file.is_file() else {"settings": settings, "environments": []}
     if there["settings"] != settings:
-        other = [f"{key}={there['settings'].get(key)}, now {value}" for key, value in settings.items()]
-        other = [
-            text
-            for text, (key, value) in zip(other, settings.items(), strict=True)
-            if there["settings"].get(key) != value
-        ]
+        old = there["settings"]
+        other = [f"{key}={old.get(key)} (now {value})" for key, value in settings.items() if old.get(key) != value]
         raise ConfigError(f"{output} has runs with {'; '.join(other)}. Name another --output, or remove it")
     if (here := environment()) not in there["environments"]:
         there["environments"].append(here)
@@ -564,7 +561,7 @@ def learning(
         report(runs, settings, environments, output)
     left = [run for run in runs if run.final_bf16 is None]
     if code == 0 and left:
-        code = 1 if all(run.failures for run in left) else UNFINISHED
+        code = 1 if any(run.failures > 1 for run in left) else UNFINISHED
     if left:
         tell(f"{len(left)} of {len(runs)} runs are not finished. Rerun to resume.")
     raise typer.Exit(code)
@@ -572,19 +569,12 @@ def learning(
 
 def report(runs: Sequence[Run], settings: dict[str, Any], environments: list[dict[str, str]], output: Path) -> None:
     """Write ``learning.json`` and ``learning.png``, and print the table."""
-    from rich.console import Console
-    from rich.table import Table
-
     record = collect(sorted(runs, key=lambda run: run.seed), settings, environments)
     write_json(output / "learning.json", record)
     plot(record, output / "learning.png")
-    shown = Table(*HEADER)
-    for row in table(record):
-        shown.add_row(*row)
-    console = Console(width=None if sys.stdout.isatty() else 160)
-    console.print(shown)
+    show("± is half of a 95 % interval over seeds", HEADER, table(record))
     size = sum(file.stat().st_size for file in output.rglob("*") if file.is_file()) / 2**20
-    console.print(f"{output}: learning.json, learning.png; {size:.0f} MiB in all", highlight=False, soft_wrap=True)
+    print(f"{output}: learning.json, learning.png; {size:.0f} MiB in all")
 
 
 if __name__ == "__main__":
