@@ -571,7 +571,8 @@ def report(runs: Sequence[Run], settings: dict[str, Any], environments: list[dic
     """Write ``learning.json`` and ``learning.png``, and print the table."""
     record = collect(sorted(runs, key=lambda run: run.seed), settings, environments)
     write_json(output / "learning.json", record)
-    plot(record, output / "learning.png")
+    with suppress(ImportError):  # matplotlib may not be there
+        plot(record, output / "learning.png")
     show("± is half of a 95 % interval over seeds", HEADER, table(record))
     size = sum(file.stat().st_size for file in output.rglob("*") if file.is_file()) / 2**20
     print(f"{output}: learning.json, learning.png; {size:.0f} MiB in all")
