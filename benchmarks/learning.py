@@ -326,15 +326,24 @@ def stop(processes: Sequence[subprocess.Popen]) -> None:
             trees += psutil.Process(process.pid).children(recursive=True)
         if process.poll() is None:
             process.send_signal(signal.SIGINT)
+
+    def alive() -> list[psutil.Process]:
+        found = []
+        for process in trees:
+            with suppress(psutil.NoSuchProcess):
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
     for signum, seconds in ((None, 20.0), (signal.SIGTERM, 10.0), (signal.SIGKILL, 5.0)):
-        alive = [p for p in trees if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-        for process in [*processes, *alive] if signum else ():
-            with suppress(psutil.NoSuchProcess, ProcessLookupError):
+        for process in [*processes, *alive()] if signum else ():
+            with suppress(psutil.NoSuchProcess):
                 process.send_signal(signum)
         until = time.monotonic() + seconds
         while time.monotonic() < until:
-            if all(p.poll() is not None for p in processes) and not psutil.wait_procs(trees, timeout=0.2)[1]:
+            if all(process.poll() is not None for process in processes) and not alive():
                 return
+            time.sleep(0.2)
 
 
 def prune(run: Run) -> None:
