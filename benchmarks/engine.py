@@ -61,6 +61,8 @@ def start(model: str, variant: str, *, in_process: bool, **arguments: Any) -> An
     register()
     import vllm
 
+    if vllm_device() != "cuda":
+        arguments.pop("gpu_memory_utilization", None)
     formats = formats_of(variant)
     llm = vllm.LLM(
         model,

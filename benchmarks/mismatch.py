@@ -49,7 +49,7 @@ def sample(model: str, variant: str, job: dict[str, Any]) -> dict[str, Any]:
     from flashrl_verl.quantization.formats import weight_format
     from flashrl_verl.quantization.gemm import device_kernels
 
-    prompts, share = job["prompts"], job["gpu_memory_utilization"]
+    prompts = job["prompts"]
     llm = start(
         model,
         variant,
@@ -58,7 +58,7 @@ def sample(model: str, variant: str, job: dict[str, Any]) -> dict[str, Any]:
         max_model_len=max(map(len, prompts)) + job["tokens"] + 1,  # scoring asks for one token more
         max_num_batched_tokens=4096,
         max_num_seqs=256,
-        **({"gpu_memory_utilization": share} if torch.cuda.is_available() else {}),
+        gpu_memory_utilization=job["gpu_memory_utilization"],
     )
     llm.collective_rpc("monkey_patch_model", kwargs={"vocab_size": job["vocab_size"]})  # as verl's server does
     params = SamplingParams(
