@@ -1,301 +1,184 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``flashrl bench refit``: how long a weight update of a model takes, by precision, against what memory allows.
+"""How long a weight update of a model takes, by precision, beside vLLM's own ways and the bandwidth of a copy.
 
-The weights lie on the device already (gathering them is the trainer's part), one GPU, one process. Measured are the
-whole update, as a run does it (cast, accounts, verification), and the loading alone; beside them the ordinary BF16
-``load_weights`` and vLLM's own layerwise reload with FP8, and the bandwidth of a copy on the same device in the same
-process.
+    python -m benchmarks.refit --model qwen2.5-14b
+
+The weights lie on the device already: gathering and sending them is the trainer's part. One GPU, a process a variant.
+Measured are the whole update, as a run does it with its checks, and the loading alone.
 """
 
-import dataclasses
-import datetime
+from __future__ import annotations
+
 import gc
-import json
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Annotated, Any
 
 import torch
+import typer
 
+from benchmarks.common import environment, in_own_process, run, show, words_of, write_json
 from flashrl_verl.settings import FlashRLConfig, Precision
-from flashrl_verl.tools.engines import model as engine_model
-from flashrl_verl.tools.engines.shapes import load_config, random_weights, require_host_memory, save_config
-from flashrl_verl.tools.software import installed_versions
 
 BUCKET_BYTES = 2 << 30
 """Bytes of weights handed over at once, as verl's 2048 MB buckets."""
+COPY_BYTES = 4 << 30
+"""Of the buffer whose copy measures bandwidth; a sixty-fourth of it on a CPU."""
+UPSTREAM = ("vllm bf16 load_weights", "vllm fp8_per_tensor layerwise")
+"""vLLM's own ways, on a GPU."""
 
-_COPY_BYTES = 4 << 30
-"""Bytes of the buffer whose copy measures bandwidth; far larger than any cache. A sixty-fourth of it on a CPU."""
-
-_ALIGNMENT = 32
-"""Bytes that tensors in a bucket start at multiples of."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Arm:
-    """One way of updating weights."""
-
-    name: str
-    precision: Precision | None
-    """None for vLLM without FlashRL."""
-    arguments: dict
-    """Engine arguments."""
-    layerwise: bool = False
-    """Whether vLLM's layerwise reload surrounds ``load_weights``."""
+Weights = list[tuple[str, torch.Tensor]]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Result:
-    """Measurements of one arm; lists have one entry a repeat."""
-
-    arm: str
-    source: str
-    """Dtype of the weights that arrive."""
-    read_bytes: int
-    """Bytes of the weights that arrive."""
-    written_bytes: int
-    """Bytes of the engine's parameters."""
-    refit_seconds: list[float]
-    load_seconds: list[float]
-    """Loading alone, without verification; equal to refit_seconds where there is none."""
-    extra_bytes: int | None
-    """Peak of device memory during an update above that before it; None on a CPU."""
-
-    @property
-    def gigabytes_per_second(self) -> float:
-        return (self.read_bytes + self.written_bytes) / 1e9 / statistics.median(self.refit_seconds)
+def device_here() -> torch.device:
+    """Where weights lie."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Report:
-    """What ``run`` measured, and where."""
-
-    model: str
-    device: str
-    versions: dict[str, str]
-    date: str
-    copy_gigabytes_per_second: list[float]
-    """Bytes read plus bytes written per second."""
-    results: list[Result]
-
-    def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self), indent=1)
-
-
-def arms(precisions: list[Precision], upstream: bool) -> list[Arm]:
-    """Return the arms to measure.
-
-    Args:
-        precisions: of FlashRL.
-        upstream: whether vLLM's BF16 loading and (on CUDA) its layerwise FP8 reload are measured too.
-    """
-    from flashrl_verl.plugins.vllm import register
-    from flashrl_verl.quantization.config import quantization_config_dict
-
-    register()
-    chosen = [
-        Arm(
-            name=f"flashrl {p.value}",
-            precision=p,
-            arguments={
-                "quantization": "flashrl",
-                "hf_overrides": {"quantization_config": quantization_config_dict(FlashRLConfig(precision=p))},
-            },
-        )
-        for p in precisions
-    ]
-    if upstream:
-        chosen.append(Arm(name="vllm bf16 load_weights", precision=None, arguments={}))
-        if torch.cuda.is_available():
-            arguments = {"quantization": "fp8_per_tensor"}
-            chosen.append(
-                Arm(name="vllm fp8_per_tensor layerwise", precision=None, arguments=arguments, layerwise=True)
-            )
-    return chosen
-
-
-def run(
-    model: str,
-    precisions: list[Precision],
-    folder: Path,
-    *,
-    source: torch.dtype = torch.bfloat16,
-    repeats: int = 5,
-    layers: int | None = None,
-    upstream: bool = True,
-    progress: Callable[[str], None] = lambda text: None,
-) -> Report:
-    """Measure every arm in this process.
-
-    Args:
-        model: name of a shape, or path of a configuration (``shapes.load_config``).
-        precisions: FlashRL's to measure.
-        folder: where the model's config.json is written for vLLM.
-        source: dtype of the weights that arrive: what the trainer holds.
-        repeats: measured updates per arm, after two that are not.
-        layers: decoder layers instead of the model's.
-        upstream: measure vLLM's own ways too.
-        progress: called with a line before each step.
-
-    Returns:
-        The measurements.
-
-    Raises:
-        ConfigError: the model is not known, or too large for the memory of a machine without a GPU.
-    """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    config = load_config(model, layers)
-    if device.type == "cpu":
-        require_host_memory(config, model)
-    path = save_config(config, folder / "model")
-    progress("bandwidth of a copy")
-    copy = copy_bandwidth(device, repeats)
-    progress(f"random {str(source).removeprefix('torch.')} weights of {model}")
-    weights = list(random_weights(config, source, device, BUCKET_BYTES).items())
-    results = []
-    for arm in arms(precisions, upstream):
-        progress(arm.name)
-        with engine_model.model(path, **arm.arguments) as (built, vllm_config):
-            measure = _measure_flashrl if arm.precision is not None else _measure_vllm
-            results.append(measure(arm, built, vllm_config.model_config, weights, repeats, device))
-    versions = installed_versions()
-    return Report(
-        model=model if layers is None else f"{model}, {layers} layers",
-        device=torch.cuda.get_device_name()
-        if device.type == "cuda"
-        else f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)",
-        versions={**versions, "python": platform.python_version()},
-        date=datetime.date.today().isoformat(),
-        copy_gigabytes_per_second=copy,
-        results=results,
-    )
-
-
-def copy_bandwidth(device: torch.device, repeats: int) -> list[float]:
-    """Measure ``dst.copy_(src)``: GB/s of bytes read plus written, one entry a repeat."""
-    size = _COPY_BYTES if device.type == "cuda" else _COPY_BYTES // 64
-    src, dst = (torch.ones(size // 2, dtype=torch.bfloat16, device=device) for _ in range(2))
-    seconds = [_timed(lambda: dst.copy_(src), device) for _ in range(repeats + 2)][2:]
-    return [2 * size / 1e9 / s for s in seconds]
-
-
-def _timed(work: Callable[[], object], device: torch.device) -> float:
-    _synchronize(device)
+def timed(work: Callable[[], Any]) -> float:
+    """Seconds of a call, the device's work included."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     started = time.perf_counter()
     work()
-    _synchronize(device)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     return time.perf_counter() - started
 
 
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+def copy_bandwidth(repeats: int) -> list[float]:
+    """GB/s of bytes read plus written by a copy on the device."""
+    device = device_here()
+    size = COPY_BYTES if device.type == "cuda" else COPY_BYTES // 64
+    source, target = (torch.ones(size // 2, dtype=torch.bfloat16, device=device) for _ in range(2))
+    return [2 * size / 1e9 / timed(lambda: target.copy_(source)) for _ in range(repeats + 2)][2:]
 
 
-def _buckets(weights: list[tuple[str, torch.Tensor]]) -> Iterator[list[tuple[str, torch.Tensor]]]:
+def buckets_of(weights: Weights) -> Iterator[Weights]:
+    """As verl sends them."""
     bucket, size = [], 0
     for name, tensor in weights:
-        nbytes = tensor.numel() * tensor.element_size()
-        if bucket and size + nbytes > BUCKET_BYTES:
+        if bucket and size + tensor.nbytes > BUCKET_BYTES:
             yield bucket
             bucket, size = [], 0
         bucket.append((name, tensor))
-        size += nbytes
-    if bucket:
-        yield bucket
+        size += tensor.nbytes
+    yield bucket
 
 
-def _sender(weights, device: torch.device) -> Callable:
-    """What turns a bucket into what the engine gets: as it is, or cast into memory that is there already, as in a run,
-    where the trainer's bucket is."""
-    from flashrl_verl.refit.wire import wire_dtype
+def measure(variant: str, model: str, folder: str, layers: int | None, repeats: int) -> dict[str, Any]:
+    """One way of updating weights."""
+    from flashrl_verl.plugins.vllm import register
+    from flashrl_verl.quantization.config import engine_arguments
+    from flashrl_verl.tools.engines import model as engine_model
+    from flashrl_verl.tools.engines.shapes import load_config, random_weights
 
-    if all(wire_dtype(name, tensor.dtype, torch.bfloat16) == tensor.dtype for name, tensor in weights):
-        return list
-    room = max(sum(tensor.nbytes + _ALIGNMENT for _, tensor in bucket) for bucket in _buckets(weights))
-    memory = torch.empty(room, dtype=torch.uint8, device=device)
+    register()
+    ours = variant.startswith("flashrl ")
+    if ours:
+        arguments = engine_arguments(FlashRLConfig(precision=Precision(variant.removeprefix("flashrl "))))
+    else:
+        arguments = {"quantization": "fp8_per_tensor"} if "fp8" in variant else {}
+    weights = list(random_weights(load_config(model, layers), torch.bfloat16, device_here(), BUCKET_BYTES).items())
+    with engine_model.model(Path(folder), **arguments) as (built, vllm_config):
+        loading: list[float] = []
+        make = our_update if ours else their_update
+        update = make(built, vllm_config.model_config, weights, loading, variant)
+        update()
+        update()
+        extra = extra_bytes(update)
+        seconds = [timed(update) for _ in range(repeats)]
+        return {
+            "arm": variant,
+            "read_bytes": sum(tensor.nbytes for _, tensor in weights),
+            "written_bytes": sum(parameter.nbytes for parameter in built.parameters()),
+            "refit_seconds": seconds,
+            "load_seconds": loading[-repeats:] or seconds,
+            "extra_bytes": extra,
+        }
 
-    def cast(bucket: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
-        packed, at = [], 0
-        for name, tensor in bucket:
-            dtype = wire_dtype(name, tensor.dtype, torch.bfloat16)
-            place = memory[at : at + tensor.numel() * dtype.itemsize].view(dtype).view(tensor.shape)
-            packed.append((name, place.copy_(tensor)))
-            at += -(-place.nbytes // _ALIGNMENT) * _ALIGNMENT
-        return packed
 
-    return cast
+def our_update(built: Any, model_config: Any, weights: Weights, loading: list[float], variant: str) -> Callable:
+    """FlashRL's, with its checks; appends the seconds of loading alone."""
+    from flashrl_verl.refit.load import WeightRefit
+
+    refit, buckets = WeightRefit(built, model_config, device_here()), list(buckets_of(weights))
+
+    def update() -> None:
+        refit.begin(len(loading))
+        for bucket in buckets:
+            refit.load(bucket)
+        loading.append(refit.finish()["seconds"]["load"])
+
+    return update
 
 
-def _with_peak(work: Callable[[], None], device: torch.device) -> int | None:
-    if device.type != "cuda":
-        work()
-        return None
+def their_update(built: Any, model_config: Any, weights: Weights, loading: list[float], variant: str) -> Callable:
+    """vLLM's."""
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    def update() -> None:
+        if "layerwise" in variant:
+            initialize_layerwise_reload(built)
+        built.load_weights(iter(weights))
+        if "layerwise" in variant:
+            finalize_layerwise_reload(built, model_config)
+
+    return update
+
+
+def extra_bytes(update: Callable[[], None]) -> int:
+    """Peak of the GPU's memory during an update above that before it; 0 on a CPU."""
+    if not torch.cuda.is_available():
+        return 0
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    work()
+    update()
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - before
 
 
-def _result(
-    arm: Arm, built, weights, refit_seconds: list[float], load_seconds: list[float], extra: int | None
-) -> Result:
-    return Result(
-        arm=arm.name,
-        source=str(weights[0][1].dtype).removeprefix("torch."),
-        read_bytes=sum(tensor.nbytes for _, tensor in weights),
-        written_bytes=sum(parameter.nbytes for parameter in built.parameters()),
-        refit_seconds=refit_seconds,
-        load_seconds=load_seconds,
-        extra_bytes=extra,
-    )
+def refit(
+    model: Annotated[str, typer.Option(help="A name (qwen2.5-14b, tiny, ...), a config.json, or its folder.")] = "tiny",
+    precision: Annotated[str, typer.Option(help="FlashRL's, separated by commas.")] = "int8,fp8,bf16",
+    repeats: Annotated[int, typer.Option(min=1, help="Measured updates, after two that are not.")] = 5,
+    layers: Annotated[int | None, typer.Option(min=1, help="Decoder layers instead of the model's.")] = None,
+    upstream: Annotated[bool, typer.Option(help="Also vLLM's BF16 loading and layerwise FP8 reload (GPU).")] = True,
+    output: Annotated[Path, typer.Option(help="Folder for refit.json and logs.")] = Path("outputs/refit"),
+) -> None:
+    """Time the weight update of a model's shape, by precision."""
+    from flashrl_verl.tools.engines.shapes import load_config, require_host_memory, save_config
+
+    names = [f"flashrl {p}" for p in words_of(precision, [p.value for p in Precision], "--precision")]
+    cuda = torch.cuda.is_available()
+    config = load_config(model, layers)
+    if not cuda:
+        require_host_memory(config, model)
+    path = save_config(config, output.resolve() / "model")
+    results = []
+    for name in [*names, *(UPSTREAM if upstream and cuda else ())]:
+        print(f"{name}: started", flush=True)
+        log = output / f"{name.replace(' ', '-')}.log"
+        results.append(in_own_process(measure, name, model, str(path), layers, repeats, log=log))
+    here = environment()
+    copy = in_own_process(copy_bandwidth, repeats, log=output / "copy.log")
+    called = model if layers is None else f"{model}, {layers} layers"
+    record = {"model": called, "device": here["device"], "versions": here, "copy_gigabytes_per_second": copy}
+    write_json(output / "refit.json", record | {"results": results})
+    rows = []
+    for one in results:
+        update, load = (sorted(1e3 * s for s in one[f"{part}_seconds"]) for part in ("refit", "load"))
+        moved = (one["read_bytes"] + one["written_bytes"]) / 1e9 / statistics.median(one["refit_seconds"])
+        shown = f"{statistics.median(update):.1f} ({update[0]:.1f}-{update[-1]:.1f})", f"{statistics.median(load):.1f}"
+        rows.append([one["arm"], *shown, f"{moved / statistics.median(copy):.0%}", f"{one['extra_bytes'] / 2**20:.0f}"])
+    header = ("variant", "update ms (range)", "loading ms", "of a copy's bandwidth", "extra MiB")
+    show(f"Weight update of {called} on {here['device']}", header, rows)
+    print(f"written: {output / 'refit.json'}")
 
 
-def _measure_flashrl(arm: Arm, built, model_config, weights, repeats: int, device: torch.device) -> Result:
-    from flashrl_verl.refit.load import WeightRefit
-
-    send = _sender(weights, device)
-    refit = WeightRefit(built, model_config, device)
-    buckets = list(_buckets(weights))  # the sender's work
-    step = 0
-    load_seconds = []
-
-    def update() -> None:
-        nonlocal step
-        refit.begin(step)
-        for bucket in buckets:
-            refit.load(send(bucket))
-        load_seconds.append(refit.finish()["seconds"]["load"])
-        step += 1
-
-    update()
-    update()
-    extra = _with_peak(update, device)
-    refit_seconds = [_timed(update, device) for _ in range(repeats)]
-    return _result(arm, built, weights, refit_seconds, load_seconds[-repeats:], extra)
-
-
-def _measure_vllm(arm: Arm, built, model_config, weights, repeats: int, device: torch.device) -> Result:
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-
-    from flashrl_verl.refit.sender import cast_for_rollout
-
-    def update() -> None:
-        if arm.layerwise:
-            initialize_layerwise_reload(built)
-        # All at once: the layerwise reload keeps the tensors of a layer until it is complete.
-        built.load_weights(cast_for_rollout(weights, torch.bfloat16))
-        if arm.layerwise:
-            finalize_layerwise_reload(built, model_config)
-
-    update()
-    update()
-    extra = _with_peak(update, device)
-    seconds = [_timed(update, device) for _ in range(repeats)]
-    return _result(arm, built, weights, seconds, seconds, extra)
+if __name__ == "__main__":
+    run(refit)

@@ -1,158 +1,132 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``flashrl bench training``: how long old log-probs and policy updates of a model take on one GPU, a layer and the
-head each.
+"""How long old log-probs and policy updates of a model take on one GPU, a layer and the head each.
+
+    python -m benchmarks.training --model qwen2.5-32b --layers 2,6
 
 A layer's seconds are the difference between a model of more layers and one of fewer, the head's what is left; a whole
-model is as many layers and a head. Weights are random and BF16, as FSDP2 gathers them; nothing is communicated and no
-optimizer steps. What `flashrl plan` takes for a share of the data sheet's operations was measured by it
-(docs/results/step.md).
+model is as many layers and a head. Random BF16 weights, as FSDP2 gathers them; nothing is communicated and no optimizer
+steps. `flashrl plan` takes its share of the data sheet's operations from it (docs/results/step.md).
 """
 
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+import typer
 
+from benchmarks.common import environment, run, show, write_json
+from benchmarks.refit import device_here, timed
 from flashrl_verl.errors import ConfigError, FlashRLError
-from flashrl_verl.plugins.log_probs import log_probs
-from flashrl_verl.tools.engines.shapes import load_config, require_host_memory
-from flashrl_verl.tools.plan.gpus import of_device
-from flashrl_verl.tools.plan.shape import shape_of
-from flashrl_verl.tools.plan.whole_step import PASSES, forward_operations
+
+PASSES = {"old log-probs": 1, "policy update": 4}
+"""How many forward passes' operations each takes: an update is forward, recomputation and a backward pass of two."""
+BF16_OPERATIONS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
+"""A second, dense, by the data sheets of cards whose names contain this."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainingConfig:
-    """What to measure."""
+def forward_operations(config: Any, tokens: int) -> float:
+    """Of a forward pass over one sequence: products with every weight but the embedding, and causal attention."""
+    from flashrl_verl.tools.engines.shapes import tensor_shapes
 
-    model: str
-    layers: tuple[int, int]
-    """Of the two models: fewer, more."""
-    tokens: int
-    """Of one sequence, which is one micro-batch."""
-    repeats: int
-    device: str
-    """``cuda`` or ``cpu``."""
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        few, many = self.layers
-        if not 1 <= few < many:
-            raise ConfigError(f"--layers {few},{many}: two numbers, the second greater than the first")
+    matrices = sum(t.numel() for name, t in tensor_shapes(config) if t.dim() > 1 and "embed_tokens" not in name)
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    attention = 2 * config.num_hidden_layers * config.num_attention_heads * head * tokens**2
+    return 2 * matrices * tokens + attention
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pass:
-    """Log-probs, or a policy update."""
+def time_passes(config: Any, tokens: int, repeats: int) -> dict[str, list[float]]:
+    """Seconds of both passes of a model, after one of each that is not counted."""
+    from transformers import AutoModelForCausalLM
 
-    name: str
-    seconds: dict[int, list[float]]
-    """Of every repeat, by layers."""
-    layer_s: float
-    head_s: float
-    """Embedding, head and log-softmax."""
-    whole_s: float
-    """Of the whole model, computed."""
-    share: float | None
-    """Of the data sheet's BF16 operations that the whole model reaches; None for a device that is not known."""
-    share_range: tuple[float, float] | None
-    """The same with the seconds of each repeat of one depth beside each of the other: smallest, largest; None too where
-    single times are so noisy that a model of more layers is faster than none."""
+    from flashrl_verl.plugins.log_probs import log_probs
+
+    torch.manual_seed(0)
+    with device_here():
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").train()
+        ids = torch.randint(config.vocab_size, (1, tokens))
+    model.gradient_checkpointing_enable({"use_reentrant": False})  # as in the recipes
+
+    def forward() -> torch.Tensor:
+        return log_probs(model(input_ids=ids, use_cache=False).logits[:, :-1], ids[:, 1:])
+
+    def update() -> None:
+        (-forward().mean()).backward()
+        model.zero_grad(set_to_none=True)
+
+    work = dict(zip(PASSES, (torch.no_grad()(forward), update), strict=True))
+    return {name: [timed(one) for _ in range(1 + repeats)][1:] for name, one in work.items()}
 
 
-def measure(config: TrainingConfig, progress: Callable[[str], None] = lambda text: None) -> list[Pass]:
-    """Time both passes at both depths.
+def by_part(name: str, seconds: dict[int, list[float]], layers: int) -> dict[str, Any]:
+    """A layer, the head, and a whole model of so many layers.
 
     Raises:
-        ConfigError: the model is not known, or has fewer layers.
-        FlashRLError: a model does not fit the GPU, or the times are too noisy to tell a layer from the head.
+        FlashRLError: the times are too noisy to tell a layer from the head.
     """
-    if config.device == "cpu":
-        require_host_memory(load_config(config.model, config.layers[1]), config.model, copies=2)
-    kinds = {"old log-probs": (_log_probs, 1), "policy update": (_update, PASSES)}
-    seconds = {name: {} for name in kinds}
-    for layers in config.layers:
-        progress(f"{config.model} with {layers} layers")
-        try:
-            model, ids = _model(config, layers), _ids(config)
-            for name, (run, _) in kinds.items():
-                seconds[name][layers] = [_timed(run, model, ids) for _ in range(1 + config.repeats)][1:]
-        except torch.OutOfMemoryError as error:
-            raise FlashRLError(
-                f"{config.model} with {layers} layers and a sequence of {config.tokens} tokens does not fit the GPU. "
-                "Remedy: fewer --layers, or fewer --tokens"
-            ) from error
-        del model
-        if config.device == "cuda":
-            torch.cuda.empty_cache()
-    return [_pass(config, name, seconds[name], passes) for name, (_, passes) in kinds.items()]
-
-
-def _pass(config: TrainingConfig, name: str, seconds: dict[int, list[float]], passes: int) -> Pass:
-    few, many = config.layers
-    medians = {layers: statistics.median(found) for layers, found in seconds.items()}
-    layer = (medians[many] - medians[few]) / (many - few)
-    head = medians[few] - few * layer
+    (few, low), (many, high) = ((depth, statistics.median(found)) for depth, found in sorted(seconds.items()))
+    layer = (high - low) / (many - few)
+    head = low - few * layer
     if min(layer, head) <= 0:
         raise FlashRLError(
-            f"{name}: {medians[few]:.4f} s with {few} layers and {medians[many]:.4f} s with {many} leave {layer:.4f} s "
-            f"for a layer and {head:.4f} s for the head: too much noise in {seconds}. Remedy: --layers further apart, "
-            "more --tokens or --repeats"
+            f"{name}: {low:.4f} s with {few} layers and {high:.4f} s with {many} are too noisy to tell a layer from "
+            "the head. Remedy: --layers further apart, more --tokens or --repeats"
         )
-    shape = shape_of(load_config(config.model))
-    whole = head + shape.layers * layer
-    gpu = of_device(torch.cuda.get_device_name()) if config.device == "cuda" else None
-    operations = passes * forward_operations(shape, config.tokens, config.tokens)
-    share, between = None, None
-    if gpu is not None:
-        # Of so many layers as the model has: a line through one time at each depth.
-        steps = (shape.layers - few) / (many - few)
-        wholes = [low + steps * (high - low) for low in seconds[few] for high in seconds[many]]
-        share = operations / whole / gpu.bf16
-        if min(wholes) > 0:
-            between = (operations / max(wholes) / gpu.bf16, operations / min(wholes) / gpu.bf16)
-    return Pass(name=name, seconds=seconds, layer_s=layer, head_s=head, whole_s=whole, share=share, share_range=between)
+    whole = head + layers * layer
+    return {"name": name, "seconds": seconds, "layer_s": layer, "head_s": head, "whole_s": whole}
 
 
-def _model(config: TrainingConfig, layers: int) -> PreTrainedModel:
-    torch.manual_seed(config.seed)
-    shape = load_config(config.model, layers)
-    with torch.device(config.device):
-        model = AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16, attn_implementation="sdpa")
-    # As in the recipes; without dropout, training mode changes nothing but this.
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    return model.train()
+def training(
+    model: Annotated[str, typer.Option(help="A name (qwen2.5-32b, ...), a config.json, or its folder.")] = "tiny",
+    layers: Annotated[str, typer.Option(help="Depths of the two models that are timed.")] = "1,2",
+    tokens: Annotated[int, typer.Option(min=2, help="Of one sequence, which is one micro-batch.")] = 8192,
+    repeats: Annotated[int, typer.Option(min=1, help="After one that is not measured.")] = 5,
+    output: Annotated[Path, typer.Option(help="Folder for training.json.")] = Path("outputs/training"),
+) -> None:
+    """Time old log-probs and policy updates of a model's shape on one GPU, or on the CPU."""
+    from flashrl_verl.tools.engines.shapes import load_config, require_host_memory
+
+    depths = [int(word) if word.strip().isdecimal() else 0 for word in layers.split(",")]
+    if len(depths) != 2 or not 0 < depths[0] < depths[1]:
+        raise ConfigError(f"--layers {layers!r} is not two numbers, the second greater, such as 2,6")
+    whole = load_config(model)
+    if not torch.cuda.is_available():
+        require_host_memory(load_config(model, depths[1]), model, copies=2)
+    seconds: dict[str, dict[int, list[float]]] = {name: {} for name in PASSES}
+    for depth in depths:
+        print(f"{model} with {depth} layers", flush=True)
+        try:
+            found = time_passes(load_config(model, depth), tokens, repeats)
+        except torch.OutOfMemoryError as error:
+            raise FlashRLError(
+                f"{model} with {depth} layers and {tokens} tokens does not fit the GPU: fewer --layers or --tokens"
+            ) from error
+        torch.cuda.empty_cache()
+        for name in PASSES:
+            seconds[name][depth] = found[name]
+    here = environment()
+    peak = next((speed for card, speed in BF16_OPERATIONS.items() if card in here["device"]), None)
+    passes = []
+    for name, times in PASSES.items():
+        one = by_part(name, seconds[name], whole.num_hidden_layers)
+        operations = times * forward_operations(whole, tokens)
+        passes.append(one | {"share": None if peak is None else operations / one["whole_s"] / peak})
+    settings = {"model": model, "layers": depths, "tokens": tokens, "repeats": repeats}
+    write_json(output / "training.json", {"settings": settings, "environment": here, "passes": passes})
+    rows = [
+        [
+            one["name"],
+            *(f"{1e3 * one[part]:.2f}" for part in ("layer_s", "head_s", "whole_s")),
+            "-" if one["share"] is None else f"{one['share']:.0%}",
+        ]
+        for one in passes
+    ]
+    header = ("pass", "layer ms", "head ms", "whole model ms", "of the data sheet's BF16")
+    show(f"{model} on {here['device']}, one sequence of {tokens} tokens", header, rows)
+    print(f"written: {output / 'training.json'}")
 
 
-def _ids(config: TrainingConfig) -> torch.Tensor:
-    vocabulary = load_config(config.model).vocab_size
-    generator = torch.Generator().manual_seed(config.seed)
-    return torch.randint(vocabulary, (1, config.tokens), generator=generator).to(config.device)
-
-
-def _log_probs(model: PreTrainedModel, ids: torch.Tensor) -> None:
-    with torch.no_grad():
-        log_probs(model(input_ids=ids, use_cache=False).logits[:, :-1], ids[:, 1:])
-
-
-def _update(model: PreTrainedModel, ids: torch.Tensor) -> None:
-    found = log_probs(model(input_ids=ids, use_cache=False).logits[:, :-1], ids[:, 1:])
-    (-found.mean()).backward()
-    model.zero_grad(set_to_none=True)
-
-
-def _timed(run: Callable[[PreTrainedModel, torch.Tensor], None], model: PreTrainedModel, ids: torch.Tensor) -> float:
-    def wait() -> None:
-        if ids.is_cuda:
-            torch.cuda.synchronize()
-
-    wait()
-    started = time.perf_counter()
-    run(model, ids)
-    wait()
-    return time.perf_counter() - started
+if __name__ == "__main__":
+    run(training)

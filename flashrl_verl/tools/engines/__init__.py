@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM engines in processes of their own, for tools and benchmarks."""
+"""Shapes of models, and vLLM models without an engine, for tools and benchmarks."""

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A vLLM engine as a run starts it: FlashRL's formats, weights by weight updates."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flashrl_verl.errors import ConfigError, FlashRLError
+from flashrl_verl.rollout.worker import FlashRLWorkerExtension
+from flashrl_verl.settings import FlashRLConfig, KVCache, Precision
+
+_BUCKET_TENSORS = 16
+"""Tensors handed over at once; verl counts bytes instead."""
+
+
+def formats_of(variant: str) -> FlashRLConfig:
+    """Formats of ``int8`` or ``int8+int8kv``.
+
+    Raises:
+        ConfigError: it names another format.
+    """
+    precision, *kv_cache = variant.split("+")
+    if precision not in [member.value for member in Precision] or kv_cache not in ([], ["int8kv"]):
+        names = ", ".join(member.value for member in Precision)
+        raise ConfigError(f"--variants {variant!r}: a variant is one of {names}, or with +int8kv behind it")
+    cache = KVCache.INT8_PER_TOKEN_HEAD if kv_cache else KVCache.AUTO
+    return FlashRLConfig(precision=Precision(precision), kv_cache=cache)
+
+
+def start(model: str, variant: str, *, in_process: bool, **arguments: Any) -> Any:
+    """Start an engine on token ids and give its model weights.
+
+    Args:
+        model: folder with config.json; its weights, or random ones where it has none, arrive by a weight update.
+        variant: see ``formats_of``.
+        in_process: keep the engine's core in this process, where an error of it can be read.
+        **arguments: of ``vllm.LLM``.
+
+    Raises:
+        FlashRLError: the engine's weights are not in the variant's format.
+    """
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if in_process else "1"
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    os.environ["VLLM_NO_USAGE_STATS"] = "1"
+    from omegaconf import OmegaConf
+
+    from flashrl_verl.platforms import activate
+    from flashrl_verl.plugins.versions import vllm_device
+    from flashrl_verl.plugins.vllm import register
+    from flashrl_verl.quantization.config import engine_arguments
+    from flashrl_verl.quantization.formats import weight_format
+
+    activate(OmegaConf.create({"trainer": {"device": vllm_device()}}))
+    register()
+    import vllm
+
+    if vllm_device() != "cuda":
+        arguments.pop("gpu_memory_utilization", None)
+    formats = formats_of(variant)
+    llm = vllm.LLM(
+        model,
+        skip_tokenizer_init=True,
+        worker_extension_cls="benchmarks.engine.BenchWorkerExtension",
+        dtype="bfloat16",
+        load_format="dummy",
+        logprobs_mode="processed_logprobs",
+        **engine_arguments(formats),
+        **arguments,
+    )
+    layers = llm.collective_rpc("flashrl_layers")[0]
+    fmt = weight_format(formats.precision)
+    if set(layers["quantized"]) != (set() if fmt is None else {fmt.storage}):
+        raise FlashRLError(f"{variant}: the engine's quantized weights are {layers['quantized'] or 'none'}")
+    llm.collective_rpc("bench_update", args=(model,))
+    if not llm.reset_prefix_cache():
+        raise FlashRLError("vLLM kept keys and values of the weights before the update. Run the command again")
+    return llm
+
+
+class BenchWorkerExtension(FlashRLWorkerExtension):
+    """Mixed into vLLM's worker. Methods return plain data."""
+
+    def bench_update(self, model: str) -> None:
+        """Two weight updates, as in a run, from a checkpoint; with random weights where the folder has none: codes that
+        nobody wrote are zeros, with which a GPU takes less power and clocks higher."""
+        from flashrl_verl.refit.load import WeightRefit
+
+        runner = self.model_runner
+        device = next(runner.model.parameters()).device
+        refit = WeightRefit(runner.model, runner.vllm_config.model_config, device)
+        for step in range(2):
+            refit.begin(step)
+            for bucket in _buckets(model, device):
+                refit.load(bucket)
+                del bucket  # or the next one is made while this one still takes memory
+            refit.finish()
+
+    def bench_memory(self) -> dict[str, Any]:
+        """Tokens that the KV cache holds, its bytes and those of the weights on this worker; the device."""
+        config, cuda = self.model_runner.kv_cache_config, torch.cuda.is_available()
+        groups = config.kv_cache_groups  # layers of different kinds share the blocks
+        return {
+            "kv_tokens": config.num_blocks // len(groups) * min(group.kv_cache_spec.block_size for group in groups),
+            "kv_bytes": sum(tensor.size for tensor in config.kv_cache_tensors),
+            "weight_bytes": sum(parameter.nbytes for parameter in self.model_runner.model.parameters()),
+            "memory_bytes": torch.cuda.mem_get_info()[1] if cuda else None,
+        }
+
+
+def _buckets(model: str, device: torch.device) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from flashrl_verl.refit.sender import cast_for_rollout
+    from flashrl_verl.tools.engines.shapes import sent_tensors, tensor_shapes
+
+    with torch.device("cpu"):  # vLLM's worker has made the GPU the default
+        if any(Path(model).glob("*.safetensors")):
+            weights = cast_for_rollout(
+                list(sent_tensors(AutoModelForCausalLM.from_pretrained(model, dtype="auto"))), torch.bfloat16
+            )
+        else:
+            settings = json.loads((Path(model) / "config.json").read_text())
+            weights = tensor_shapes(AutoConfig.for_model(**settings))
+    generator = torch.Generator(device).manual_seed(0)
+
+    def here(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_meta:
+            return tensor.to(device)
+        return torch.empty(tensor.shape, dtype=torch.bfloat16, device=device).normal_(0, 0.02, generator=generator)
+
+    while bucket := [(name, here(tensor)) for name, tensor in itertools.islice(weights, _BUCKET_TENSORS)]:
+        yield bucket

@@ -1,0 +1,553 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every table of docs/results and the README's table of results, from the raw data in benchmarks/results.
+
+    python -m benchmarks.tables           # writes them in place
+    python -m benchmarks.tables --check   # exit code 1 where that would change a page
+
+A table stands between ``<!-- table: name -->`` and ``<!-- end -->``; ``name`` is a function of this file with its
+arguments, as in ``mismatch h200.json cpu.json``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks.common import RESULTS, ROOT, interval, run, standard_error
+from benchmarks.learning import HEADER, by_variant
+from benchmarks.learning import table as learning_table
+from flashrl_verl.errors import ConfigError
+from flashrl_verl.trainer.atomic_write import write_whole
+
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs" / "results").glob("*.md")))
+PLACE = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end -->)", re.S)
+
+Rows = list[list[str]]
+"""Header first."""
+
+
+def load(file: str) -> Any:
+    """A JSON file of ``benchmarks/results``."""
+    return json.loads((RESULTS / file).read_text())
+
+
+def lines(file: str) -> list[Any]:
+    """A JSON Lines file of ``benchmarks/results``."""
+    return [json.loads(line) for line in (RESULTS / file).read_text().splitlines()]
+
+
+def ranged(values: Sequence[float], form: str) -> str:
+    """Median, and lowest and highest."""
+    return f"{statistics.median(values):{form}} ({min(values):{form}}-{max(values):{form}})"
+
+
+def plus_minus(values: Sequence[float], form: str = ".3f") -> str:
+    """Mean and its standard error."""
+    return f"{statistics.fmean(values):{form}} ± {standard_error(values):{form.lstrip('+')}}"
+
+
+# ---- rollout and throughput ----
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """A variant at a workload, of one measurement."""
+
+    measurement: str
+    model: str
+    memory_gib: float
+    workload: tuple[int, int, int]
+    """Sequences, prompt tokens, response tokens."""
+    variant: str
+    seconds: list[float]
+    decode_seconds: float
+    """The whole less the same prompts with one token each."""
+    memory: dict[str, Any]
+    profile: dict[str, Any] | None
+    embedding_bytes: int
+    """A step reads a few rows of it."""
+
+    @property
+    def tokens_per_second(self) -> list[float]:
+        return [self.workload[0] * self.workload[2] / seconds for seconds in self.seconds]
+
+    @property
+    def decode_tokens_per_second(self) -> float:
+        return self.workload[0] * (self.workload[2] - 1) / self.decode_seconds
+
+    @property
+    def step_ms(self) -> float:
+        return 1e3 * self.decode_seconds / (self.workload[2] - 1)
+
+    @property
+    def what(self) -> str:
+        return "{} x ({} -> {})".format(*self.workload)
+
+
+def rollouts(file: str) -> list[Rollout]:
+    """A result of ``benchmarks.rollout``: by workload, then by variant."""
+    head, *results = lines(f"{file}.jsonl")
+    share = head["settings"]["gpu_memory_utilization"]
+    found: dict[tuple, Rollout] = {}
+    for result in results:
+        for timing in result["timings"]:
+            key = tuple(timing["workload"]), result["variant"]
+            pairs = list(zip(timing["seconds"], timing["prefill_seconds"], strict=True))
+            if key in found:
+                raise ConfigError(f"{file}: {key} is there twice")
+            found[key] = Rollout(
+                measurement=file.rpartition("/")[2],
+                model=head["settings"]["model"],
+                memory_gib=share * head["environment"]["memory_bytes"] / 2**30,
+                workload=key[0],
+                variant=result["variant"],
+                seconds=timing["seconds"],
+                decode_seconds=statistics.median(whole - prompts for whole, prompts in pairs),
+                memory=result["memory"],
+                profile=timing.get("profile"),
+                embedding_bytes=head["settings"]["embedding_bytes"],
+            )
+    order = list(dict.fromkeys(workload for workload, _ in found))
+    return sorted(found.values(), key=lambda one: order.index(one.workload))
+
+
+def speed_ups(one: Rollout, among: Iterable[Rollout]) -> tuple[str, str]:
+    """Of whole rollouts and of decoding, over BF16 of the same measurement."""
+    for base in among:
+        if base.variant == "bf16" and base.workload == one.workload:
+            whole = statistics.median(base.seconds) / statistics.median(one.seconds)
+            return f"{whole:.2f}", f"{base.decode_seconds / one.decode_seconds:.2f}"
+    return "-", "-"
+
+
+def rollout(*files: str) -> Rows:
+    """Speed, by measurement, workload and variant."""
+    rows = [["workload", "variant", "tokens/s (range)", "x BF16", "decode tokens/s", "decode x BF16", "step ms", "n"]]
+    for of in map(rollouts, files):
+        for one in of:
+            whole, decode = speed_ups(one, of)
+            speed = ranged(one.tokens_per_second, ".0f"), whole, f"{one.decode_tokens_per_second:.0f}", decode
+            rows.append([one.what, one.variant, *speed, f"{one.step_ms:.2f}", f"{len(one.seconds)}"])
+    return rows
+
+
+def rollout_memory(*files: str) -> Rows:
+    """Weights and KV cache, by variant."""
+    rows = [["variant", "weights GB", "KV GB", "KV tokens"]]
+    for one in [one for file in files for one in rollouts(file)]:
+        memory = one.memory
+        sizes = (f"{memory[part] / 1e9:.4g}" for part in ("weight_bytes", "kv_bytes"))
+        row = [one.variant, *sizes, f"{memory['kv_tokens']}"]
+        if row not in rows:
+            rows.append(row)
+    return rows
+
+
+COPY_BYTES_PER_SECOND = 0.88 * 4.8e12
+"""Of an H200: 88 % of its data sheet."""
+
+
+def floor_ms(one: Rollout) -> float:
+    """To read weights, keys and values of a profiled decode step once, at a copy's speed."""
+    memory, profile = one.memory, one.profile
+    cached = profile["sequences"] * profile["context"] * memory["kv_bytes"] / memory["kv_tokens"]
+    return 1e3 * (memory["weight_bytes"] - one.embedding_bytes + cached) / COPY_BYTES_PER_SECOND
+
+
+def rollout_steps(*files: str) -> Rows:
+    """Where a decode step goes: milliseconds by class of kernel."""
+    found = [one for file in files for one in rollouts(file) if one.profile]
+    kinds = [kind for kind in found[0].profile["milliseconds"] if any(o.profile["milliseconds"][kind] for o in found)]
+    rows = [["workload", "variant", "context", "step ms", "floor ms", "floor / step", *kinds, "no kernel"]]
+    for one in found:
+        kernels, floor = one.profile["milliseconds"], floor_ms(one)
+        step = f"{one.profile['context']:.0f}", f"{one.step_ms:.2f}", f"{floor:.2f}", f"{floor / one.step_ms:.0%}"
+        parts = [*(kernels[kind] for kind in kinds), one.step_ms - sum(kernels.values())]
+        rows.append([one.what, one.variant, *step, *(f"{part:.2f}" for part in parts)])
+    return rows
+
+
+def inductor() -> Rows:
+    """Activations quantized by vLLM's custom op, or by Inductor."""
+    rows = [["workload", "quantized by", "tokens/s (range)", "step ms", "norms, SiLU and quantization ms", "launches"]]
+    measured = [
+        (name, rollouts(f"rollout/inductor/{f}")) for name, f in (("vLLM", "custom-op"), ("Inductor", "inductor"))
+    ]
+    for index, _ in enumerate(measured[0][1]):
+        for name, of in measured:
+            one = of[index]
+            kinds = "activation quantization", "norms, rope, activation"
+            taken, launches = (sum(one.profile[of][kind] for kind in kinds) for of in ("milliseconds", "launches"))
+            speed = ranged(one.tokens_per_second, ".0f"), f"{one.step_ms:.2f}"
+            rows.append([one.what, name, *speed, f"{taken:.2f}", f"{launches:.0f}"])
+    return rows
+
+
+def throughput(*files: str) -> Rows:
+    """Speed by model, memory, workload and variant."""
+    header = ["measurement", "memory GiB", "workload", "variant", "tokens/s (range)", "x BF16", "decode x BF16"]
+    rows = [[*header, "sequences fit"]]
+    for of in map(rollouts, files):
+        for one in of:
+            fit = one.memory["kv_tokens"] // sum(one.workload[1:])
+            speed = ranged(one.tokens_per_second, ".0f"), *speed_ups(one, of)
+            rows.append([one.measurement, f"{one.memory_gib:.0f}", one.what, one.variant, *speed, f"{fit}"])
+    return rows
+
+
+def throughput_again(*pairs: str) -> Rows:
+    """Two measurements of the same; a pair is ``first[,first]:again``, and the first that has a variant counts."""
+    header = ["model", "memory GiB", "workload", "variant", "tokens/s, first", "again"]
+    rows = [[*header, "x BF16, first", "again", "decode x BF16, first", "again"]]
+    for pair in pairs:
+        before, again = ([rollouts(file) for file in side.split(",")] for side in pair.split(":"))
+        for one in again[0]:
+            same = ((o, of) for of in before for o in of if (o.workload, o.variant) == (one.workload, one.variant))
+            first, of = next(same)
+            ratios = zip(speed_ups(first, of), speed_ups(one, again[0]), strict=True)
+            speeds = (ranged(o.tokens_per_second, ".0f") for o in (first, one))
+            what = one.model, f"{one.memory_gib:.0f}", one.what, one.variant
+            rows.append([*what, *speeds, *(cell for both in ratios for cell in both)])
+    return rows
+
+
+# ---- refit, correction, step ----
+
+
+def refit(*files: str) -> Rows:
+    """A weight update, by model and way of updating."""
+    rows = [["model", "variant", "update ms", "loading ms", "extra MiB"]]
+    for record in map(load, files):
+        for one in record["results"]:
+            form = ".0f" if min(one["refit_seconds"]) > 1 else ".1f"
+            update = ranged([1e3 * s for s in one["refit_seconds"]], form)
+            loading = f"{1e3 * statistics.median(one['load_seconds']):{form}}"
+            rows.append([record["model"], one["arm"], update, loading, f"{one['extra_bytes'] / 2**20:.0f}"])
+    return rows
+
+
+PARTS = {
+    "padding": "driver: padding, verl and FlashRL",
+    "verl": "driver: correction, verl",
+    "flashrl": "one of {} actor ranks: correction, FlashRL",
+}
+
+
+def correction(file: str) -> Rows:
+    """Seconds and memory of the correction, by place and longest response."""
+    record = load(file)
+    rows = [["where, what", "longest response", "rows", "seconds", "peak, GiB"]]
+    for part, words in PARTS.items():
+        for cost in record["costs"]:
+            if cost["part"] == part:
+                seconds, peak = ranged(cost["seconds"], ".2f"), f"{cost['peak_bytes'] / 2**30:.2f}"
+                rows.append([words.format(record["ranks"]), f"{cost['tokens']}", f"{cost['rows']}", seconds, peak])
+    return rows
+
+
+def step(*files: str) -> Rows:
+    """A step of DAPO as `flashrl plan --json` computed it."""
+    parts = "rollout", "log_probs", "update", "refit", "seconds"
+    header = ["GPUs", "variant", "rollout s", "old log-probs s", "policy update s", "weight update s", "step s"]
+    rows = [[*header, "steps an hour", "x BF16"]]
+    for record in map(load, files):
+        bf16 = record["outcomes"][0]["whole"]["seconds"]
+        for outcome in record["outcomes"]:
+            if whole := outcome["whole"]:
+                choice = outcome["choice"]
+                variant = choice["precision"] + " + INT8 KV" * (choice["kv_cache"] != "auto")
+                seconds = [f"{whole[part]:.0f}" for part in parts]
+                speed = f"{3600 / whole['seconds']:.3g}", f"{bf16 / whole['seconds']:.2f}"
+                rows.append([f"{record['gpus']} x {record['gpu']['name']}", variant, *seconds, *speed])
+    return rows
+
+
+def training(*files: str) -> Rows:
+    """The trainer's passes; the range is that of each time at one depth with each at the other."""
+    header = ["pass", "run", "layer ms", "head ms", "whole model s", "tokens/s"]
+    rows = []
+    for number, record in enumerate(map(load, files), start=1):
+        tokens, (few, many) = record["settings"]["tokens"], record["settings"]["layers"]
+        for one in record["passes"]:
+            low, high = (one["seconds"][f"{depth}"] for depth in (few, many))
+            wholes = [a + (64 - few) * (b - a) / (many - few) for a in low for b in high]
+            least, most = (one["share"] * one["whole_s"] / seconds for seconds in (max(wholes), min(wholes)))
+            each = f"{one['layer_s'] * 1e3:.2f}", f"{one['head_s'] * 1e3:.2f}", f"{one['whole_s']:.2f}"
+            share = f"{one['share']:.0%} ({least:.0%}-{most:.0%})"
+            rows.append([one["name"], f"{number}", *each, f"{tokens / one['whole_s']:.0f}", share])
+    return [[*header, "of the data sheet's BF16 (range)"], *sorted(rows, key=lambda row: row[0])]
+
+
+# ---- mismatch ----
+
+
+def far_off(k3_kl: float, of: dict[str, Any]) -> str:
+    """k3 KL and its standard error."""
+    return f"{k3_kl:.1e} ± {of['k3_kl_standard_error']:.0e}"
+
+
+def mismatch(*files: str) -> Rows:
+    """Distance of every engine from the trainer."""
+    header = ["device", "precision", "KV cache", "kernel", "k3 KL, own", "k3 KL, common"]
+    rows = [[*header, "probs diff mean, common", "correlation, common"]]
+    for record in map(load, files):
+        for one in record["results"]:
+            far = (
+                f"{p['rollout_corr/k3_kl']:.1e} ± {p['k3_kl_standard_error']:.0e}" for p in (one["own"], one["common"])
+            )
+            probs = f"{one['common']['training/rollout_probs_diff_mean']:.2e}"
+            correlation = f"{one['common']['training/rollout_actor_probs_pearson_corr']:.5f}"
+            what = (
+                record["device"].partition(" (")[0],
+                one["precision"],
+                one.get("kv_cache", "auto").replace("auto", "BF16"),
+            )
+            rows.append([*what, one["kernels"]["linear"], *far, probs, correlation])
+    return rows
+
+
+def noise(file: str) -> Rows:
+    """Signal-to-quantization-noise ratio in dB, by type of layer; median over matrices."""
+    results = {one["precision"]: one["noise"] for one in reversed(load(file)["results"])}
+    rows = [["", *(kind["kind"] for kind in results["int8"])]]
+    for precision in ("int8", "fp8"):
+        for part in ("weight", "output"):
+            rows.append([f"{precision} {part}", *(f"{kind[part]['median']:.1f}" for kind in results[precision])])
+    return rows
+
+
+def outliers(file: str) -> Rows:
+    """k3 KL by factor of the outlier channels."""
+    rows = [["factor", "tokens", "BF16", "INT8", "FP8"]]
+    found: dict[Any, dict[str, Any]] = {}
+    for one in load(file)["mismatch"]:
+        found.setdefault(one["factor"], {})[one["precision"]] = one
+    for factor, by in found.items():
+        cells = (far_off(by[p]["k3_kl"], by[p]) if p in by else "not measured" for p in ("bf16", "int8", "fp8"))
+        rows.append([f"{factor or 'none'}", f"{by['bf16']['tokens']}", *cells])
+    return rows
+
+
+# ---- runs of the recipe ----
+
+
+def metrics(folder: str) -> dict[str, list[float]]:
+    """What verl logged, by name, in the order of steps."""
+    found: dict[str, list[float]] = {}
+    for row in lines(f"{folder}/metrics.jsonl"):
+        for key, value in row["data"].items():
+            found.setdefault(key, []).append(value)
+    return found
+
+
+def quickstart(*folders: str) -> Rows:
+    """The quickstart's runs."""
+    header = ["precision", "correction", "held-out accuracy, first -> last", "k3 KL, mean (largest)", "ESS, least"]
+    rows = [[*header, "s/step", "refit ms"]]
+    for folder in folders:
+        found, (precision, fix) = metrics(folder), folder.rpartition("/")[2].split("-")
+        score = next(values for key, values in found.items() if key.startswith("val-core/"))
+        kl = found["rollout_corr/k3_kl"]
+        size = found.get("rollout_corr/rollout_is_eff_sample_size")
+        seconds = f"{statistics.fmean(found['timing_s/step']):.1f}"
+        refits = f"{1e3 * statistics.fmean(found['flashrl/refit_seconds']):.0f}"
+        far = f"{statistics.fmean(kl):.1e} ({max(kl):.1e})", f"{min(size):.4f}" if size else "-"
+        rows.append([precision, fix, f"{score[0]:.3f} -> {score[-1]:.3f}", *far, seconds, refits])
+    return rows
+
+
+def recipe(*folders: str) -> Rows:
+    """Ten steps of the recipe: mismatch."""
+    header = ["run", "k3 KL, steps 1 to 4", "last", "perplexity, first -> last", "correlation, least", "ESS, least"]
+    rows = [[*header, "receipts", "score, first -> last"]]
+    for folder in folders:
+        found = metrics(folder)
+        kl, perplexity, score = (
+            found[key] for key in ("rollout_corr/k3_kl", "rollout_corr/rollout_ppl", "critic/score/mean")
+        )
+        least = (
+            f"{min(found[key]):.4f}"
+            for key in ("training/rollout_actor_probs_pearson_corr", "rollout_corr/rollout_is_eff_sample_size")
+        )
+        far = f"{statistics.fmean(kl[:4]):.1e}", f"{kl[-1]:.1e}", f"{perplexity[0]:.0f} -> {perplexity[-1]:.1f}"
+        receipts = f"{sum(found['flashrl/receipts_verified']):.0f}"
+        rows.append([folder.rpartition("/")[2], *far, *least, receipts, f"{score[0]:.2f} -> {score[-1]:.2f}"])
+    return rows
+
+
+def recipe_costs(*folders: str) -> Rows:
+    """Ten steps of the recipe: seconds, means over the steps."""
+    keys = {
+        "step s": "timing_s/step",
+        "rollout s": "timing_s/gen",
+        "old log-prob s": "timing_s/old_log_prob",
+        "advantage s": "timing_s/adv",
+        "actor update s": "timing_s/update_actor",
+        "refit s": "timing_s/update_weights",
+        "allocated GiB": "actor/perf/max_memory_allocated_gb",
+        "reserved GiB": "actor/perf/max_memory_reserved_gb",
+    }
+    rows = [["run", *keys, "weights GB"]]
+    for folder in folders:
+        found = metrics(folder)
+        cells = [f"{statistics.fmean(found[k]):.2f}" if k[0] == "t" else f"{max(found[k]):.1f}" for k in keys.values()]
+        rows.append([folder.rpartition("/")[2], *cells, f"{found['flashrl/weight_bytes'][-1] / 1e9:.3g}"])
+    return rows
+
+
+# ---- learning ----
+
+
+def learning(file: str) -> Rows:
+    """One experiment, by variant."""
+    return [list(HEADER), *map(list, learning_table(load(f"learning/{file}.json")))]
+
+
+def scores(record: dict[str, Any], variant: str, figure: str) -> dict[int, float]:
+    """By seed: ``final`` (asked in BF16; where that was not done, the last of the curve) or ``curve`` (its mean)."""
+    found = {}
+    for one in by_variant(record).get(variant, []):
+        curve = one["series"]["score"]["value"]
+        last = curve[-1] if one["final_bf16"] is None else one["final_bf16"]
+        found[one["seed"]] = last if figure == "final" else statistics.fmean(curve)
+    return found
+
+
+def paired(record: dict[str, Any], variant: str, minus: str, figure: str) -> list[float]:
+    """Differences, seed by seed."""
+    mine, theirs = scores(record, variant, figure), scores(record, minus, figure)
+    return [mine[seed] - theirs[seed] for seed in sorted(mine)]
+
+
+def learning_differences(*files: str) -> Rows:
+    """Every correction minus none of the same precision, every precision minus BF16 with the same correction."""
+    rows = [["experiment", "variant", "minus", "figure", "difference", "95 % interval, paired"]]
+    for file in files:
+        record = load(f"learning/{file}.json")
+        there = by_variant(record)
+        figures = ["curve"] if record["runs"][0]["final_bf16"] is None else ["final", "curve"]
+        for variant in there:
+            precision, fix = variant.split("+")
+            others = [f"{precision}+none"] * (fix != "none") + [f"bf16+{fix}"] * (precision != "bf16")
+            for other in (other for other in others if other in there):
+                for figure in figures:
+                    mean, half = interval(paired(record, variant, other, figure))
+                    shown = f"{mean:+.3f}", f"[{mean - half:+.3f}, {mean + half:+.3f}]"
+                    words = {"final": "final, BF16", "curve": "mean of curve"}[figure]
+                    rows.append([file, variant, other, words, *shown])
+    return rows
+
+
+def learning_summary(*files: str) -> Rows:
+    """One row an experiment."""
+    header = ["experiment", "k3 KL, mean (largest): INT8 with TIS", "INT8 without"]
+    rows = [[*header, "INT8 with TIS minus BF16 with TIS", "INT8 with TIS minus INT8 without"]]
+    for file in files:
+        record = load(f"learning/{file}.json")
+        far = []
+        for variant in ("int8+tis", "int8+none"):
+            steps = [value for one in by_variant(record)[variant] for value in one["series"]["k3_kl"]["value"]]
+            far.append(f"{statistics.fmean(steps):.1e} ({max(steps):.1e})")
+        gaps = [plus_minus(paired(record, "int8+tis", other, "final"), "+.3f") for other in ("bf16+tis", "int8+none")]
+        rows.append([file, *far, *gaps])
+    return rows
+
+
+def asked_in_int8(file: str) -> Rows:
+    """The same last weights asked in BF16 and in INT8."""
+    rows = [["experiment", "variant", "in BF16", "in INT8", "INT8 minus BF16"]]
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for one in load(file)["runs"]:
+        found.setdefault((one["experiment"], one["variant"]), []).append(one)
+    for place, of in found.items():
+        means = (f"{statistics.fmean(one[p] for one in of):.3f}" for p in ("bf16", "int8"))
+        rows.append([*place, *means, plus_minus([one["int8"] - one["bf16"] for one in of], "+.3f")])
+    return rows
+
+
+# ---- the README's ----
+
+
+def readme() -> Rows:
+    """At most five rows, led by what we recommend."""
+    rows = [["measured", "BF16", "INT8", "INT8 is"]]
+    both = "int8+int8kv"
+
+    def rolled(file: str, workload: tuple[int, int, int], variant: str, words: str, page: str) -> None:
+        of = {one.variant: one for one in rollouts(file) if one.workload == workload}
+        base, one = of["bf16"], of[variant]
+        speeds = (f"{statistics.median(o.tokens_per_second):.0f}" for o in (base, one))
+        ratio = speed_ups(one, [base])[0]
+        rows.append([f"{words}, {one.what}, tokens/s", *speeds, f"[{ratio} x](docs/results/{page})"])
+
+    short, again = (256, 256, 384), "throughput_again.md"
+    little = "throughput/again/qwen2.5-32b-71gib"
+    rolled(little, short, both, "rollout, 71 GiB (as an A100-80GB), INT8 KV cache too", again)
+    rolled(little, short, "int8", "rollout, 71 GiB", again)
+    rolled("rollout/qwen2.5-32b-four-arms", short, both, "rollout, 126 GiB, INT8 KV cache too", "rollout.md")
+    rolled("rollout/qwen2.5-32b-four-arms", short, "int8", "rollout, 126 GiB", "rollout.md")
+    whole = {
+        (one["choice"]["precision"], one["choice"]["kv_cache"]): one["whole"]["seconds"]
+        for one in load("step/h200.json")["outcomes"]
+        if one["whole"]
+    }
+    bf16, int8 = whole["bf16", "auto"], whole["int8", "int8_per_token_head"]
+    words = "a step of DAPO on 64 H200s, INT8 KV cache too, *computed*, s"
+    rows.append([words, f"{bf16:.0f}", f"{int8:.0f}", f"[{bf16 / int8:.2f} x](docs/results/step.md)"])
+    return rows
+
+
+TABLES: dict[str, Callable[..., Rows]] = {
+    function.__name__: function
+    for function in (
+        rollout, rollout_memory, rollout_steps, inductor, throughput, throughput_again, refit, correction, step,
+        training, mismatch, noise, outliers, quickstart, recipe, recipe_costs, learning, learning_differences,
+        learning_summary, asked_in_int8, readme,
+    )
+}  # fmt: skip
+
+
+def markdown(rows: Rows) -> str:
+    """A Markdown table."""
+    return "".join(f"| {' | '.join(row)} |\n" for row in (rows[0], ["---"] * len(rows[0]), *rows[1:]))
+
+
+def rewritten(text: str) -> str:
+    """A page with its tables made anew.
+
+    Raises:
+        ConfigError: there is no such table.
+    """
+
+    def replaced(found: re.Match) -> str:
+        name, *arguments = found[2].split()
+        if name not in TABLES:
+            raise ConfigError(f"there is no table {name!r}: one of {', '.join(TABLES)}")
+        return found[1] + markdown(TABLES[name](*arguments)) + found[3]
+
+    return PLACE.sub(replaced, text)
+
+
+def tables(
+    check: Annotated[bool, typer.Option("--check", help="Write nothing; exit 1 where a page would change.")] = False,
+) -> None:
+    """Write every table of docs/results and the README from benchmarks/results."""
+    old = []
+    for page in PAGES:
+        text = page.read_text()
+        if (new := rewritten(text)) != text:
+            old.append(str(page.relative_to(ROOT)))
+            if not check:
+                write_whole(page, new.encode())
+    print(f"{'not up to date' if check else 'written'}: {', '.join(old) or 'none'}")
+    raise typer.Exit(int(check and bool(old)))
+
+
+if __name__ == "__main__":
+    run(tables)

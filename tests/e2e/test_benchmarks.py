@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmarks as a user runs them, small, on whatever device there is."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [pytest.mark.cpu_e2e, pytest.mark.slow, pytest.mark.timeout(2400)]
+
+
+def run(name: str, output: Path, *words: str, before: str = "", code: int = 0) -> subprocess.CompletedProcess:
+    """``python -m benchmarks NAME``; ``before`` is run in its process first."""
+    start = (
+        f"import sys; sys.argv = ['benchmarks', *sys.argv[1:]]\n{before}\nfrom benchmarks.__main__ import main; main()"
+    )
+    command = [sys.executable, "-c", start, name, *words, "--output", str(output)]
+    if not before:
+        command = [sys.executable, "-m", "benchmarks", name, *words, "--output", str(output)]
+    done = subprocess.run(
+        command, cwd=ROOT, env=dict(os.environ, HF_HUB_OFFLINE="1"), capture_output=True, text=True, timeout=2000
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
+
+
+def test_a_weight_update_is_measured_and_its_bytes_are_the_models(tmp_path):
+    run("refit", tmp_path, "--precision", "int8,bf16", "--repeats", "2", "--no-upstream")
+    int8, bf16 = json.loads((tmp_path / "refit.json").read_text())["results"]
+    assert bf16["read_bytes"] == int8["read_bytes"] == bf16["written_bytes"]
+    assert 0.5 < int8["written_bytes"] / bf16["written_bytes"] < 1
+    for one in (int8, bf16):
+        assert all(0 < load <= all_ for load, all_ in zip(one["load_seconds"], one["refit_seconds"], strict=True))
+
+
+def test_a_rollout_is_measured_its_weights_are_eight_bits_and_a_second_command_resumes_behind_it(tmp_path):
+    words = ("--workloads", "4x16+24", "--max-num-batched-tokens", "512", "--max-num-seqs", "16")
+    words += ("--gpu-memory-utilization", "0.2")
+    run("rollout", tmp_path, "--variants", "int8", *words)
+    first = (tmp_path / "rollout.jsonl").read_text().splitlines()
+    done = run("rollout", tmp_path, "--variants", "bf16,int8", *words)
+    assert "bf16: started" in done.stdout and "int8: started" not in done.stdout
+    _, int8, bf16 = map(json.loads, (tmp_path / "rollout.jsonl").read_text().splitlines())
+    assert int8 == json.loads(first[1]) and bf16["variant"] == "bf16"
+    assert int8["memory"]["weight_bytes"] < bf16["memory"]["weight_bytes"]
+    assert all(len(one["timings"][0]["seconds"]) == 2 for one in (int8, bf16))
+
+
+def test_on_the_same_tokens_bf16_is_nearer_to_the_trainer_than_int8_and_both_are_near(tmp_path):
+    run("mismatch", tmp_path, "--variants", "int8", "--prompts", "64", "--tokens", "16")
+    bf16, int8 = json.loads((tmp_path / "mismatch.json").read_text())["results"]
+    assert bf16["common"]["tokens"] == int8["common"]["tokens"] > 64
+    assert 0 < bf16["common"]["rollout_corr/k3_kl"] < int8["common"]["rollout_corr/k3_kl"] < 1e-2
+    assert int8["own"]["training/rollout_actor_probs_pearson_corr"] > 0.99
+    assert (bf16["quantized_layers"], int8["quantized_layers"]) == (0, 8)
+    kinds = {kind["kind"]: kind for kind in int8["noise"]}
+    assert list(kinds) == ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    assert all(25 < kind["output"]["median"] < kind["weight"]["median"] + 6 for kind in kinds.values())
+
+
+def test_a_learning_run_is_stopped_resumed_and_asked_in_bf16(tmp_path):
+    """The deadline stops it behind a checkpoint; the same command trains it to the end and asks its last weights."""
+    small = (
+        "from benchmarks import learning; from flashrl_verl.quickstart.warmup import WarmupConfig\n"
+        "learning.CHAIN = learning.ChainConfig(steps=2, train=2000, test=64)\n"
+        "learning.WARMUP = WarmupConfig(target_accuracy=0.0, max_steps=600)\n"
+        "learning.START_S, learning.ENDING_S, learning.CLOSING_S = 5.0, 30.0, 2000.0\n"
+        "learning.run_command(learning.learning, overrides=True)"
+    )
+    words = ["--variants", "int8+tis", "--seeds", "0", "--steps", "4", "--outliers", "16", "trainer.save_freq=1"]
+    words += [
+        "data.train_batch_size=8",
+        "data.max_response_length=32",
+        "reward.reward_kwargs.overlong_buffer_cfg.len=8",
+    ]
+    actor = ("ppo_mini_batch_size=4", "ppo_micro_batch_size_per_gpu=32")
+    engine = ("log_prob_micro_batch_size_per_gpu=32", "agent.num_workers=1", "max_num_seqs=64")
+    words += [f"actor_rollout_ref.actor.{word}" for word in actor]
+    words += [f"actor_rollout_ref.rollout.{word}" for word in engine]
+    first = run("learning", tmp_path, *words, "--deadline", "30", before=small, code=3)
+    checkpoints = tmp_path / "int8+tis-seed0" / "checkpoints"
+    saved = int((checkpoints / "latest_checkpointed_iteration.txt").read_text())
+    assert 0 < saved < 4 and f"stopped, resumes from step {saved}" in first.stdout
+    done = run("learning", tmp_path, *words, before=small.replace("2000.0", "0.0"))
+    assert f"from step {saved}" in done.stdout
+    (result,) = json.loads((tmp_path / "learning.json").read_text())["runs"]
+    assert result["step"] == 4 and 0.0 <= result["final_bf16"] <= 1.0
+    assert set(result["series"]["k3_kl"]["step"]) >= {1, 2, 3, 4} - {saved}
+    assert [path.name for path in checkpoints.glob("global_step_*")] == ["global_step_4"]
+    assert not list(checkpoints.rglob("optim_*.pt")) and (tmp_path / "learning.png").stat().st_size > 1000

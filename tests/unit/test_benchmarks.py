@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmarks' arithmetic, against independent references; the published tables, against the raw data."""
+
+import math
+import random
+import statistics
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import common, learning, mismatch, rollout, tables, training
+from benchmarks.__main__ import NAMES
+from flashrl_verl.errors import ConfigError, FlashRLError
+
+
+def test_every_table_of_the_results_and_the_readme_is_that_of_the_raw_data():
+    """``python -m benchmarks.tables`` writes them."""
+    texts = {page.name: page.read_text() for page in tables.PAGES}
+    changed = [name for name, text in texts.items() if tables.rewritten(text) != text]
+    assert not changed, f"not up to date: {changed}"
+    assert sum(len(tables.PLACE.findall(text)) for text in texts.values()) > 20
+
+
+def test_a_table_that_is_not_known_is_an_error_that_lists_those_that_are():
+    with pytest.raises(ConfigError, match=r"no table 'speed'.* rollout"):
+        tables.rewritten("<!-- table: speed -->\nold\n<!-- end -->")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_benchmark_is_a_command(name):
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks", name, "--help"],
+        cwd=common.ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0 and "Usage" in done.stdout, done.stderr
+
+
+# ---- learning ----
+
+
+@pytest.mark.parametrize(
+    "variant, expected",
+    [
+        ("bf16+tis", {"flashrl.precision=bf16", "correction=tis"}),
+        ("none+int8", {"flashrl.precision=int8", "correction=none"}),
+        ("int8+int8kv+tis", {"flashrl.precision=int8", "correction=tis", "flashrl.kv_cache=int8_per_token_head"}),
+    ],
+)
+def test_a_variant_is_a_precision_and_a_correction_of_the_recipe(variant, expected):
+    assert set(learning.variant_overrides(variant)) == expected
+
+
+@pytest.mark.parametrize("variant", ["int8", "tis", "int8+tis+none", "int8+tis+int4kv", "int4+tis"])
+def test_a_variant_that_is_incomplete_or_not_known_is_refused(variant):
+    with pytest.raises(ConfigError, match="--variants"):
+        learning.variant_overrides(variant)
+
+
+def record(finals: dict[str, list[float | None]]) -> dict:
+    """A ``learning.json`` of runs with these final scores, by variant and seed."""
+    empty = {"step": [], "value": []}
+    series = {name: empty for name in learning.SERIES} | {"score": {"step": [0, 60], "value": [0.3, 0.9]}}
+    runs = [
+        {"variant": variant, "seed": seed, "step": 60, "final_bf16": final, "series": series}
+        for variant, values in finals.items()
+        for seed, final in enumerate(values)
+    ]
+    return {"settings": {"steps": 60}, "runs": runs}
+
+
+def test_differences_are_paired_by_seed_and_their_intervals_are_students():
+    """A reference by the definition: of three pairs t is 4.303, wherever a common part of a seed's runs lies."""
+    draw = random.Random(0)
+    base = [draw.random() for _ in range(3)]
+    gaps = [0.01, 0.02, 0.06]
+    made = record({"bf16+tis": base, "int8+tis": [b + g for b, g in zip(base, gaps, strict=True)]})
+    assert learning.differences(made)["int8+tis"] == pytest.approx(gaps)
+    half = 4.303 * statistics.stdev(gaps) / math.sqrt(3)
+    shown = learning.table(made)[1][learning.HEADER.index("minus the first")]
+    assert shown == f"{statistics.mean(gaps):+.3f} ± {half:.3f}"
+
+
+def test_a_run_that_is_not_finished_is_left_out_of_its_pair():
+    made = record({"bf16+tis": [0.9, 0.8, None], "int8+tis": [0.8, None, 0.7]})
+    assert learning.differences(made)["int8+tis"] == pytest.approx([-0.1])
+    assert [row[1] for row in learning.table(made)] == ["2/3", "2/3"]
+
+
+def test_an_interval_covers_the_mean_in_19_of_20_draws():
+    """The property that gives it its name, of three and of eight normal values."""
+    generator = np.random.default_rng(0)
+    for size in (3, 8):
+        draws = [common.interval(list(generator.normal(1.0, 2.0, size))) for _ in range(4000)]
+        covered = sum(abs(middle - 1.0) < half for middle, half in draws) / len(draws)
+        assert 0.935 < covered < 0.965
+
+
+def test_a_folder_of_other_settings_is_refused_and_another_machine_is_added(tmp_path, monkeypatch):
+    settings = {"steps": 60, "outliers": None, "hardware": "cpu", "overrides": []}
+    learning.keep_settings(tmp_path, settings)
+    monkeypatch.setattr(learning, "environment", lambda: {"device": "NVIDIA H200"})
+    assert learning.keep_settings(tmp_path, settings)[1] == {"device": "NVIDIA H200"}
+    with pytest.raises(ConfigError, match=r"steps=60 \(now 80\)"):
+        learning.keep_settings(tmp_path, settings | {"steps": 80})
+
+
+def test_an_interrupted_line_of_metrics_is_left_out_and_the_newest_checkpoint_alone_is_kept(tmp_path):
+    this = learning.Run(variant="int8+tis", seed=0, folder=tmp_path, steps=60)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "data": {"rollout_corr/k3_kl": 0.5}}\n{"step": 2, "da')
+    assert this.rows() == {1: {"rollout_corr/k3_kl": 0.5}} and this.saved == 0
+    for step in (2, 4):
+        (tmp_path / "checkpoints" / f"global_step_{step}").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("4")
+    learning.prune(this)
+    assert [path.name for path in (tmp_path / "checkpoints").glob("global_step_*")] == ["global_step_4"]
+
+
+# ---- mismatch ----
+
+
+def test_log_probs_are_compared_as_the_definitions_say():
+    draw = np.random.default_rng(1)
+    trainer = [list(-draw.random(length)) for length in (5, 1, 9, 3)]
+    engine = [[value + 0.05 * draw.normal() for value in row] for row in trainer]
+    found = mismatch.compare(trainer, engine)
+    ours, theirs = (np.array([value for row in rows for value in row]) for rows in (trainer, engine))
+    d = ours - theirs
+    assert found[mismatch.K3_KL] == pytest.approx(np.mean(np.exp(d) - d - 1), rel=1e-6)
+    assert found[mismatch.PROBS_DIFF] == pytest.approx(np.mean(np.abs(np.exp(ours) - np.exp(theirs))), rel=1e-6)
+    correlation = np.corrcoef(np.exp(ours), np.exp(theirs))[0, 1]
+    assert found[mismatch.CORRELATION] == pytest.approx(correlation, rel=1e-5)
+    assert (found["tokens"], found["responses"]) == (18, 4)
+
+
+def test_the_standard_error_of_the_kl_is_what_drawing_responses_anew_gives():
+    """The bootstrap over responses, whose tokens are correlated, as the independent reference."""
+    draw = np.random.default_rng(2)
+    shifts = 0.2 * draw.normal(size=400)  # of whole responses
+    engine = [list(-draw.random(int(length))) for length in draw.integers(1, 12, 400)]
+    trainer = [[value + shift for value in row] for row, shift in zip(engine, shifts, strict=True)]
+    error = mismatch.compare(trainer, engine)["k3_kl_standard_error"]
+    lengths = np.array([len(row) for row in engine])
+    sums = lengths * (np.exp(shifts) - shifts - 1)
+    picks = draw.integers(0, 400, (2000, 400))
+    assert error == pytest.approx(np.std(sums[picks].sum(1) / lengths[picks].sum(1)), rel=0.1)
+
+
+# ---- rollout, training ----
+
+
+@pytest.mark.parametrize("text", ["", "4x16", "0x16+8", "4x16+1", "4x16+8,4x16+8"])
+def test_a_workload_of_another_form_is_refused(text):
+    with pytest.raises(ConfigError, match="--workloads"):
+        rollout.workloads_of(text)
+
+
+def test_speeds_are_over_bf16_of_the_same_workload():
+    def result(variant: str, seconds: list[float]) -> dict:
+        timings = [{"workload": [10, 100, 50], "seconds": seconds, "prefill_seconds": [1.0, 1.0]}]
+        return {"variant": variant, "memory": {"kv_tokens": 1000}, "timings": timings}
+
+    rows = rollout.rows_of([result("bf16", [4.0, 5.0]), result("int8", [2.0, 2.5])])
+    assert [row[3] for row in rows] == ["1.00", "2.00"] and {row[4] for row in rows} == {"6"}
+    assert rows[1][2] == "225 (200-250)"
+
+
+def test_layers_and_head_are_told_apart_and_noise_is_an_error():
+    found = training.by_part("update", {2: [0.5, 0.5, 0.9], 6: [1.3, 1.3, 1.3]}, 64)
+    assert (found["layer_s"], found["head_s"], found["whole_s"]) == pytest.approx((0.2, 0.1, 12.9))
+    with pytest.raises(FlashRLError, match="too noisy"):
+        training.by_part("update", {2: [0.5], 6: [0.4]}, 64)
+
+
+def test_operations_are_those_that_pytorch_counts():
+    """``FlopCounterMode`` counts whole attention, of which the causal half is needed."""
+    from torch.utils.flop_counter import FlopCounterMode
+    from transformers import AutoModelForCausalLM
+
+    from flashrl_verl.tools.engines.shapes import load_config
+
+    config, tokens = load_config("tiny"), 64
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(input_ids=torch.zeros(1, tokens, dtype=torch.long))
+    attention = 2 * config.num_hidden_layers * config.hidden_size * tokens**2
+    assert counter.get_total_flops() - attention == pytest.approx(training.forward_operations(config, tokens), rel=0.02)
