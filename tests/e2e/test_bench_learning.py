@@ -23,8 +23,8 @@ from benchmarks.legacy_learning.learning_recipe import compose_run
 from benchmarks.legacy_learning.learning_results import accuracy_of
 from benchmarks.toy.chain import ChainConfig
 from flashrl_verl.quickstart.model import ToyModelConfig
+from flashrl_verl.quickstart.run import LATEST
 from flashrl_verl.quickstart.warmup import WarmupConfig
-from flashrl_verl.tools.run_directory import LATEST
 
 pytestmark = [pytest.mark.cpu_e2e, pytest.mark.slow, pytest.mark.timeout(1800)]
 
