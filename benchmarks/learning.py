@@ -35,11 +35,11 @@ import typer
 
 from benchmarks.common import ROOT, environment, interval, show, words_of, write_json
 from benchmarks.common import run as run_command
+from benchmarks.toy.chain import ChainConfig
+from benchmarks.toy.outliers import OutlierConfig
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.quickstart.assets import Assets, AssetsConfig, make_assets
-from flashrl_verl.quickstart.chain import ChainConfig
 from flashrl_verl.quickstart.model import ToyModelConfig
-from flashrl_verl.quickstart.outliers import OutlierConfig
 from flashrl_verl.quickstart.warmup import WarmupConfig
 
 CHAIN = ChainConfig()
