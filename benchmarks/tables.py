@@ -476,29 +476,26 @@ def asked_in_int8(file: str) -> Rows:
 
 def readme() -> Rows:
     """At most five rows, led by what we recommend."""
-    rows = [["measured", "BF16", "INT8", "INT8 is"]]
-    both = "int8+int8kv"
+    rows = [["Qwen2.5-32B", "BF16", "INT8", "speed-up"]]
+    workload, both = (256, 256, 384), "int8+int8kv"
 
-    def rolled(file: str, workload: tuple[int, int, int], variant: str, words: str, page: str) -> None:
+    def rolled(file: str, variant: str, words: str) -> None:
         of = {one.variant: one for one in rollouts(file) if one.workload == workload}
         base, one = of["bf16"], of[variant]
         speeds = (f"{statistics.median(o.tokens_per_second):.0f}" for o in (base, one))
-        ratio = speed_ups(one, [base])[0]
-        rows.append([f"{words}, {one.what}, tokens/s", *speeds, f"[{ratio} x](docs/results/{page})"])
+        rows.append([f"{words}, tokens/s", *speeds, f"[{speed_ups(one, [base])[0]} x](docs/results/throughput.md)"])
 
-    short, again = (256, 256, 384), "throughput_again.md"
-    little = "throughput/again/qwen2.5-32b-71gib"
-    rolled(little, short, both, "rollout, 71 GiB (as an A100-80GB), INT8 KV cache too", again)
-    rolled(little, short, "int8", "rollout, 71 GiB", again)
-    rolled("rollout/qwen2.5-32b-four-arms", short, both, "rollout, 126 GiB, INT8 KV cache too", "rollout.md")
-    rolled("rollout/qwen2.5-32b-four-arms", short, "int8", "rollout, 126 GiB", "rollout.md")
+    rolled("rollout/qwen2.5-32b-four-arms", both, "rollout, INT8 KV cache too")
+    rolled("rollout/qwen2.5-32b-four-arms", "int8", "rollout")
+    rolled("throughput/again/qwen2.5-32b-71gib", both, "rollout with the memory of an A100-80GB, INT8 KV cache too")
+    rolled("throughput/again/qwen2.5-32b-71gib", "int8", "rollout with the memory of an A100-80GB")
     whole = {
         (one["choice"]["precision"], one["choice"]["kv_cache"]): one["whole"]["seconds"]
         for one in load("step/h200.json")["outcomes"]
         if one["whole"]
     }
     bf16, int8 = whole["bf16", "auto"], whole["int8", "int8_per_token_head"]
-    words = "a step of DAPO on 64 H200s, INT8 KV cache too, *computed*, s"
+    words = "a whole DAPO step on 64 H200s, INT8 KV cache too, *computed*, s"
     rows.append([words, f"{bf16:.0f}", f"{int8:.0f}", f"[{bf16 / int8:.2f} x](docs/results/step.md)"])
     return rows
 

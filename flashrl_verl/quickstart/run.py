@@ -26,7 +26,6 @@ from flashrl_verl.tools import report
 from flashrl_verl.tools.log_excerpt import last_error
 from flashrl_verl.tools.process_tree import ProcessTree, Stopped, stoppable
 from flashrl_verl.tools.recipe_process import MODULE, ROOT, compose, environment, quoted
-from flashrl_verl.tools.run_directory import check_output
 from flashrl_verl.trainer.atomic_write import write_whole
 from flashrl_verl.validation import check_paths, validate_config
 
@@ -88,7 +87,9 @@ def check(config: QuickstartConfig) -> tuple[list[str], DictConfig]:
     """
     from omegaconf import OmegaConf
 
-    check_output(config.output)
+    for path in (config.output, *config.output.parents):
+        if path.is_file():
+            raise ConfigError(f"--output {config.output}: {path} is a file. Choose another directory.")
     overrides = training_overrides(config)
     composed = compose(overrides)
     validate_config(composed)

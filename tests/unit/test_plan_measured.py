@@ -28,7 +28,6 @@ NOISY = ("throughput/qwen2.5-7b-71gib", "throughput/again/qwen2.5-7b")
 LITTLE = ("throughput/qwen2.5-32b-71gib-two-arms", "throughput/again/qwen2.5-32b-71gib")
 """BF16's KV cache is the smallest here, 6.3 GiB: three sequences of 8192 tokens at a time."""
 
-pytestmark = pytest.mark.skipif(not (RESULTS / "rollout").is_dir(), reason="no raw data of rollouts in this checkout")
 
 
 @dataclass(frozen=True)

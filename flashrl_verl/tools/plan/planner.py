@@ -16,7 +16,7 @@ from flashrl_verl.tools.plan.step import Clock
 from flashrl_verl.tools.plan.whole_step import WholeStep, whole_step
 
 NEARLY = 0.95
-"""Of the fastest variant's speed: what is slower by less is within the plan's error (docs/results/rollout.md)."""
+"""Of the fastest variant's speed: what is slower by less is within the plan's error (docs/results/throughput.md)."""
 
 WORTH = 1.15
 """Rollout speed over BF16 below which 8 bits are not recommended: they bring a mismatch whatever they gain."""
