@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import ray
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
@@ -25,6 +25,7 @@ from flashrl_verl.refit.receipt import verify_ranks
 from flashrl_verl.refit.self_check import require_same, sleeps_between_steps
 from flashrl_verl.rollout.replicas import describe, precisions
 from flashrl_verl.trainer import run_settings
+from flashrl_verl.trainer.atomic_write import write_whole
 from flashrl_verl.trainer.cluster import check_cluster
 from flashrl_verl.trainer.guard import Guard
 from flashrl_verl.trainer.metrics import (
@@ -64,6 +65,7 @@ class FlashRLTrainer(PPOTrainerSync):
             if finding.status is not Status.OK:
                 log.warning("%s", finding)
         self.guard = Guard.from_config(config, self.flashrl)
+        self._composed = OmegaConf.to_yaml(config)
         # The actors compute the correction on their shards; without this node verl's driver does not do it again.
         # They got their own copy through actor.policy_loss.rollout_correction. In bypass mode the driver needs it to
         # put the rollout's log-probs for the old ones, and computes nothing either.
@@ -178,7 +180,9 @@ class FlashRLTrainer(PPOTrainerSync):
                 "actor_rollout_ref.actor.optim.lr or actor_rollout_ref.actor.optim.clip_grad"
             )
         folder = Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"
-        run_settings.save(folder, self.flashrl)  # first: verl ends with the record that makes it the last checkpoint
+        # First: verl ends with the record that makes it the last checkpoint.
+        run_settings.save(folder, self.flashrl)
+        write_whole(folder / "config.yaml", self._composed.encode())  # for `flashrl eval`
         super()._save_checkpoint()
         if self.guard.healthy:
             self.guard.last_checkpoint = folder

@@ -34,8 +34,6 @@ def trained(tmp_path_factory) -> Path:
     words = command(assets, folder, "flashrl.self_check=false", *overrides, *TWO_RANKS)
     done = finish(start(words, folder), folder, 1500)
     assert done.returncode == 0, done.failure
-    composed = subprocess.run([*words, "--cfg", "job"], capture_output=True, text=True, check=True)
-    (folder / "config.yaml").write_text(composed.stdout)
     return folder
 
 

@@ -33,8 +33,8 @@ def evaluate(
     """Evaluate a checkpoint with verl's validation: mean@n and pass@k by precision, with 95 % intervals.
 
     Words after the options are Hydra overrides, for instance data.val_files=aime.parquet trainer.n_gpus_per_node=4.
-    They change the run's config.yaml; where there is none, the recipe's defaults (add experiment=<the run's>). Rerun to
-    resume: a precision that is done is not generated again.
+    They change the configuration that the checkpoint holds; for a Hugging Face folder, the recipe's defaults (add
+    experiment=<the run's>). Rerun to resume: a precision that is done is not generated again.
     """
     from flashrl_verl.tools.evaluate.evaluate import EvalConfig, run
     from flashrl_verl.tools.export.checkpoint import find

@@ -61,11 +61,9 @@ class EvalConfig:
 
 
 def kept_config(checkpoint: Checkpoint) -> Path | None:
-    """The configuration that a run keeps beside its checkpoints; None where there is none."""
-    if not checkpoint.sharded:
-        return None
-    folders = dict.fromkeys((checkpoint.path.parent.parent, checkpoint.run))
-    return next((folder / CONFIG for folder in folders if (folder / CONFIG).is_file()), None)
+    """The configuration that the trainer saved in the checkpoint; None where there is none."""
+    file = checkpoint.path.parent / CONFIG
+    return file if checkpoint.sharded and file.is_file() else None
 
 
 def compose(config: EvalConfig) -> DictConfig:

@@ -89,7 +89,7 @@ def plan(
 ) -> None:
     """Compute memory and seconds of a training step in each precision, and say which to take. No GPU is needed.
 
-    Options win over the run that the overrides describe. How good it is: docs/precision_and_cap.md.
+    Options win over the run that the overrides describe. How good it is: docs/precision_and_correction.md.
     """
     from rich.console import Console
 
