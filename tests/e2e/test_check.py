@@ -61,7 +61,8 @@ def test_faults_of_one_machine_are_all_found_in_one_call(tmp_path):
     assert {"vllm", "vLLM plugin", "bf16 numerics"} <= subjects(lines, "ok"), lines
     told = " ".join(lines)
     assert "VERL_USE_EXTERNAL_PLUGINS=none leaves flashrl out. Remedy: unset" in told, lines
-    assert "linear layer 10" in told and "Remedy: do not train with it" in told, lines
+    wrong = with_level(lines, "error")[1]
+    assert "linear layer" in wrong and "codes" not in wrong and "Remedy: do not train with it" in wrong, wrong
 
 
 @pytest.mark.slow

@@ -73,6 +73,13 @@ def test_an_interface_that_this_machine_does_not_have_is_an_error(monkeypatch, v
     assert found.level == level and (level == "ok" or "lo" in found.text)
 
 
+def test_a_host_name_that_is_loopback_is_told_in_a_cluster(monkeypatch):
+    monkeypatch.setattr(machine.socket, "gethostname", lambda: "localhost")
+    found = only(f for f in machine.check_network("192.0.2.1") if f.level == "warning")
+    assert "127.0.0.1" in found.text and "GLOO_SOCKET_IFNAME" in found.remedy
+    assert not [f for f in machine.check_network(None) if f.level != "ok"]
+
+
 def test_an_address_that_is_not_this_machines_is_an_error(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     found = only(machine.check_network("192.0.2.1"))

@@ -155,11 +155,11 @@ def check_shared_memory(folder: Path, gpus: int) -> Iterator[Finding]:
 
 def check_network(address: str | None) -> Iterator[Finding]:
     """Where Ray, gloo, NCCL and the engines' servers listen can be listened, and reached from here."""
+    wrong, several = [], address is not None and not address.startswith("127.")
     if address is None:
         import ray
 
         address = ray.util.get_node_ip_address()
-    wrong = []
     for place in (loopback_address(0), address):
         if why := _cannot_talk(place):
             remedy = "`ip link set lo up`, or ray start --node-ip-address=<another>; no firewall or VPN in between"
@@ -171,7 +171,7 @@ def check_network(address: str | None) -> Iterator[Finding]:
         if value[0] != "^" and not any(name.startswith(word) for word in words for name in names):
             text = f"{variable}={value}, but this machine has {', '.join(names)}"
             wrong.append(error("network", text, f"{variable}=<one of them> in the environment of `ray start`"))
-    if not os.environ.get("GLOO_SOCKET_IFNAME") and not address.startswith("127."):
+    if several and not os.environ.get("GLOO_SOCKET_IFNAME"):
         wrong += _check_host_name(socket.gethostname())
     yield from wrong or [ok("network", f"this machine reaches its addresses 127.0.0.1 and {address}")]
 
