@@ -38,7 +38,7 @@ from benchmarks.common import run as run_command
 from benchmarks.toy.chain import ChainConfig
 from benchmarks.toy.outliers import OutlierConfig
 from flashrl_verl.errors import ConfigError
-from flashrl_verl.quickstart.assets import Assets, AssetsConfig, make_assets
+from flashrl_verl.quickstart.assets import Assets, AssetsConfig, made_before, make_assets
 from flashrl_verl.quickstart.model import ToyModelConfig
 from flashrl_verl.quickstart.warmup import WarmupConfig
 
@@ -483,11 +483,20 @@ def keep_settings(output: Path, settings: dict[str, Any]) -> list[dict[str, str]
 
 
 def make_model(output: Path, outliers: int | None, hardware: str, tell: Callable[[str], None]) -> Assets:
-    """The toy model and the chains that all runs start from, made once."""
+    """The toy model and the chains that all runs start from, made once.
+
+    Raises:
+        ConfigError: runs have begun from another model.
+    """
     import torch
 
     planted = OutlierConfig(factor=outliers) if outliers else None
     asked = AssetsConfig(seed=0, task=CHAIN, model=MODEL, warmup=WARMUP, outliers=planted)
+    if any(output.glob("*/metrics.jsonl")) and made_before(output / "assets", asked) is None:
+        raise ConfigError(
+            f"{output}/assets is not what its runs started from (another torch or transformers?), and a model made "
+            "anew is another one. Put it back, or name another --output"
+        )
     last = -1.0
 
     def probed(step: int, accuracy: Any) -> None:
