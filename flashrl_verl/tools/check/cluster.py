@@ -4,6 +4,7 @@ compared."""
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,7 +45,7 @@ def look(precisions: Sequence[Precision], kv_cache: KVCache, ship_code: bool = T
     if ship_code:
         environment["py_modules"] = package()
     try:
-        ray.init(address, log_to_driver=False, runtime_env=environment)
+        ray.init(address, log_to_driver=False, logging_level=logging.WARNING, runtime_env=environment)
     except Exception as raised:  # noqa: BLE001 - Ray raises several kinds; the text is what differs
         yield error("cluster", f"{address} cannot be joined: {type(raised).__name__}: {raised}", _JOIN)
         return
