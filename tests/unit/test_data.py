@@ -333,7 +333,8 @@ def test_the_known_commit_is_loaded_from_the_hub(tmp_path):
         server.root, server.commits = tmp_path / "hub", set()
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_address[1]}", "NO_PROXY": "127.0.0.1"}
-        done = script("gsm8k", cwd=tmp_path, HF_HUB_OFFLINE="0", HF_DATASETS_OFFLINE="0", HF_HUB_DISABLE_XET="1", **address)
+        online = {"HF_HUB_OFFLINE": "0", "HF_DATASETS_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+        done = script("gsm8k", cwd=tmp_path, **online, **address)
         server.shutdown()
     assert done.returncode == 0, done.stderr
     revision = CATALOG["gsm8k"][0].revision
