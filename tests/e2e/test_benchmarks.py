@@ -13,18 +13,14 @@ ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.cpu_e2e, pytest.mark.slow, pytest.mark.timeout(2400)]
 
 
-def run(name: str, output: Path, *words: str, before: str = "", code: int = 0) -> subprocess.CompletedProcess:
-    """``python -m benchmarks NAME``; ``before`` is run in its process first."""
-    start = (
-        f"import sys; sys.argv = ['benchmarks', *sys.argv[1:]]\n{before}\nfrom benchmarks.__main__ import main; main()"
-    )
-    command = [sys.executable, "-c", start, name, *words, "--output", str(output)]
-    if not before:
-        command = [sys.executable, "-m", "benchmarks", name, *words, "--output", str(output)]
+def run(name: str, output: Path, *words: str, code: str = "", status: int = 0) -> subprocess.CompletedProcess:
+    """``python -m benchmarks NAME``, or other code that reads the same words."""
+    start = ["-c", code] if code else ["-m", "benchmarks", name]
+    command = [sys.executable, *start, *words, "--output", str(output)]
     done = subprocess.run(
         command, cwd=ROOT, env=dict(os.environ, HF_HUB_OFFLINE="1"), capture_output=True, text=True, timeout=2000
     )
-    assert done.returncode == code, done.stdout + done.stderr
+    assert done.returncode == status, done.stdout + done.stderr
     return done
 
 
@@ -81,11 +77,11 @@ def test_a_learning_run_is_stopped_resumed_and_asked_in_bf16(tmp_path):
     engine = ("log_prob_micro_batch_size_per_gpu=32", "agent.num_workers=1", "max_num_seqs=64")
     words += [f"actor_rollout_ref.actor.{word}" for word in actor]
     words += [f"actor_rollout_ref.rollout.{word}" for word in engine]
-    first = run("learning", tmp_path, *words, "--deadline", "30", before=small, code=3)
+    first = run("learning", tmp_path, *words, "--deadline", "30", code=small, status=3)
     checkpoints = tmp_path / "int8+tis-seed0" / "checkpoints"
     saved = int((checkpoints / "latest_checkpointed_iteration.txt").read_text())
     assert 0 < saved < 4 and f"stopped, resumes from step {saved}" in first.stdout
-    done = run("learning", tmp_path, *words, before=small.replace("2000.0", "0.0"))
+    done = run("learning", tmp_path, *words, code=small.replace("2000.0", "0.0"))
     assert f"from step {saved}" in done.stdout
     (result,) = json.loads((tmp_path / "learning.json").read_text())["runs"]
     assert result["step"] == 4 and 0.0 <= result["final_bf16"] <= 1.0
