@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`flashrl plan`: sizes against tensors that exist, memory, schedule and step by hand, advice, and the command. Speeds
-against what was measured are in `test_results_plan.py`."""
+against what was measured are in `test_plan_measured.py`."""
 
 import json
 from pathlib import Path
