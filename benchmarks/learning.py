@@ -38,7 +38,7 @@ from benchmarks.common import run as run_command
 from benchmarks.toy.chain import ChainConfig
 from benchmarks.toy.outliers import OutlierConfig
 from flashrl_verl.errors import ConfigError
-from flashrl_verl.quickstart.assets import Assets, AssetsConfig, made_before, make_assets
+from flashrl_verl.quickstart.assets import MANIFEST, AssetsConfig, make_assets
 from flashrl_verl.quickstart.model import ToyModelConfig
 from flashrl_verl.quickstart.warmup import WarmupConfig
 
@@ -51,9 +51,9 @@ WARMUP = WarmupConfig(target_accuracy=0.34, max_steps=6000, batch_size=256, prob
 
 UNFINISHED = 3
 """Exit code where time was over first: rerun to resume."""
-ENDING_S = 45.0
+ENDING_S = 25.0
 """Of the deadline, kept for ending processes and for the report."""
-CLOSING_S = 40.0
+CLOSING_S = 20.0
 """Before that: a run that has just saved a step is stopped, as it might not reach its next checkpoint."""
 START_S = 200.0
 """With less than this left nothing is started: start-up alone takes two minutes where runs share the cores."""
@@ -434,7 +434,7 @@ def table(record: dict[str, Any]) -> list[tuple[str, ...]]:
                 mean(finals),
                 mean(minus.get(variant, []), "+"),
                 mean([value for value in own if value is not None]),
-                mean([statistics.fmean(run["series"]["score"]["value"]) for run in runs if None not in own]),
+                mean([statistics.fmean(run["series"]["score"]["value"]) for run in runs if run["step"] == steps]),
                 f"{statistics.fmean(kl):.1e} ({max(kl):.1e})" if kl else "-",
                 f"{statistics.median(seconds):.1f}" if seconds else "-",
             )
@@ -482,21 +482,20 @@ def keep_settings(output: Path, settings: dict[str, Any]) -> list[dict[str, str]
     return there["environments"]
 
 
-def make_model(output: Path, outliers: int | None, hardware: str, tell: Callable[[str], None]) -> Assets:
-    """The toy model and the chains that all runs start from, made once.
+def make_model(output: Path, outliers: int | None, hardware: str, tell: Callable[[str], None]) -> Path:
+    """The toy model and the chains that all runs start from, made once; returns their folder.
 
     Raises:
-        ConfigError: runs have begun from another model.
+        ConfigError: runs have begun, and what they started from is gone.
     """
     import torch
 
-    planted = OutlierConfig(factor=outliers) if outliers else None
-    asked = AssetsConfig(seed=0, task=CHAIN, model=MODEL, warmup=WARMUP, outliers=planted)
-    if any(output.glob("*/metrics.jsonl")) and made_before(output / "assets", asked) is None:
-        raise ConfigError(
-            f"{output}/assets is not what its runs started from (another torch or transformers?), and a model made "
-            "anew is another one. Put it back, or name another --output"
-        )
+    root = output / "assets"
+    if any(output.glob("*/metrics.jsonl")):
+        # Not compared with what would be made here: a model made anew, by another torch too, is another one.
+        if not (root / MANIFEST).is_file():
+            raise ConfigError(f"{root} is gone, from which the runs started. Put it back, or name another --output")
+        return root
     last = -1.0
 
     def probed(step: int, accuracy: Any) -> None:
@@ -505,10 +504,12 @@ def make_model(output: Path, outliers: int | None, hardware: str, tell: Callable
             last = time.monotonic()
             tell(f"warm-up: update {step}, score {accuracy.sampled:.3f} of {WARMUP.target_accuracy}")
 
-    assets = make_assets(output / "assets", asked, on_probe=probed, device=hardware)
+    planted = OutlierConfig(factor=outliers) if outliers else None
+    config = AssetsConfig(seed=0, task=CHAIN, model=MODEL, warmup=WARMUP, outliers=planted)
+    make_assets(root, config, on_probe=probed, device=hardware)
     if hardware == "cuda":
         torch.cuda.empty_cache()
-    return assets
+    return root
 
 
 def learning(
@@ -558,7 +559,7 @@ def learning(
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise ConfigError(f"{output} is in use by another command. Wait for it, or name another --output") from None
-        settings = {"steps": steps, "outliers": outliers, "hardware": hardware, "overrides": list(context.args)}
+        settings = {"steps": steps, "outliers": outliers, "overrides": list(context.args)}
         environments = keep_settings(output, settings)
         assets = make_model(output, outliers, hardware, tell)
         runs = [
@@ -568,7 +569,7 @@ def learning(
         ]
 
         def overrides(this: Run) -> list[str]:
-            return run_overrides(this, assets.root, hardware, kv_cache_mib * 2**20, context.args)
+            return run_overrides(this, assets, hardware, kv_cache_mib * 2**20, context.args)
 
         end = math.inf if deadline is None else began + 60 * deadline - ENDING_S
         code = 0

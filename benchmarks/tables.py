@@ -217,7 +217,7 @@ def throughput_again(*pairs: str) -> Rows:
     return rows
 
 
-# ---- refit, correction, step ----
+# ---- refit, step ----
 
 
 def refit(*files: str) -> Rows:
@@ -229,25 +229,6 @@ def refit(*files: str) -> Rows:
             update = ranged([1e3 * s for s in one["refit_seconds"]], form)
             loading = f"{1e3 * statistics.median(one['load_seconds']):{form}}"
             rows.append([record["model"], one["arm"], update, loading, f"{one['extra_bytes'] / 2**20:.0f}"])
-    return rows
-
-
-PARTS = {
-    "padding": "driver: padding, verl and FlashRL",
-    "verl": "driver: correction, verl",
-    "flashrl": "one of {} actor ranks: correction, FlashRL",
-}
-
-
-def correction(file: str) -> Rows:
-    """Seconds and memory of the correction, by place and longest response."""
-    record = load(file)
-    rows = [["where, what", "longest response", "rows", "seconds", "peak, GiB"]]
-    for part, words in PARTS.items():
-        for cost in record["costs"]:
-            if cost["part"] == part:
-                seconds, peak = ranged(cost["seconds"], ".2f"), f"{cost['peak_bytes'] / 2**30:.2f}"
-                rows.append([words.format(record["ranks"]), f"{cost['tokens']}", f"{cost['rows']}", seconds, peak])
     return rows
 
 
@@ -503,8 +484,8 @@ def readme() -> Rows:
 TABLES: dict[str, Callable[..., Rows]] = {
     function.__name__: function
     for function in (
-        rollout, rollout_memory, rollout_steps, inductor, throughput, throughput_again, refit, correction, step,
-        training, mismatch, noise, outliers, quickstart, recipe, recipe_costs, learning, learning_differences,
+        rollout, rollout_memory, rollout_steps, inductor, throughput, throughput_again, refit, step, training,
+        mismatch, noise, outliers, quickstart, recipe, recipe_costs, learning, learning_differences,
         learning_summary, asked_in_int8, readme,
     )
 }  # fmt: skip

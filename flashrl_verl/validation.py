@@ -615,10 +615,18 @@ def _check_head(cfg: DictConfig, settings: FlashRLConfig) -> None:
 
 
 def _check_replicas(cfg: DictConfig, settings: FlashRLConfig) -> None:
-    """A mixture of precisions takes as many replicas as there are precisions."""
+    """Engines are whole, and a mixture of precisions takes as many of them as there are precisions."""
+    key = f"{ROLLOUT}.tensor_model_parallel_size"
+    ranks, size = get(cfg, "trainer.nnodes") * get(cfg, "trainer.n_gpus_per_node"), get(cfg, key, 1)
+    if ranks % size:
+        refuse(
+            key,
+            size,
+            f"{ranks} GPUs cannot be cut into engines of {size}",
+            f"{key} that divides trainer.nnodes x trainer.n_gpus_per_node",
+        )
     if settings.bf16_replica_fraction:
-        ranks = get(cfg, "trainer.nnodes") * get(cfg, "trainer.n_gpus_per_node")
-        bf16_replicas(settings, ranks // get(cfg, f"{ROLLOUT}.tensor_model_parallel_size", 1))
+        bf16_replicas(settings, ranks // size)
 
 
 def _check_attention(cfg: DictConfig, settings: FlashRLConfig) -> None:

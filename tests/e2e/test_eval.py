@@ -91,7 +91,7 @@ def test_a_stopped_evaluation_resumes_and_gives_both_precisions_with_intervals(t
 
     # Other settings are not mixed with these, nor other weights.
     config = dict(checkpoint=find(trained), precisions=(Precision.BF16,), temperature=1.0, output=out)
-    with pytest.raises(ConfigError, match="with other settings"):
+    with pytest.raises(ConfigError, match=r"with other settings: .*val_kwargs\.n was 4 and is 2"):
         run(EvalConfig(**config, n=2), None)
     os.utime(trained / "checkpoints" / "global_step_1" / "actor" / "model_world_size_2_rank_0.pt")
     with pytest.raises(ConfigError, match="of other weights"):

@@ -37,7 +37,7 @@ CASES = [
     ({"trainer.device": "npu"}, "hardware=cuda or hardware=cpu"),
     ({PLATFORM: "cpu"}, "VERL_PLATFORM=cpu in the environment of the command"),
     *(
-        ({key: bad}, f"{key}=1")
+        ({f"{ROLLOUT}.tensor_model_parallel_size": 1, key: bad}, f"{key}=1")
         for key in ("trainer.nnodes", "trainer.n_gpus_per_node")
         for bad in (0, -1, 0.5, True, None)
     ),
@@ -110,6 +110,10 @@ CASES = [
     ),
     # two keys at once
     ({"corection": "icepop"}, "correction=icepop without a +"),
+    (
+        {f"{ROLLOUT}.tensor_model_parallel_size": 3},
+        f"{ROLLOUT}.tensor_model_parallel_size that divides trainer.nnodes x trainer.n_gpus_per_node",
+    ),
     (
         {**BYPASS, **NO_WEIGHTS, "data.train_batch_size": 512, f"{ACTOR}.ppo_mini_batch_size": 7},
         f"{ACTOR}.ppo_mini_batch_size that divides data.train_batch_size",

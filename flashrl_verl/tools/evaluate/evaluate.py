@@ -142,6 +142,7 @@ def run(config: EvalConfig, console: Console) -> str:
     """
     from omegaconf import OmegaConf
 
+    from flashrl_verl.tools.dry_run import difference
     from flashrl_verl.validation import check_paths, validate_config
 
     shared, output = compose(config), config.output
@@ -155,8 +156,10 @@ def run(config: EvalConfig, console: Console) -> str:
         folder, text = output / precision.value, OmegaConf.to_yaml(cfg)
         if (folder / RESPONSES).is_file():
             if (folder / CONFIG).read_text() != text:
+                rows = difference(cfg, OmegaConf.load(folder / CONFIG))
                 raise ConfigError(
-                    f"{folder} holds an evaluation with other settings (see its {CONFIG}). Remove it, or choose "
+                    f"{folder} holds an evaluation with other settings: "
+                    f"{', '.join(f'{key} was {old} and is {new}' for key, old, new in rows)}. Remove it, or choose "
                     "another --output"
                 )
             console.print(f"{precision.value}: done before", highlight=False)
