@@ -13,7 +13,6 @@ are validated in BF16 by the same recipe, so that variants differ in what was tr
 from __future__ import annotations
 
 import fcntl
-import itertools
 import json
 import math
 import os
@@ -21,26 +20,29 @@ import re
 import shutil
 import signal
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import psutil
 import typer
 
-from benchmarks.common import ROOT, environment, interval, show, words_of, write_json
+from benchmarks.common import environment, interval, show, words_of, write_json
 from benchmarks.common import run as run_command
 from benchmarks.toy.chain import ChainConfig
 from benchmarks.toy.outliers import OutlierConfig
-from flashrl_verl.errors import ConfigError
+from flashrl_verl.errors import ConfigError, FlashRLError
 from flashrl_verl.quickstart.assets import MANIFEST, AssetsConfig, make_assets
 from flashrl_verl.quickstart.model import ToyModelConfig
 from flashrl_verl.quickstart.warmup import WarmupConfig
+from flashrl_verl.tools import recipe_process
+from flashrl_verl.tools.log_excerpt import last_error
+from flashrl_verl.tools.process_tree import ProcessTree
+from flashrl_verl.tools.report import read_metrics
 
 CHAIN = ChainConfig()
 MODEL = ToyModelConfig(num_layers=3, rope_theta=1000.0)
@@ -53,6 +55,8 @@ UNFINISHED = 3
 """Exit code where time was over first: rerun to resume."""
 ENDING_S = 25.0
 """Of the deadline, kept for ending processes and for the report."""
+PATIENCE = ((signal.SIGINT, 12.0), (signal.SIGTERM, 5.0), (signal.SIGKILL, 3.0))
+"""How runs are ended within it: signals, and seconds to wait after each."""
 CLOSING_S = 20.0
 """Before that: a run that has just saved a step is stopped, as it might not reach its next checkpoint."""
 START_S = 200.0
@@ -77,7 +81,8 @@ class Run:
     seed: int
     folder: Path
     steps: int
-    process: subprocess.Popen | None = None
+    process: ProcessTree | None = None
+    gpu: str | None = None
     log_start: int = 0
     asking: bool = False
     """Whether its process is the validation in BF16."""
@@ -103,14 +108,10 @@ class Run:
         return self.saved >= self.steps
 
     def rows(self, file: str = "metrics.jsonl") -> dict[int, dict[str, float]]:
-        """What verl logged, by step; a torn last line is left out."""
-        found: dict[int, dict[str, float]] = {}
-        with suppress(OSError):
-            for line in (self.folder / file).read_text().splitlines():
-                with suppress(ValueError):
-                    row = json.loads(line)
-                    found.setdefault(row["step"], {}).update(row["data"])
-        return found
+        """What verl logged, by step."""
+        with suppress(FlashRLError):  # nothing yet
+            return read_metrics(self.folder / file).rows
+        return {}
 
     @property
     def final_bf16(self) -> float | None:
@@ -119,33 +120,20 @@ class Run:
 
     def start(self, words: Sequence[str], gpu: str | None) -> None:
         """Start the recipe with its overrides, on a GPU in the words of ``CUDA_VISIBLE_DEVICES`` (None: on all)."""
-        metrics = "evaluation.jsonl" if self.trained else "metrics.jsonl"
         self.folder.mkdir(parents=True, exist_ok=True)
-        env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | {
-            "VERL_FILE_LOGGER_PATH": str(self.folder / metrics),
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
-            "PYTHONUNBUFFERED": "1",
-            "HF_HUB_OFFLINE": "1",
-            "RAY_USAGE_STATS_ENABLED": "0",
-            "VLLM_NO_USAGE_STATS": "1",
-        }
+        env = recipe_process.environment(self.folder / ("evaluation.jsonl" if self.trained else "metrics.jsonl"))
         if gpu is not None:
             env["CUDA_VISIBLE_DEVICES"] = gpu
-        command = [sys.executable, "-m", "recipe.flashrl.main_flashrl", *words]
-        with (self.folder / "train.log").open("ab") as log:
-            self.log_start = log.tell()
-            # A session of its own: Ctrl-C in the terminal reaches us alone.
-            self.process = subprocess.Popen(
-                command, cwd=ROOT, env=env, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
-            )
+        log = self.folder / "train.log"
+        self.log_start = log.stat().st_size if log.is_file() else 0
+        command = [sys.executable, "-m", recipe_process.MODULE, *words]
+        self.process, self.gpu = ProcessTree(command, log, env, recipe_process.ROOT), gpu
         self.asking, self.stopped = self.trained, False
 
     def error(self) -> str:
-        """The last lines of its log that name an error, else its last three."""
-        with (self.folder / "train.log").open("rb") as log:
-            log.seek(self.log_start)
-            lines = [line for line in log.read().decode(errors="replace").splitlines() if line.strip()]
-        return "\n".join(([line for line in lines if "Error" in line] or lines)[-3:])
+        """What a person needs of its log."""
+        log = (self.folder / "train.log").read_bytes()[self.log_start :]
+        return "\n".join(last_error(log.decode(errors="replace")))
 
 
 def scores(rows: dict[int, dict[str, float]]) -> dict[int, float]:
@@ -193,8 +181,8 @@ def run_overrides(this: Run, assets: Path, hardware: str, kv_cache_bytes: int, o
         "experiment=chain",
         f"hardware={hardware}",
         *variant_overrides(this.variant),
-        f"chain.assets='{assets}'",
-        f"trainer.default_local_dir='{this.folder / 'checkpoints'}'",
+        f"chain.assets={recipe_process.quoted(str(assets))}",
+        f"trainer.default_local_dir={recipe_process.quoted(str(this.folder / 'checkpoints'))}",
         f"trainer.total_training_steps={this.steps}",
         f"data.seed={this.seed}",
         f"actor_rollout_ref.rollout.seed={this.seed}",
@@ -242,7 +230,7 @@ class Schedule:
         self.waiting = sorted((r for r in runs if r.final_bf16 is None), key=lambda r: (r.trained, not r.saved))
         self.going: list[Run] = []
         self.next_start = self.next_word = 0.0
-        self.gpus = itertools.cycle(visible_gpus())
+        self.gpus = visible_gpus()
 
     def carry_out(self) -> None:
         """Nothing runs when it returns or raises."""
@@ -258,7 +246,8 @@ class Schedule:
                 self._say(left)
                 time.sleep(min(1.0, max(0.0, left)))
         finally:
-            stop([run.process for run in self.going])
+            with ThreadPoolExecutor() as pool:
+                list(pool.map(lambda run: run.process.end(PATIENCE), self.going))
             for run in self.going:
                 run.stopped = True
             self._collect()
@@ -270,7 +259,7 @@ class Schedule:
         run = self.waiting.pop(0)
         # Importing torch, vLLM and verl keeps a core busy, and two Rays must not look for ports at once.
         self.next_start = now + max(3.0, 160.0 / (os.cpu_count() or 1))
-        run.start(self.overrides(run), next(self.gpus))
+        run.start(self.overrides(run), min(self.gpus, key=[run.gpu for run in self.going].count))
         self.going.append(run)
         self.tell(
             f"{run.name}: " + ("asked in BF16" if run.asking else f"from step {run.saved}" if run.saved else "started")
@@ -297,7 +286,7 @@ class Schedule:
             # verl saves a step before it logs it: stopped in between, the step's figures would be lost.
             if not run.stopped and 0 < run.saved < run.steps and run.saved == max(run.rows(), default=-1):
                 run.stopped = True
-                run.process.send_signal(signal.SIGINT)
+                run.process.interrupt()
 
     def _say(self, left: float) -> None:
         if time.monotonic() < self.next_word or not self.going:
@@ -315,35 +304,6 @@ def visible_gpus() -> list[str | None]:
     if (count := torch.cuda.device_count()) < 2:
         return [None]
     return (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))).split(",")
-
-
-def stop(processes: Sequence[subprocess.Popen]) -> None:
-    """End runs with all that they started, politely first, and wait."""
-    trees = []
-    for process in processes:
-        with suppress(psutil.NoSuchProcess):
-            # While their parent lives: Ray's processes are orphans afterwards.
-            trees += psutil.Process(process.pid).children(recursive=True)
-        if process.poll() is None:
-            process.send_signal(signal.SIGINT)
-
-    def alive() -> list[psutil.Process]:
-        found = []
-        for process in trees:
-            with suppress(psutil.NoSuchProcess):
-                if process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-        return found
-
-    for signum, seconds in ((None, 20.0), (signal.SIGTERM, 10.0), (signal.SIGKILL, 5.0)):
-        for process in [*processes, *alive()] if signum else ():
-            with suppress(psutil.NoSuchProcess):
-                process.send_signal(signum)
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
-            if all(process.poll() is not None for process in processes) and not alive():
-                return
-            time.sleep(0.2)
 
 
 def prune(run: Run) -> None:

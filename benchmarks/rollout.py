@@ -135,9 +135,14 @@ def rollout(
     }
     file = output / RESULTS
     lines = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
-    if lines and lines[0]["settings"] != settings:
-        raise ConfigError(f"{file} has results of other settings. Name another --output, or remove it")
-    head = lines[0] if lines else {"settings": settings, "environment": environment()}
+    head = {"settings": settings, "environment": environment()}
+    if lines:
+        here = head["environment"] | {"memory_bytes": lines[0]["environment"].get("memory_bytes")}
+        if lines[0] != head | {"environment": here}:
+            raise ConfigError(
+                f"{file} has results of other settings or another machine. Name another --output, or remove it"
+            )
+        head = lines[0]
     results, path = lines[1:], save_config(config, output.resolve() / "model")
     for name in names:
         if name not in [result["variant"] for result in results]:

@@ -19,7 +19,7 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.common import RESULTS, ROOT, interval, run, standard_error
+from benchmarks.common import RESULTS, ROOT, run, standard_error
 from benchmarks.learning import HEADER, by_variant
 from benchmarks.learning import table as learning_table
 from flashrl_verl.errors import ConfigError
@@ -390,39 +390,18 @@ def learning(file: str) -> Rows:
     return [list(HEADER), *map(list, learning_table(load(f"learning/{file}.json")))]
 
 
-def scores(record: dict[str, Any], variant: str, figure: str) -> dict[int, float]:
-    """By seed: ``final`` (asked in BF16; where that was not done, the last of the curve) or ``curve`` (its mean)."""
-    found = {}
-    for one in by_variant(record).get(variant, []):
-        curve = one["series"]["score"]["value"]
-        last = curve[-1] if one["final_bf16"] is None else one["final_bf16"]
-        found[one["seed"]] = last if figure == "final" else statistics.fmean(curve)
-    return found
+def finals(record: dict[str, Any], variant: str) -> dict[int, float]:
+    """Final score by seed: evaluated in BF16; where that was not done, the last of the curve."""
+    return {
+        one["seed"]: one["series"]["score"]["value"][-1] if one["final_bf16"] is None else one["final_bf16"]
+        for one in by_variant(record).get(variant, [])
+    }
 
 
-def paired(record: dict[str, Any], variant: str, minus: str, figure: str) -> list[float]:
-    """Differences, seed by seed."""
-    mine, theirs = scores(record, variant, figure), scores(record, minus, figure)
+def paired(record: dict[str, Any], variant: str, minus: str) -> list[float]:
+    """Differences of final scores, seed by seed."""
+    mine, theirs = finals(record, variant), finals(record, minus)
     return [mine[seed] - theirs[seed] for seed in sorted(mine)]
-
-
-def learning_differences(*files: str) -> Rows:
-    """Every correction minus none of the same precision, every precision minus BF16 with the same correction."""
-    rows = [["experiment", "variant", "minus", "figure", "difference", "95 % interval, paired"]]
-    for file in files:
-        record = load(f"learning/{file}.json")
-        there = by_variant(record)
-        figures = ["curve"] if record["runs"][0]["final_bf16"] is None else ["final", "curve"]
-        for variant in there:
-            precision, fix = variant.split("+")
-            others = [f"{precision}+none"] * (fix != "none") + [f"bf16+{fix}"] * (precision != "bf16")
-            for other in (other for other in others if other in there):
-                for figure in figures:
-                    mean, half = interval(paired(record, variant, other, figure))
-                    shown = f"{mean:+.3f}", f"[{mean - half:+.3f}, {mean + half:+.3f}]"
-                    words = {"final": "final, BF16", "curve": "mean of curve"}[figure]
-                    rows.append([file, variant, other, words, *shown])
-    return rows
 
 
 def learning_summary(*files: str) -> Rows:
@@ -431,11 +410,12 @@ def learning_summary(*files: str) -> Rows:
     rows = [[*header, "INT8 with TIS minus BF16 with TIS", "INT8 with TIS minus INT8 without"]]
     for file in files:
         record = load(f"learning/{file}.json")
-        far = []
+        there, far = by_variant(record), []
         for variant in ("int8+tis", "int8+none"):
-            steps = [value for one in by_variant(record)[variant] for value in one["series"]["k3_kl"]["value"]]
-            far.append(f"{statistics.fmean(steps):.1e} ({max(steps):.1e})")
-        gaps = [plus_minus(paired(record, "int8+tis", other, "final"), "+.3f") for other in ("bf16+tis", "int8+none")]
+            steps = [value for one in there.get(variant, []) for value in one["series"]["k3_kl"]["value"]]
+            far.append(f"{statistics.fmean(steps):.1e} ({max(steps):.1e})" if steps else "-")
+        others = ("bf16+tis", "int8+none")
+        gaps = [plus_minus(paired(record, "int8+tis", o), "+.3f") if o in there else "-" for o in others]
         rows.append([file, *far, *gaps])
     return rows
 
@@ -456,28 +436,27 @@ def asked_in_int8(file: str) -> Rows:
 
 
 def readme() -> Rows:
-    """At most five rows, led by what we recommend."""
+    """At most five rows."""
     rows = [["Qwen2.5-32B", "BF16", "INT8", "speed-up"]]
-    workload, both = (256, 256, 384), "int8+int8kv"
-
-    def rolled(file: str, variant: str, words: str) -> None:
-        of = {one.variant: one for one in rollouts(file) if one.workload == workload}
-        base, one = of["bf16"], of[variant]
-        speeds = (f"{statistics.median(o.tokens_per_second):.0f}" for o in (base, one))
-        rows.append([f"{words}, tokens/s", *speeds, f"[{speed_ups(one, [base])[0]} x](docs/results/throughput.md)"])
-
-    rolled("rollout/qwen2.5-32b-four-arms", both, "rollout, INT8 KV cache too")
-    rolled("rollout/qwen2.5-32b-four-arms", "int8", "rollout")
-    rolled("throughput/again/qwen2.5-32b-71gib", both, "rollout with the memory of an A100-80GB, INT8 KV cache too")
-    rolled("throughput/again/qwen2.5-32b-71gib", "int8", "rollout with the memory of an A100-80GB")
-    whole = {
+    seconds = {
         (one["choice"]["precision"], one["choice"]["kv_cache"]): one["whole"]["seconds"]
         for one in load("step/h200.json")["outcomes"]
         if one["whole"]
     }
-    bf16, int8 = whole["bf16", "auto"], whole["int8", "int8_per_token_head"]
-    words = "a whole DAPO step on 64 H200s, INT8 KV cache too, *computed*, s"
-    rows.append([words, f"{bf16:.0f}", f"{int8:.0f}", f"[{bf16 / int8:.2f} x](docs/results/step.md)"])
+    bf16, step = seconds["bf16", "auto"], "a DAPO step on 64 H200s, *computed*, s"
+    for kv_cache, words in (("auto", step), ("int8_per_token_head", f"{step}, INT8 KV cache")):
+        int8 = seconds["int8", kv_cache]
+        rows.append([words, f"{bf16:.0f}", f"{int8:.0f}", f"[{bf16 / int8:.2f} x](docs/results/step.md)"])
+    measured = "rollout/qwen2.5-32b-four-arms"
+    for file, variant, words in (
+        (measured, "int8", "rollout, tokens/s"),
+        (measured, "int8+int8kv", "rollout, INT8 KV cache, tokens/s"),
+        ("throughput/again/qwen2.5-32b-71gib", "int8", "rollout, one GPU with an A100-80GB's memory, tokens/s"),
+    ):
+        of = {one.variant: one for one in rollouts(file) if one.workload == (256, 256, 384)}
+        speeds = (f"{statistics.median(of[name].tokens_per_second):.0f}" for name in ("bf16", variant))
+        speed_up = speed_ups(of[variant], of.values())[0]
+        rows.append([words, *speeds, f"[{speed_up} x](docs/results/throughput.md)"])
     return rows
 
 
@@ -485,8 +464,8 @@ TABLES: dict[str, Callable[..., Rows]] = {
     function.__name__: function
     for function in (
         rollout, rollout_memory, rollout_steps, inductor, throughput, throughput_again, refit, step, training,
-        mismatch, noise, outliers, quickstart, recipe, recipe_costs, learning, learning_differences,
-        learning_summary, asked_in_int8, readme,
+        mismatch, noise, outliers, quickstart, recipe, recipe_costs, learning, learning_summary,
+        asked_in_int8, readme,
     )
 }  # fmt: skip
 

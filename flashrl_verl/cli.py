@@ -36,7 +36,7 @@ def quickstart(
     ),
     seed: Annotated[int, typer.Option(min=0, help="Seed of the model, the data and their order.")] = 0,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the last checkpoint of the run in --output.")
+        bool, typer.Option("--resume", help="Resume from the last checkpoint of the run in --output.")
     ] = False,
 ) -> None:
     """Train a toy model end to end: warm-up, DAPO with INT8 rollouts, report. Minutes on two CPU cores.
@@ -80,7 +80,7 @@ def report(
     try:
         written = reports.write(result, folder)
     except OSError as error:
-        raise ConfigError(f"--output {folder}: {error.strerror or error}") from error
+        raise ConfigError(f"{error.filename or folder}: {error.strerror or error}. Choose another --output") from error
     console.print("report: " + ", ".join(map(str, written)), highlight=False, soft_wrap=True)
 
 

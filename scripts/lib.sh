@@ -51,6 +51,6 @@ _end_watched() { # in a trap of watched: its job is seen here
       kill -0 -- "-$job" 2>/dev/null || break 2
     done
   done
-  printf 'stopped by a signal; the same command again goes on\n' >&2
+  printf 'stopped by a signal; rerun to resume\n' >&2
   exit $((128 + $1))
 }

@@ -6,7 +6,7 @@
 #
 #   --seed N     of the model, the data and their order (default: 0)
 #   --output DIR assets, log, metrics, checkpoints and report (default: outputs/quickstart); relative to where you are
-#   --resume     go on from the last checkpoint of the run in DIR
+#   --resume     resume from the last checkpoint of the run in DIR
 #
 # Environment:
 #   FLASHRL_VENV           where the environment is (default: <repository>/.venv)

@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Makes the virtual environment that everything here runs in, or re-uses it when nothing changed. One that was interrupted or
-# failed is gone on with: what is installed stays.
+# Makes the virtual environment that everything here runs in, or re-uses it when nothing changed. Rerun to resume.
 #
 #   bash scripts/setup_env.sh
 #
@@ -40,7 +39,7 @@ run() { # run COMMAND...: logged; on failure the log's tail, and the end
   logged "$@" && return
   printf -- '---- the last lines of %s\n' "$log" >&2
   tail -n 30 "$log" >&2
-  die "failed: $*. The same command again goes on: installed packages are kept (remove $venv to start from nothing)."
+  die "failed: $*. Rerun to resume (remove $venv to start anew)."
 }
 
 detect_device() {
@@ -200,13 +199,13 @@ requirements=$root/requirements/$device.txt
 find_python
 
 # Two stamps: a new lock makes a new environment; a new setup.py (or this file) only installs the package's metadata again.
-# The environment's is there twice: as begun, and when it is whole. An environment that was begun for the same is gone on with.
+# The environment's is there twice: as begun, and when it is whole. One that was begun for the same is resumed.
 environment_stamp=$(grep -v '^#' "$requirements" | stamp "$device" "$version" "${FLASHRL_VLLM_WHEEL:-}")
 package_stamp=$(cat "$root/setup.py" "${BASH_SOURCE[0]}" | stamp "$root" "$environment_stamp")
 
 if ! unchanged .flashrl-environment "$environment_stamp"; then
   if unchanged .flashrl-begun "$environment_stamp"; then
-    say "going on with $venv, which an earlier set-up did not finish (Python $version, $device)"
+    say "resuming $venv (Python $version, $device)"
   else
     say "new environment in $venv (Python $version, $device)"
     create_venv

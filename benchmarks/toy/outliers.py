@@ -6,7 +6,7 @@ https://arxiv.org/abs/2208.07339). A token's INT8 scale is that of its largest a
 with few codes; FP8's codes are floating-point numbers, which lose little. A model as small as the toy does not grow
 any.
 
-The function is left alone: what one factor multiplies by ``s`` the next one's weights divide by (SmoothQuant's move,
+The function is unchanged: what one factor multiplies by ``s`` the next one's weights divide by (SmoothQuant's move,
 https://arxiv.org/abs/2211.10438, the other way round), and with a power of two not a bit of the BF16 output changes.
 """
 

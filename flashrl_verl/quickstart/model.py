@@ -44,7 +44,7 @@ def build_model(tokenizer: PreTrainedTokenizerBase, config: ToyModelConfig, *, s
     Args:
         tokenizer: gives the vocabulary's size and the ids at which a turn ends.
         config: the sizes.
-        seed: the weights are a function of this number only; the caller's random state is left alone.
+        seed: the weights are a function of this number only; the caller's random state is unchanged.
     """
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM

@@ -110,14 +110,12 @@ def _check_directory(config: QuickstartConfig, composed: DictConfig) -> None:
     if not config.resume:
         if (output / METRICS).exists() or any(checkpoints.glob("global_step_*")):
             holder = output if (output / METRICS).exists() else checkpoints
-            raise ConfigError(
-                f"{holder} holds a run already. Remedy: --resume to go on with it, or a new folder: --output DIR."
-            )
+            raise ConfigError(f"{holder} holds a run already. Remedy: --resume, or a new folder: --output DIR.")
     elif saved is not None:
         if saved >= total:
             raise ConfigError(
                 f"The run in {output} is finished: its last checkpoint is of step {saved} of {total}. Remedy: a larger "
-                f"trainer.total_training_steps to go on, or `flashrl report {shlex.quote(str(output))}` to see it."
+                f"trainer.total_training_steps, or `flashrl report {shlex.quote(str(output))}` to see it."
             )
         if made_before(output / "assets", AssetsConfig(seed=config.seed)) is None:
             raise ConfigError(
@@ -177,7 +175,7 @@ def run_quickstart(config: QuickstartConfig, console: Console) -> int:
     if code:
         saved = saved_step(composed)
         begins = "no checkpoint yet, so from the start" if saved is None else f"from the checkpoint of step {saved}"
-        _say(console, f"To go on ({begins}): the same command with --resume")
+        _say(console, f"To resume ({begins}): the same command with --resume")
     return code
 
 

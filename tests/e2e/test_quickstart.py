@@ -41,7 +41,7 @@ def test_a_quickstart_that_is_stopped_leaves_no_process_and_resumes_to_its_end(t
     process.send_signal(signal.SIGINT)
     stopped = time.monotonic()
     rest = process.communicate(timeout=100)[0]
-    assert process.returncode == 130 and "To go on (from the checkpoint of step " in rest, rest
+    assert process.returncode == 130 and "To resume (from the checkpoint of step " in rest, rest
     assert time.monotonic() - stopped < 60 and not [p for p in started if p.is_running() and p.status() != "zombie"]
     assert json.loads((folder / "run.json").read_text())["exit_code"] == 130
 

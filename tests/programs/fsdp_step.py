@@ -36,6 +36,9 @@ OVERRIDES = (
     "actor_rollout_ref.actor.optim.weight_decay=0.0",
 )
 
+NAMES = ("metrics only", "token TIS", "token TIS, two rejections", "sequence IcePop normalized, one bound")
+"""Of each kind one; tests/unit/test_correction.py has all."""
+
 
 def shard(columns: dict[str, list[torch.Tensor]], temperature: float) -> TensorDict:
     """This rank's rows as the transfer queue delivers them."""
@@ -96,7 +99,8 @@ def main() -> None:
     columns |= {"response_mask": cut(batch.mask), "loss_mask": cut(batch.mask)}
     columns["advantages"] = cut(torch.randn(ROWS, 1, generator=random) * batch.mask)
     results = {}
-    for name, node in NODES.items():
+    for name in NAMES:
+        node = NODES[name]
         with open_dict(worker.config):
             worker.config.actor.policy_loss.rollout_correction = OmegaConf.create(node)
         ours = run(worker, worker.update_actor, shard(columns, config.rollout.temperature))

@@ -317,9 +317,9 @@ configs:
 
 
 def script(*words: object, cwd: Path, **variables: str) -> subprocess.CompletedProcess:
-    """scripts/prepare_data.py, with a home for Hugging Face of its own."""
+    """`flashrl data`, with a home for Hugging Face of its own."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HOME": str(cwd / "home"), **variables}
-    command = [sys.executable, str(ROOT / "scripts" / "prepare_data.py"), *map(str, words)]
+    command = [sys.executable, "-m", "flashrl_verl", "data", *map(str, words)]
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=400)
 
 

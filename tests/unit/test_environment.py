@@ -21,7 +21,6 @@ LAUNCH = "recipe/flashrl/run_dapo_qwen2.5_32b_int8.sh"
     "command, missing, remedy",
     [
         (f"bash {ROOT}/{LAUNCH} --dry-run", "hydra", "bash scripts/setup_env.sh"),
-        (f"python {ROOT}/scripts/prepare_data.py --help", "typer", "bash scripts/setup_env.sh"),
         (f"bash {ROOT}/scripts/quickstart.sh", "typer", "bash scripts/setup_env.sh"),
         # A recipe that was copied, and the package was not installed.
         (f"bash {LAUNCH}", "flashrl_verl", "pip install --no-deps -e <flashrl-verl>"),

@@ -30,6 +30,7 @@ print("RESUMED", torch.equal(torch.rand(3), drawn))
 """
 
 
+@pytest.mark.slow
 def test_chosen_by_name_it_trains_with_fsdp_over_gloo_resumes_and_the_patch_is_applied_once():
     env = os.environ | {"VERL_PLATFORM": "cpu"}  # verl decides its platform once in a process
     done = subprocess.run([sys.executable, "-c", CHOSEN], env=env, capture_output=True, text=True, timeout=400)

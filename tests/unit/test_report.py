@@ -6,15 +6,12 @@ import math
 from html.parser import HTMLParser
 
 import pytest
-from PIL import Image
 from rich.console import Console
 from typer.testing import CliRunner
 
 from flashrl_verl.cli import app
 from flashrl_verl.errors import FlashRLError
-from flashrl_verl.settings import GuardConfig
 from flashrl_verl.tools import report
-from flashrl_verl.tools.report import palette
 from flashrl_verl.tools.report.page import common
 
 HELD_OUT, KL, ESS = "val-core/toy_addition/acc/mean@1", "rollout_corr/k3_kl", "rollout_corr/rollout_is_eff_sample_size"
@@ -181,10 +178,6 @@ def test_runs_that_cannot_be_told_apart_are_refused(tmp_path, more, words):
     assert isinstance(result.exception, FlashRLError) and words in str(result.exception)
 
 
-def test_the_guards_alarm_is_as_far_above_the_line_of_healthy_runs_as_the_palette_says():
-    assert GuardConfig().k3_kl_max == pytest.approx(2 * palette.HEALTHY_KL)
-
-
 # ---- the files ----
 
 
@@ -227,15 +220,11 @@ def test_the_page_is_complete_in_itself_whatever_the_runs_are_called(tmp_path):
     assert len({line.replace("\\|", "").count("|") for line in table}) == 1 and r"<b>INT8 \| [x]" in table[0]
 
 
-def test_one_run_is_reported_beside_its_metrics_with_its_curves_in_their_colours(tmp_path):
+def test_one_run_is_reported_beside_its_metrics(tmp_path):
     run = make_run(tmp_path / "run")
     done = CliRunner().invoke(app, ["report", str(run)])
-    assert done.exit_code == 0 and all((run / name).is_file() for name in ("report.md", "report.html"))
-    with Image.open(run / "curves.png") as image:
-        width, height = image.size
-        colours = {colour for _, colour in image.convert("RGB").getcolors(maxcolors=width * height)}
-    rollout, update = (tuple(int(c[i : i + 2], 16) for i in (1, 3, 5)) for c in (palette.SKY, palette.BLUE))
-    assert {rollout, update} <= colours
+    assert done.exit_code == 0
+    assert all((run / name).is_file() for name in ("report.md", "report.html", "curves.png"))
 
 
 def test_brackets_in_a_name_reach_the_terminal_as_they_are(tmp_path):

@@ -92,7 +92,7 @@ def test_a_setup_that_fails_is_resumed_by_the_same_command_and_one_that_is_whole
     (tmp_path / "pip").write_text('case "$*" in *" -r "*) echo no space left; exit 1 ;; esac\n')
     failed = bash(SETUP_ENV, **fake)
     assert failed.returncode == 1 and "new environment" in failed.stdout  # the folder is still known for its own
-    assert "no space left" in failed.stderr and "The same command again goes on" in failed.stderr.splitlines()[-1]
+    assert "no space left" in failed.stderr and "Rerun to resume" in failed.stderr.splitlines()[-1]
 
     (packages / "torch.py").write_text("large")
     (tmp_path / "pip").write_text("echo Collecting patience; sleep 1.5\n")
@@ -132,7 +132,7 @@ def test_a_signal_ends_setup_and_pip_with_its_children(tmp_path, fake, sent, pip
             pids = [pip_process.pid, *(child.pid for child in pip_process.children() if child.name() == "sleep")]
     process.send_signal(sent)  # to the script alone
     _, said = process.communicate(timeout=300)
-    assert process.returncode == 128 + sent and said == "stopped by a signal; the same command again goes on\n"
+    assert process.returncode == 128 + sent and said == "stopped by a signal; rerun to resume\n"
     assert len(pids) == 2 and not [pid for pid in pids if _runs(pid)]
 
 

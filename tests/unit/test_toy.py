@@ -90,11 +90,13 @@ def test_a_warm_up_that_misses_its_target_is_an_error(tmp_path):
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_the_warmed_up_model_leaves_room_for_reinforcement_learning(assets):
     assert all(0.2 <= assets.made["test"][how] <= 0.7 for how in ("greedy", "sampled"))
     assert assets.made["warmup_steps"] < WarmupConfig().max_steps // 2
 
 
+@pytest.mark.slow
 def test_the_saved_model_decodes_as_accurately_as_the_evaluation_says(assets):
     tokenizer = AutoTokenizer.from_pretrained(assets.model)
     assert AutoModelForCausalLM.from_pretrained(assets.model).dtype == torch.bfloat16
@@ -109,7 +111,8 @@ def test_the_saved_model_decodes_as_accurately_as_the_evaluation_says(assets):
     assert evaluate(model, Encoder(tokenizer), problems).greedy == pytest.approx(right / len(problems))
 
 
-def test_the_data_are_in_verls_format(assets):
+def test_the_data_are_in_verls_format(tmp_path):
+    assets = make_assets(tmp_path / "assets", BRIEF)
     rows = pyarrow.parquet.read_table(assets.test).to_pylist()
     [message] = rows[0]["prompt"]
     a, b = map(int, message["content"].rstrip("=").split("+"))

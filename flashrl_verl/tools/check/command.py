@@ -41,7 +41,9 @@ def check(
     from flashrl_verl.tools.check import cluster as all_nodes
     from flashrl_verl.tools.check import machine
 
-    typer.echo("Looking. Fresh processes import verl and vLLM, which takes about half a minute.", err=True)
+    typer.echo(
+        "Looking. Fresh processes import verl and vLLM: half a minute on idle cores, minutes on a cold disk.", err=True
+    )
     levels: Counter[str] = Counter()
     findings = (
         all_nodes.look(precisions, kv_cache, ship_code) if cluster else machine.look(precisions, kv_cache)

@@ -66,7 +66,7 @@ def look(
     yield from guarded(DISTRIBUTION, check_package)
     yield from guarded("network", check_network, address)
     if ranks:
-        yield from guarded("shared memory", check_shared_memory, Path("/dev/shm"), len(gpus()))
+        yield from guarded("shared memory", check_shared_memory, Path("/dev/shm"))
         yield from guarded("fresh processes", fresh_processes, precisions, kv_cache)
 
 
@@ -123,7 +123,8 @@ def gpus() -> list[tuple[str, int, int]]:
     except (OSError, subprocess.SubprocessError):
         return []
     rows = [line.rsplit(", ", 2) for line in told.splitlines()]
-    return [(name, int(free), int(total)) for name, free, total in rows]
+    # GPUs that share the host's memory say [N/A].
+    return [(name, *(int(mib) if mib.isdigit() else 0 for mib in sizes)) for name, *sizes in rows]
 
 
 def cards(found: Sequence[tuple[str, int, int]]) -> str:
@@ -131,12 +132,12 @@ def cards(found: Sequence[tuple[str, int, int]]) -> str:
     return ", ".join(f"{count} x {name}" for name, count in Counter(name for name, _, _ in found).items()) or "no GPU"
 
 
-def check_shared_memory(folder: Path, gpus: int) -> Iterator[Finding]:
+def check_shared_memory(folder: Path) -> Iterator[Finding]:
     """Compare the free space in ``folder`` with what a run puts there: with GPUs vLLM's and NCCL's buffers, on a CPU
     the bucket that weights travel in."""
     free, need, user = shutil.disk_usage(folder).free / 2**30, _GPU_SHARED_GIB, "vLLM's queues and NCCL's buffers"
     remedy = "docker run --shm-size=<size>, a medium: Memory volume in Kubernetes, or delete files there"
-    if not gpus:
+    if not (found := gpus()):
         if (verl := importlib.util.find_spec("verl")) is None:
             return  # the versions say so
         defaults = Path(verl.submodule_search_locations[0], "trainer", "config", "rollout", "rollout.yaml")
@@ -147,7 +148,7 @@ def check_shared_memory(folder: Path, gpus: int) -> Iterator[Finding]:
     if free >= need:
         yield ok("shared memory", text)
     else:
-        yield (error if gpus else warning)("shared memory", f"{text}: a run would end in a bus error", remedy)
+        yield (error if found else warning)("shared memory", f"{text}: a run would end in a bus error", remedy)
 
 
 # ---- network ----

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import signal
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +11,7 @@ import typer
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.settings import Precision
 from flashrl_verl.tools.console import new_console
+from flashrl_verl.tools.process_tree import Stopped, stoppable
 
 
 def evaluate(
@@ -51,13 +50,12 @@ def evaluate(
         output=(output or Path("outputs/eval") / found.name).expanduser().resolve(),
         overrides=tuple(context.args),
     )
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the run that was started too
-    console = new_console()
     try:
-        typer.echo(run(config, console))
-    except KeyboardInterrupt:
+        with stoppable():
+            typer.echo(run(config, new_console()))
+    except Stopped as stopped:
         typer.echo("stopped; rerun to resume")
-        raise typer.Exit(128 + signal.SIGINT) from None
+        raise typer.Exit(stopped.exit_code) from None
     typer.echo(f"written: {config.output}/eval.json, eval.md, and responses.jsonl by precision")
 
 

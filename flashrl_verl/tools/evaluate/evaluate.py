@@ -6,12 +6,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +18,7 @@ from flashrl_verl.settings import Precision
 from flashrl_verl.tools.evaluate import metrics
 from flashrl_verl.tools.export.checkpoint import Checkpoint
 from flashrl_verl.tools.log_excerpt import last_error
+from flashrl_verl.tools.process_tree import ProcessTree
 from flashrl_verl.tools.recipe_process import ROOT
 from flashrl_verl.trainer.atomic_write import write_whole
 
@@ -30,9 +28,6 @@ if TYPE_CHECKING:
 
 CONFIG, RESPONSES, LOG = "config.yaml", "responses.jsonl", "eval.log"
 """In a precision's folder: what the recipe is started with, what verl's validation dumped, what was said."""
-
-_STOP = ((signal.SIGINT, 30.0), (signal.SIGTERM, 10.0))
-"""How a run is ended: signals to its driver, which takes Ray down, and seconds to wait after each."""
 
 Values = dict[tuple[str, str], list[float]]
 """(prompt, ground truth) -> what each response is worth."""
@@ -209,22 +204,21 @@ def _validate(precision: Precision, folder: Path, console: Console) -> None:
     words += ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=stdout"]
     log = folder / LOG
     console.print(f"{precision.value}: verl's validation, log {log}", highlight=False, soft_wrap=True)
+    log.unlink(missing_ok=True)
     started = time.monotonic()
-    with log.open("wb") as stream:
-        process = subprocess.Popen(
-            [sys.executable, str(ROOT / "recipe" / "flashrl" / "main_flashrl.py"), *words],
-            env={**os.environ, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1"},
-            stdin=subprocess.DEVNULL,
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C reaches this process alone, which passes it on once
-        )
+    tree = ProcessTree(
+        [sys.executable, str(ROOT / "recipe" / "flashrl" / "main_flashrl.py"), *words],
+        log,
+        {**os.environ, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1"},
+        Path.cwd(),
+    )
     try:
         with console.status("") as status:
-            while (code := _wait(process, 1.0)) is None:
+            while (code := tree.poll()) is None:
                 status.update(f"{precision.value}: {time.monotonic() - started:.0f} s")
+                time.sleep(1.0)
     finally:
-        _end(process)
+        tree.end()
     dumped = sorted((folder / "dump").glob("*.jsonl"))
     if code or not dumped:
         error = "\n".join(last_error(log.read_text(errors="replace")))
@@ -232,23 +226,6 @@ def _validate(precision: Precision, folder: Path, console: Console) -> None:
     os.replace(dumped[-1], folder / RESPONSES)
     shutil.rmtree(folder / "dump")
     console.print(f"{precision.value}: done in {time.monotonic() - started:.0f} s", highlight=False)
-
-
-def _wait(process: subprocess.Popen, seconds: float) -> int | None:
-    with suppress(subprocess.TimeoutExpired):
-        return process.wait(seconds)
-    return None
-
-
-def _end(process: subprocess.Popen) -> None:
-    """End what is left of a run: the driver in order, then its process group."""
-    for signum, seconds in _STOP:
-        if process.poll() is None:
-            process.send_signal(signum)
-            _wait(process, seconds)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 # ---- the figures ----

@@ -71,7 +71,10 @@ def export(
             merge(found, source)
         layers = quantize(source, folder, settings)
     kept = ", ".join(f"{key}={getattr(settings, key)}" for key in _NOTHING_KEPT)
-    typer.echo(f"{folder}: {len(layers.quantized)} layers in {format.value}, {len(layers.kept)} in BF16 ({kept})")
+    typer.echo(
+        f"{folder}: {len(layers.quantized)} matrices of the checkpoint in {format.value}, "
+        f"{len(layers.kept)} in BF16 ({kept})"
+    )
     typer.echo(f"Serve it: vllm serve {folder}")
 
 
