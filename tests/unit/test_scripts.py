@@ -97,7 +97,7 @@ def test_a_setup_that_fails_is_resumed_by_the_same_command_and_one_that_is_whole
     (packages / "torch.py").write_text("large")
     (tmp_path / "pip").write_text("echo Collecting patience; sleep 1.5\n")
     resumed = bash(SETUP_ENV, **fake)
-    assert resumed.returncode == 0 and f"going on with {tmp_path}/venv" in resumed.stdout and resumed.stderr == ""
+    assert resumed.returncode == 0 and f"resuming {tmp_path}/venv" in resumed.stdout and resumed.stderr == ""
     assert (packages / "torch.py").read_text() == "large"
     assert re.search(r"\.\.\. for \d+ s; 0 packages installed; pip: Collecting patience\n", resumed.stdout)
     assert f"pip's output: {tmp_path}/venv/setup.log" in resumed.stdout
