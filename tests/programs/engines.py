@@ -86,7 +86,10 @@ def parallel_engine(path: Path, settings: dict[str, Any], ranks: int) -> Iterato
         mock.patch.dict(os.environ, {VARIABLE: cores, "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}),
         engine(path, settings, **parallel) as llm,
     ):
-        yield llm
+        try:
+            yield llm
+        finally:
+            llm.llm_engine.model_executor.shutdown()  # or its processes would stay as long as this one
 
 
 def storage(llm: Any) -> list[dict[str, torch.Tensor]]:
