@@ -59,6 +59,7 @@ def validate_config(cfg: DictConfig) -> FlashRLConfig:
             refuse(rule.key, value, rule.reason, rule.remedy)
     _check_copies(cfg)
     _check_engine_arguments(cfg)
+    _check_lengths(cfg)
     _check_batches(cfg)
     _check_head(cfg, settings)
     _check_replicas(cfg, settings)
@@ -128,8 +129,12 @@ def _measures(cfg: DictConfig) -> bool:
     return _weights(cfg) or _rejects(cfg) or _bypass(cfg) or get(cfg, f"{CORRECTION}.rollout_is_threshold") is not None
 
 
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
 def _positive_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
+    return _number(value) and value > 0
 
 
 WEIGHTED_ESTIMATORS = ("optimal_token_baseline", "tir_optimal_token_baseline")
@@ -190,6 +195,37 @@ RULES = (
         positive_integer,
         "it is the number of worker processes on each node, on the CPU too",
         "trainer.n_gpus_per_node=1 or more",
+    ),
+    *(
+        Rule(
+            key,
+            positive_integer,
+            f"it is the number of {what}",
+            f"{key}={sensible}, or another whole number",
+            default=1,
+        )
+        for key, what, sensible in (
+            (f"{ROLLOUT}.tensor_model_parallel_size", "GPUs of an engine", 1),
+            (f"{ROLLOUT}.n", "responses to each prompt", 16),
+            ("data.train_batch_size", "prompts of a step", 512),
+            (f"{ACTOR}.ppo_mini_batch_size", "prompts of an optimizer step", 32),
+        )
+    ),
+    Rule(
+        f"{ACTOR}.optim.lr",
+        lambda rate: _number(rate) and rate >= 0,
+        "it is the learning rate",
+        f"{ACTOR}.optim.lr=1.0e-6, or another number from 0 on",
+        default=1e-6,
+    ),
+    # Groups that say nothing.
+    Rule(
+        f"{ROLLOUT}.n",
+        none_of(1),
+        "groups of one response are never filtered, and GRPO has no baseline for them: advantages would be raw scores",
+        f"{ROLLOUT}.n=16, or algorithm.filter_groups.enable=false with an estimator that needs no group",
+        default=1,
+        when=lambda cfg: bool(get(cfg, "algorithm.filter_groups.enable")),
     ),
     Rule(
         f"{ACTOR}.strategy",
@@ -512,6 +548,8 @@ def _check_engine_arguments(cfg: DictConfig) -> None:
             continue
         key = f"{ENGINE}.{name}"
         argument = str(name).replace("-", "_").split(".")[0]  # vLLM takes both spellings, and dots into a dict
+        # Its parser takes beginnings too.
+        argument = next((known for known in (*_RESERVED, *_ALIASES) if known.startswith(argument)), argument)
         if argument in _RESERVED:
             reason, instead = _RESERVED[argument]
             use = f", and use {instead}" if instead else ""
@@ -546,6 +584,32 @@ def _check_copies(cfg: DictConfig) -> None:
         if get(cfg, copy) != get(cfg, source):
             reason = f"workers read this copy, and it differs from {source}={words(get(cfg, source))}"
             refuse(copy, get(cfg, copy), reason, f"set {source}.* only, and leave {copy}='${{{source}}}'")
+
+
+def _check_lengths(cfg: DictConfig) -> None:
+    """vLLM cuts a response at its longest sequence without a word, and DAPO's reward workers die where responses are
+    shorter than the overlong buffer."""
+    prompt, response = (get(cfg, f"{ROLLOUT}.{key}", 512) for key in ("prompt_length", "response_length"))
+    for key in (f"{ROLLOUT}.max_model_len", f"{ENGINE}.max_model_len"):
+        longest = get(cfg, key)
+        if longest is not None and longest < prompt + response:
+            refuse(
+                key,
+                longest,
+                f"prompts of {prompt} and responses of {response} tokens do not fit, and responses would be cut in "
+                "silence",
+                f"{key}={prompt + response}, null, or a smaller data.max_response_length",
+            )
+    key = "reward.reward_kwargs.overlong_buffer_cfg"
+    buffer = get(cfg, key) or {}
+    if buffer.get("enable") and not 0 < buffer.get("len", 0) < response:
+        refuse(
+            f"{key}.len",
+            buffer.get("len"),
+            f"it is the end of the data.max_response_length={response} tokens of a response, in which the penalty "
+            "grows",
+            f"{key}.len={max(1, response // 5)}, or {key}.enable=false",
+        )
 
 
 def _check_batches(cfg: DictConfig) -> None:

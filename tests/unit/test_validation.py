@@ -3,6 +3,7 @@
 remedy that works."""
 
 import functools
+import math
 import subprocess
 import sys
 
@@ -21,6 +22,7 @@ ACTOR_MODEL = "actor_rollout_ref.model"
 MIXED = f"{ACTOR}.fsdp_config.mixed_precision"
 LOSS_MODE = f"{ACTOR}.policy_loss.loss_mode"
 FRACTION = "flashrl.bf16_replica_fraction"
+OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg"
 NO_WEIGHTS = {f"{CORRECTION}.rollout_is": None, f"{CORRECTION}.rollout_is_threshold": None}
 REJECTION = {f"{CORRECTION}.rollout_rs": "seq_mean_k1", f"{CORRECTION}.rollout_rs_threshold": "0.999_1.001"}
 BYPASS = {f"{CORRECTION}.bypass_mode": True, LOSS_MODE: "bypass_mode"}
@@ -41,6 +43,21 @@ CASES = [
         for key in ("trainer.nnodes", "trainer.n_gpus_per_node")
         for bad in (0, -1, 0.5, True, None)
     ),
+    *(
+        ({key: bad}, f"{key}={good}")
+        for key, good in (
+            (f"{ROLLOUT}.tensor_model_parallel_size", 1),
+            (f"{ROLLOUT}.n", 16),
+            ("data.train_batch_size", 512),
+            (f"{ACTOR}.ppo_mini_batch_size", 32),
+        )
+        for bad in (0, -1, "two")
+    ),
+    *(({f"{ACTOR}.optim.lr": bad}, f"{ACTOR}.optim.lr=1.0e-6") for bad in (-1e-6, "fast", math.nan)),
+    ({f"{ROLLOUT}.n": 1}, f"{ROLLOUT}.n=16"),
+    # lengths that do not go together
+    *(({key: 700}, f"{key}=1024") for key in (f"{ROLLOUT}.max_model_len", f"{ENGINE}.max_model_len")),
+    *(({f"{OVERLONG}.enable": True, f"{OVERLONG}.len": bad}, f"{OVERLONG}.enable=false") for bad in (0, 512)),
     # what verl tests by the rollout's name, and what would not be checked or arrive whole
     ({f"{ROLLOUT}.pipeline_model_parallel_size": 2}, f"{ROLLOUT}.pipeline_model_parallel_size=1"),
     ({f"{ROLLOUT}.data_parallel_size": 2}, f"{ROLLOUT}.data_parallel_size=1"),
@@ -189,15 +206,22 @@ TWINS = {
     "data_parallel_size": (2, "data_parallel_size"),
 }
 """Arguments for which the rollout has a key: another value than base's, and the key."""
+BEGINNINGS = {
+    "logits_processors": ("logits_processor",),
+    "hf_overrides": ("hf_override",),
+    "speculative_config": ("speculative_conf", "speculative-conf"),
+    "tensor_parallel_size": ("tensor_parallel",),
+}
+"""vLLM's parser takes the beginning of a name for the whole."""
 
 
-def test_every_argument_of_vllms_that_would_win_over_ours_is_refused_in_both_spellings():
+def test_every_argument_of_vllms_that_would_win_over_ours_is_refused_in_every_spelling():
     assert {*validation._RESERVED} <= {*OWNED} and {*validation._ALIASES} == {*TWINS}, "a new one needs a line here"
     cfg = changed({})
     cases = [(name, "x", "") for name in OWNED]
     cases += [(name, bad, f" and set {ROLLOUT}.{twin}") for name, (bad, twin) in TWINS.items()]
     for name, bad, use in cases:
-        for argument in {name, name.replace("_", "-")}:
+        for argument in {name, name.replace("_", "-"), *BEGINNINGS.get(name, ())}:
             OmegaConf.update(cfg, ENGINE, {argument: bad}, merge=False, force_add=True)
             key, (stated, _, remedy) = f"{ENGINE}.{argument}", refusal(cfg).partition(" Remedy: ")
             assert stated.startswith(f"{key}={words(bad)} is refused: ") and f"remove {key}{use}" in remedy
