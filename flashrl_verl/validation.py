@@ -2,7 +2,7 @@
 """The composed configuration, checked before anything is loaded: value, reason and the Hydra key to change.
 
 ``RULES`` is the table: a key, what it has to be, why, and what to write instead. The functions below it are for what
-needs two values at once. Neither torch nor vLLM nor verl is imported.
+needs two values at once. Neither torch nor vLLM nor verl is imported, but by ``validate_by_verl``.
 
 verl 0.9.1 tests the rollout's name for some of these; one called flashrl slips past, so they are tested again here:
     workers/config/rollout.py       pipeline_model_parallel_size > 1 is refused for vllm
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from flashrl_verl.attention.limits import REMEDY, why_not_model
 from flashrl_verl.correction.settings import CorrectionSettings
@@ -65,6 +66,38 @@ def validate_config(cfg: DictConfig) -> FlashRLConfig:
     _check_replicas(cfg, settings)
     _check_attention(cfg, settings)
     return settings
+
+
+def validate_by_verl(cfg: DictConfig) -> None:
+    """What verl itself says of the configuration, which it would say after Ray has started, or in a worker.
+
+    It imports verl, which takes seconds and settles verl's platform: call ``platforms.activate`` before.
+
+    Raises:
+        ConfigError: verl knows no such name, or refuses the configuration; its own words.
+    """
+    from hydra.errors import HydraException
+    from verl.experimental.reward_loop.reward_manager.registry import REWARD_MANAGER
+    from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
+    from verl.trainer.ppo.utils import need_critic, need_reference_policy
+    from verl.utils.config import validate_config as verls
+    from verl.utils.tracking import Tracking
+
+    known = {"algorithm.adv_estimator": ADV_ESTIMATOR_REGISTRY, "trainer.logger": Tracking.supported_backend}
+    if get(cfg, "actor_rollout_ref.model.external_lib") is None:  # workers import it, and it may register more
+        known[_LOSS_MODE] = POLICY_LOSS_REGISTRY
+    if get(cfg, "reward.reward_manager.source", "register") == "register":
+        known["reward.reward_manager.name"] = REWARD_MANAGER
+    for key, names in known.items():
+        value = get(cfg, key)
+        for name in value if isinstance(value, list) else [value]:
+            if name is not None and name not in names:
+                near = get_close_matches(str(name), map(str, names)) or map(str, names)
+                refuse(key, name, "verl knows no such name", f"{key}={' or '.join(near)}")
+    try:
+        verls(config=cfg, use_reference_policy=need_reference_policy(cfg), use_critic=need_critic(cfg))
+    except (AssertionError, ValueError, TypeError, KeyError, OmegaConfBaseException, HydraException) as error:
+        raise ConfigError(f"verl refuses the configuration: {' '.join(str(error).split())}") from error
 
 
 # ---- the table ----
@@ -160,6 +193,13 @@ RULES = (
         one_of("flashrl"),
         "there is a flashrl node, but another backend would sample, with unchecked weight updates",
         f"{ROLLOUT}.name=flashrl, or leave FlashRL's experiment out",
+    ),
+    Rule(
+        "trainer.resume_mode",
+        one_of("auto", "disable", "resume_path"),
+        "verl knows no such mode",
+        "trainer.resume_mode=auto, disable or resume_path",
+        default="auto",
     ),
     # Hardware.
     Rule(

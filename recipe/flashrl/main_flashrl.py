@@ -51,17 +51,13 @@ def train(cfg: DictConfig) -> None:
 
     # Imported only now: these modules make verl decide on its platform.
     from verl.trainer.main_ppo import TaskRunnerV1, run_ppo
-    from verl.trainer.ppo.utils import need_critic, need_reference_policy
-    from verl.utils import config as verl_config
     from verl.utils.device import auto_set_device
 
     from flashrl_verl.plugins.verl import require_registered
 
     require_registered()
     auto_set_device(cfg)
-    verl_config.validate_config(
-        config=cfg, use_reference_policy=need_reference_policy(cfg), use_critic=need_critic(cfg)
-    )
+    validation.validate_by_verl(cfg)
     run_ppo(cfg, task_runner_class=checked_runner(TaskRunnerV1, cfg))
 
 
@@ -73,6 +69,8 @@ def dry_run(cfg: DictConfig) -> None:
     """
     sys.stdout.write(report(cfg))
     validation.validate_config(cfg)
+    platforms.activate(cfg)
+    validation.validate_by_verl(cfg)
     missing = validation.missing_paths(cfg)
     if missing:  # no error: a dry run need not happen where the run will
         sys.stdout.write(f"Warning: {validation.describe_missing(missing)}.\n")

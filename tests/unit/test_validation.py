@@ -4,6 +4,7 @@ remedy that works."""
 
 import functools
 import math
+import re
 import subprocess
 import sys
 
@@ -16,7 +17,7 @@ from flashrl_verl import validation
 from flashrl_verl.errors import ConfigError, words
 from flashrl_verl.settings import ACTOR, CORRECTION, MODEL, ROLLOUT
 from flashrl_verl.tools.recipe_process import ROOT, compose
-from flashrl_verl.validation import PLATFORM, RULES, check_paths, missing_paths, validate_config
+from flashrl_verl.validation import PLATFORM, RULES, check_paths, missing_paths, validate_by_verl, validate_config
 
 ACTOR_MODEL = "actor_rollout_ref.model"
 MIXED = f"{ACTOR}.fsdp_config.mixed_precision"
@@ -33,6 +34,7 @@ REINFORCE = {**BYPASS, f"{CORRECTION}.loss_type": "reinforce"}
 
 CASES = [
     # another trainer or backend than ours
+    ({"trainer.resume_mode": "yes"}, "trainer.resume_mode=auto"),
     ({"trainer.v1.trainer_mode": "sync"}, "trainer.v1.trainer_mode=flashrl"),
     ({f"{ROLLOUT}.name": "vllm"}, f"{ROLLOUT}.name=flashrl"),
     # hardware
@@ -276,6 +278,25 @@ def test_a_users_fault_is_one_error_that_names_the_key(word, parts):
         validate_config(cfg)
         check_paths(cfg)
     assert all(part in str(caught.value) for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("settings", "remedy"),
+    [
+        ({"algorithm.adv_estimator": "grpoo"}, "algorithm.adv_estimator=grpo"),
+        ({LOSS_MODE: "vanila"}, f"{LOSS_MODE}=vanilla"),
+        ({"trainer.logger": ["console", "wandbb"]}, "trainer.logger=wandb"),
+        ({"reward.reward_manager.name": "dappo"}, "reward.reward_manager.name=dapo"),
+        ({f"{ACTOR}.loss_agg_mode": "mean"}, "verl refuses the configuration"),
+    ],
+)
+def test_names_that_verl_does_not_know_are_refused_before_ray_starts(settings, remedy):
+    cfg = compose(["experiment=quickstart"])
+    validate_by_verl(cfg)
+    for key, value in settings.items():
+        OmegaConf.update(cfg, key, value)
+    with pytest.raises(ConfigError, match=re.escape(remedy)):
+        validate_by_verl(cfg)
 
 
 def test_a_configuration_without_flashrl_is_refused():
