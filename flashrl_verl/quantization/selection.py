@@ -7,7 +7,7 @@ into one (``q_proj``, ``k_proj`` and ``v_proj`` into ``qkv_proj``), either the f
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from flashrl_verl.errors import ConfigError, listed
@@ -62,9 +62,14 @@ class LayerSelection:
         """Decoder layers that ``keep_first_layers`` and ``keep_last_layers`` keep."""
         return sorted(self._numbers)
 
-    def unused(self) -> list[str]:
-        """Entries of ``ignore`` that no layer matched."""
-        return [entry for entry in self.ignore if entry not in self._used]
+    def unused(self, never_quantized: Iterable[str] = ()) -> list[str]:
+        """Entries of ``ignore`` that matched no layer.
+
+        Args:
+            never_quantized: further names; who ignores one of them gets what it asks for.
+        """
+        rest = [entry for entry in self.ignore if entry not in self._used]
+        return [entry for entry in rest if not any(_matches(entry, name) for name in never_quantized)]
 
     def _names_all(self, name: str, parts: Sequence[str]) -> bool:
         named: set[str] = set()

@@ -12,6 +12,7 @@ import torch
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from flashrl_verl.errors import ConfigError, FlashRLError
 from flashrl_verl.quantization.formats import weight_format
@@ -36,8 +37,10 @@ def describe_model(runner: Any) -> dict[str, Any]:
     Returns:
         ``precision`` of the engine's quantization config; ``quantized``: quantized weights by dtype (a linear layer has
         one, a layer of experts two); ``quantized_layers`` and ``quantized_names``; ``unquantized_layers``: name ->
-        class of the others, routers left out; ``kept_layers`` that the user kept, ``kept_indices`` of decoder layers
-        kept whole, ``ignore_unused``: entries of ``flashrl.ignore`` that matched nothing; ``head_dtype`` in which
+        class of other layers that came to our quantization config; ``never_quantized``: name -> bytes of all other
+        modules with matrices, which vLLM builds without it (routers, convolutions, plain parameters), embeddings and
+        head left out; ``kept_layers`` that the user kept, ``kept_indices`` of decoder layers kept whole,
+        ``ignore_unused``: entries of ``flashrl.ignore`` that matched neither; ``head_dtype`` in which
         logits are computed; ``quantized_bytes`` (codes and scales), ``quantized_bytes_as_bf16``, ``weight_bytes`` of
         all parameters; ``logprobs_mode``; ``kv_cache``: ``dtypes``, attention layers by vLLM's name of their KV cache's
         dtype, and ``backends``.
@@ -46,17 +49,20 @@ def describe_model(runner: Any) -> dict[str, Any]:
     quantized_bytes = bf16_bytes = 0
     quantized: Counter[str] = Counter()
     unquantized: dict[str, str] = {}
+    never: dict[str, int] = {}
     names: list[str] = []
     for name, module in model.named_modules():
-        if not isinstance(module, LinearBase | RoutedExperts):
-            continue
         # The runner around the experts is what the model, and the user, calls by name.
         name = module.layer_name if isinstance(module, RoutedExperts) else name
-        storages = [p for p in module.parameters(recurse=False) if isinstance(p, QuantizedStorage)]
+        parameters = list(module.parameters(recurse=False))
+        storages = [p for p in parameters if isinstance(p, QuantizedStorage)]
         if storages:
             names.append(name)
-        elif not isinstance(module, ReplicatedLinear):  # a router, in high precision by design
+        elif _asked_to_quantize(module):
             unquantized[name] = type(module).__name__
+        elif not isinstance(module, VocabParallelEmbedding):
+            if matrices := [p for p in parameters if p.dim() > 1]:
+                never[name] = sum(p.numel() * p.element_size() for p in matrices)
         for storage in storages:
             quantized[str(storage.data.dtype).removeprefix("torch.")] += 1
             quantized_bytes += storage.numel() * storage.element_size() + storage.scales.numel() * 4
@@ -71,9 +77,10 @@ def describe_model(runner: Any) -> dict[str, Any]:
         "quantized_layers": len(names),
         "quantized_names": names,
         "unquantized_layers": unquantized,
+        "never_quantized": never,
         "kept_layers": selection.kept if selection is not None else [],
         "kept_indices": selection.kept_indices if selection is not None else [],
-        "ignore_unused": selection.unused() if selection is not None else [],
+        "ignore_unused": selection.unused(never) if selection is not None else [],
         "head_dtype": head_dtype(model, runner.vllm_config.model_config),
         "quantized_bytes": quantized_bytes,
         "quantized_bytes_as_bf16": bf16_bytes,
@@ -84,6 +91,14 @@ def describe_model(runner: Any) -> dict[str, Any]:
             "backends": sorted({layer.attn_backend.get_name() for layer in attention}),
         },
     }
+
+
+def _asked_to_quantize(module: torch.nn.Module) -> bool:
+    """Whether it is a layer that our quantization config was asked about and could quantize."""
+    if isinstance(module, LinearBase):
+        # ``ReplicatedLinear``'s loader goes past the parameter (``QUANTIZED_LAYERS``).
+        return module.quant_config is not None and not isinstance(module, ReplicatedLinear)
+    return isinstance(module, RoutedExperts)
 
 
 def head_dtype(model: torch.nn.Module, config: Any) -> str:
@@ -157,9 +172,10 @@ def unknown_layers(found: dict[str, Any]) -> dict[str, str]:
 
 def _require_kept(settings: FlashRLConfig, found: dict[str, Any]) -> None:
     if found["ignore_unused"]:
+        examples = [*found["unquantized_layers"], *found["never_quantized"]][:2] + found["quantized_names"][:4]
         raise ConfigError(
             f"flashrl.ignore has entries that match no layer of this model: {found['ignore_unused']}. Its layers are "
-            f"named like {list(found['unquantized_layers'])[:2] + found['quantized_names'][:4]}; correct the entries "
+            f"named like {examples}; correct the entries "
             "or remove them"
         )
     asked, kept = settings.keep_first_layers + settings.keep_last_layers, len(found["kept_indices"])

@@ -6,12 +6,14 @@ Nothing here needs Ray or verl; ``trainer.py`` says when it is called.
 """
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import orjson
 
-from flashrl_verl.errors import ConfigError
+from flashrl_verl.errors import ConfigError, listed
 from flashrl_verl.quantization.lm_head import FP32
 from flashrl_verl.settings import KVCache, Precision
 from flashrl_verl.trainer.atomic_write import write_whole
@@ -134,6 +136,21 @@ def describe_rollout(precision: str, layers: dict[str, float], refit: dict[str, 
         f"{layers['flashrl/weight_bytes'] / 1e6:.2f} MB of weights; first refit {refit['flashrl/refit_tensors']} "
         f"tensors in {refit['flashrl/refit_seconds']:.2f} s, receipt of step {refit['flashrl/receipt_step']} verified "
         f"(sum {refit['flashrl/receipt_sum']})"
+    )
+
+
+def describe_never_quantized(worker: dict[str, Any]) -> str:
+    """The log's line on matrices that no precision quantizes, layers of all numbers together; empty where none is."""
+    found: dict[str, list[int]] = {}
+    for name, size in worker["never_quantized"].items():
+        found.setdefault(re.sub(r"\.\d+(?=\.|$)", ".*", name), []).append(size)
+    if not found or not worker["quantized_layers"]:
+        return ""
+    largest = sorted(found, key=lambda name: -sum(found[name]))
+    share = sum(map(sum, found.values())) / worker["weight_bytes"]
+    return (
+        f"[flashrl] vLLM builds {sum(map(len, found.values()))} layers without a quantization config, which stay in "
+        f"high precision ({share:.1%} of the weights): {listed([f'{name} ({len(found[name])})' for name in largest])}"
     )
 
 

@@ -30,6 +30,7 @@ from flashrl_verl.trainer.cluster import check_cluster
 from flashrl_verl.trainer.guard import Guard
 from flashrl_verl.trainer.metrics import (
     MetricsFile,
+    describe_never_quantized,
     describe_rollout,
     metrics_path,
     per_replica,
@@ -102,6 +103,8 @@ class FlashRLTrainer(PPOTrainerSync):
         wanted = precisions(self.flashrl, len(replicas))
         self._layer_metrics = summarize_layers(replicas, wanted)
         log.info(describe_rollout(describe(wanted), self._layer_metrics, metrics))
+        if kept := describe_never_quantized(max((w for r in replicas for w in r), key=lambda w: w["quantized_layers"])):
+            log.info(kept)
         if self.flashrl.self_check:
             self._self_check()
 

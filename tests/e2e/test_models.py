@@ -28,6 +28,8 @@ def refit(path: Path, name: str, precision: str) -> list:
         (layers,) = llm.collective_rpc("flashrl_layers")
         assert set(layers["quantized"]) == {"int8" if precision == "int8" else "float8_e4m3fn"}
         assert layers["unquantized_layers"] == {}
+        assert all(name.endswith(".mlp.gate") for name in layers["never_quantized"])
+        assert bool(layers["never_quantized"]) == moe
         assert 0.5 < layers["quantized_bytes"] / layers["quantized_bytes_as_bf16"] < 0.54
         send = Refit(llm)
         for step, seed in enumerate(SEEDS):

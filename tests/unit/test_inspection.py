@@ -16,6 +16,7 @@ HELD = {
     "quantized_layers": 8,
     "quantized_names": ["model.layers.0.mlp.down_proj"],
     "unquantized_layers": {},
+    "never_quantized": {"model.layers.0.mlp.gate": 512},
     "kept_layers": [],
     "kept_indices": [],
     "ignore_unused": [],
