@@ -53,11 +53,11 @@ def validate_config(cfg: DictConfig) -> FlashRLConfig:
         )
     _check_groups(cfg)
     settings = FlashRLConfig.from_mapping(node)
-    CorrectionSettings.from_config(get(cfg, CORRECTION, {}))
     for rule in RULES:
         value = get(cfg, rule.key, rule.default)
-        if rule.when(cfg) and not rule.test(value):
+        if rule.when(cfg) and not _passes(rule, value):
             refuse(rule.key, value, rule.reason, rule.remedy)
+    CorrectionSettings.from_config(get(cfg, CORRECTION, {}))
     _check_copies(cfg)
     _check_engine_arguments(cfg)
     _check_lengths(cfg)
@@ -118,6 +118,17 @@ class Rule(NamedTuple):
     """Of the configuration: whether the rule holds there."""
 
 
+def _passes(rule: Rule, value: Any) -> bool:
+    try:
+        return rule.test(value)
+    except (TypeError, AttributeError):  # a text where a number belongs, a number where a node does
+        return False
+
+
+def _node(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
 def one_of(*accepted: Any) -> Callable[[Any], bool]:
     """Test for equality with one of the values; True is not 1 here, although Python says so."""
     return lambda value: any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in accepted)
@@ -174,13 +185,21 @@ WEIGHTED_ESTIMATORS = ("optimal_token_baseline", "tir_optimal_token_baseline")
 ROW_ESTIMATORS = ("grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized")
 """verl's estimators that use the mask for nothing but where a response's advantage stands."""
 
+_ULYSSES = (f"{ACTOR}.ulysses_sequence_parallel_size", f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size")
+"""verl's older key and its newer one."""
+_MAX_MODEL_LEN = (f"{ROLLOUT}.max_model_len", f"{ENGINE}.max_model_len")
+_OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg"
 _LOSS_MODE = f"{ACTOR}.policy_loss.loss_mode"
 _MERGE = "actor_rollout_ref.model.lora.merge"
 _RATIO = "correction and mismatch metrics divide the trainer's probability by the sampler's"
 _NO_KEY = "it reads /metrics of the rollout's servers, which ask for a key that verl does not give it"
 
 RULES = (
-    Rule(CORRECTION, lambda node: node is not None, "verl reads its keys", "correction=none"),
+    Rule(CORRECTION, _node, "verl reads its keys", "correction=none"),
+    *(
+        Rule(key, _node, "it is a node with keys of its own", f"remove {key}", default={})
+        for key in (ENGINE, f"{ACTOR}.fsdp_config.mixed_precision", _OVERLONG)
+    ),
     # Another trainer or backend than ours.
     Rule(
         "trainer.v1.trainer_mode",
@@ -249,6 +268,10 @@ RULES = (
             (f"{ROLLOUT}.n", "responses to each prompt", 16),
             ("data.train_batch_size", "prompts of a step", 512),
             (f"{ACTOR}.ppo_mini_batch_size", "prompts of an optimizer step", 32),
+            *((key, "GPUs that share a sequence", 1) for key in _ULYSSES),
+            (f"{ROLLOUT}.prompt_length", "tokens of the longest prompt", 512),
+            (f"{ROLLOUT}.response_length", "tokens of the longest response", 512),
+            *((key, "tokens of the longest sequence", "null") for key in _MAX_MODEL_LEN),
         )
     ),
     Rule(
@@ -630,7 +653,7 @@ def _check_lengths(cfg: DictConfig) -> None:
     """vLLM cuts a response at its longest sequence without a word, and DAPO's reward workers die where responses are
     shorter than the overlong buffer."""
     prompt, response = (get(cfg, f"{ROLLOUT}.{key}", 512) for key in ("prompt_length", "response_length"))
-    for key in (f"{ROLLOUT}.max_model_len", f"{ENGINE}.max_model_len"):
+    for key in _MAX_MODEL_LEN:
         longest = get(cfg, key)
         if longest is not None and longest < prompt + response:
             refuse(
@@ -640,15 +663,14 @@ def _check_lengths(cfg: DictConfig) -> None:
                 "silence",
                 f"{key}={prompt + response}, null, or a smaller data.max_response_length",
             )
-    key = "reward.reward_kwargs.overlong_buffer_cfg"
-    buffer = get(cfg, key) or {}
-    if buffer.get("enable") and not 0 < buffer.get("len", 0) < response:
+    length = get(cfg, f"{_OVERLONG}.len", 0)
+    if get(cfg, f"{_OVERLONG}.enable") and not (_number(length) and 0 < length < response):
         refuse(
-            f"{key}.len",
-            buffer.get("len"),
+            f"{_OVERLONG}.len",
+            length,
             f"it is the end of the data.max_response_length={response} tokens of a response, in which the penalty "
             "grows",
-            f"{key}.len={max(1, response // 5)}, or {key}.enable=false",
+            f"{_OVERLONG}.len={max(1, response // 5)}, or {_OVERLONG}.enable=false",
         )
 
 
@@ -666,9 +688,7 @@ def _check_batches(cfg: DictConfig) -> None:
             "(correction=tis)",
         )
     ranks = get(cfg, "trainer.nnodes") * get(cfg, "trainer.n_gpus_per_node")
-    # verl's older key and its newer one.
-    keys = (f"{ACTOR}.ulysses_sequence_parallel_size", f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size")
-    data_parallel = max(1, ranks // max(get(cfg, key, 1) or 1 for key in keys))
+    data_parallel = max(1, ranks // max(get(cfg, key, 1) for key in _ULYSSES))
     samples = get(cfg, f"{ROLLOUT}.n", 1)
     whole = prompts * samples
     if positive_integer(mini_batch):  # verl fills the batch up, so that mini-batches are whole

@@ -84,7 +84,7 @@ class CorrectionSettings:
                 f"weights' settings. Set it to ${{{CORRECTION}}}; for no weights set {CORRECTION}.rollout_is=null."
             )
         level = node.get("rollout_is")
-        if level is not None and level not in {member.value for member in Level}:
+        if level is not None and level not in [member.value for member in Level]:
             key = f"{CORRECTION}.rollout_is"
             refuse(key, level, "it is not a level of importance weights", f"{key}=token, sequence or null")
         # Without a level the threshold, often null too, has nothing to act on.

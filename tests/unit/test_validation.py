@@ -52,11 +52,19 @@ CASES = [
             (f"{ROLLOUT}.n", 16),
             ("data.train_batch_size", 512),
             (f"{ACTOR}.ppo_mini_batch_size", 32),
+            (f"{ACTOR}.ulysses_sequence_parallel_size", 1),
+            (f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size", 1),
+            (f"{ROLLOUT}.prompt_length", 512),
+            (f"{ROLLOUT}.response_length", 512),
+            (f"{ROLLOUT}.max_model_len", "null"),
+            (f"{ENGINE}.max_model_len", "null"),
         )
         for bad in (0, -1, "two")
     ),
     *(({f"{ACTOR}.optim.lr": bad}, f"{ACTOR}.optim.lr=1.0e-6") for bad in (-1e-6, "fast", math.nan)),
     ({f"{ROLLOUT}.n": 1}, f"{ROLLOUT}.n=16"),
+    *(({key: 3}, f"remove {key}") for key in (ENGINE, MIXED, OVERLONG)),
+    ({f"{ACTOR_MODEL}.lora.rank": "eight"}, f"{ACTOR_MODEL}.lora.rank=0"),
     # lengths that do not go together
     *(({key: 700}, f"{key}=1024") for key in (f"{ROLLOUT}.max_model_len", f"{ENGINE}.max_model_len")),
     *(({f"{OVERLONG}.enable": True, f"{OVERLONG}.len": bad}, f"{OVERLONG}.enable=false") for bad in (0, 512)),
