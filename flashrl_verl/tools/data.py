@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -27,7 +26,6 @@ from flashrl_verl.trainer.atomic_write import write_whole
 
 if TYPE_CHECKING:
     from datasets import Dataset
-    from transformers import PreTrainedTokenizerBase
 
 Row = dict[str, Any]
 
@@ -360,30 +358,6 @@ def write(path: Path, rows: list[Row]) -> None:
         ) from error
 
 
-def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model, a folder or a repository of the hub.
-
-    Raises:
-        ConfigError: it cannot be loaded, or has no chat template.
-    """
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--tokenizer {model} cannot be loaded: {' '.join(str(error).split())[:300]}") from error
-    if not tokenizer.chat_template:
-        raise ConfigError(f"--tokenizer {model} has no chat template, with which verl writes a prompt.")
-    return tokenizer
-
-
-def prompt_lengths(rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Tokens of every different prompt, as verl counts them against `data.max_prompt_length`."""
-    prompts = {row["extra_info"]["index"]: row["prompt"] for row in rows}.values()
-    template = partial(tokenizer.apply_chat_template, add_generation_prompt=True, tokenize=True, return_dict=False)
-    return [len(template(prompt)) for prompt in prompts]
-
-
 # ---- the command ----
 
 
@@ -412,9 +386,6 @@ def data(
     drop_invalid: Annotated[
         bool, typer.Option("--drop-invalid", help="Leave out rows that verl cannot use, instead of refusing all.")
     ] = False,
-    tokenizer: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="Count the prompts' tokens with this model's chat template.")
-    ] = None,
 ) -> None:
     """Prepare a data set for verl: check every row, drop copies of a prompt, write parquet.
 
@@ -431,7 +402,6 @@ def data(
     for wanted, path in zip(splits, paths, strict=True):
         if local is not None and local.exists() and path.exists() and _local_file(local, wanted).samefile(path):
             raise ConfigError(f"{path} is the source and the output. Choose another --output.")
-    counter = load_tokenizer(tokenizer) if tokenizer is not None else None
 
     made = []  # all splits are read and checked before the first is written
     for wanted in splits:
@@ -440,7 +410,4 @@ def data(
         made.append(prepare(rows, wanted, where, keep_duplicates=keep, drop_invalid=drop_invalid))
     for path, (rows, words) in zip(paths, made, strict=True):
         write(path, rows)
-        if counter is not None:
-            lengths = prompt_lengths(rows, counter)
-            words.append(f"tokens of a prompt: {min(lengths):,} to {max(lengths):,}, median {median(lengths):,.0f}")
         typer.echo(f"{path}: " + "\n  ".join(words))

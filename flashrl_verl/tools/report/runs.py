@@ -66,12 +66,6 @@ class Report:
     def runs(self) -> list[Run]:
         return [run for runs in self.groups.values() for run in runs]
 
-    @property
-    def metrics(self) -> Metrics:
-        """Of the only run."""
-        (run,) = self.runs
-        return run.metrics
-
     def rows(self) -> list[tuple[str, list[str]]]:
         """Label, and a cell for each group. Of several runs: the mean, the range, and how many, where not all logged
         it. What no run logged is left out, except for score, mismatch and time, whose absence is worth a line."""
