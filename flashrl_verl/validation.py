@@ -15,6 +15,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from difflib import get_close_matches
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -187,6 +188,9 @@ ROW_ESTIMATORS = ("grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectori
 
 _ULYSSES = (f"{ACTOR}.ulysses_sequence_parallel_size", f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size")
 """verl's older key and its newer one."""
+_ATTENTION = "actor_rollout_ref.model.override_config.attn_implementation"
+_FLASH = "flash_attention_2"
+"""verl's default."""
 _MAX_MODEL_LEN = (f"{ROLLOUT}.max_model_len", f"{ENGINE}.max_model_len")
 _OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg"
 _LOSS_MODE = f"{ACTOR}.policy_loss.loss_mode"
@@ -339,6 +343,15 @@ RULES = (
         one_of(False, None),
         "quantization-aware training brings its own quantization of the rollout",
         f"{ACTOR}.fsdp_config.qat.enable=false and {ROLLOUT}.qat.enable=false",
+    ),
+    # verl's Ulysses changes flash attention alone (models/transformers/monkey_patch.py).
+    Rule(
+        _ATTENTION,
+        one_of(_FLASH),
+        "with sequence parallelism each GPU would attend to its own part of a sequence, in silence",
+        f"{_ATTENTION}={_FLASH}, or {_ULYSSES[0]}=1",
+        default=_FLASH,
+        when=lambda cfg: max(get(cfg, key, 1) for key in _ULYSSES) > 1,
     ),
     Rule(
         "actor_rollout_ref.model.use_fused_kernels",
@@ -768,6 +781,23 @@ def _check_attention(cfg: DictConfig, settings: FlashRLConfig) -> None:
         kv_cache = settings.kv_cache.value
         raise ConfigError(
             f"flashrl.kv_cache={kv_cache}: its attention does not take {get(cfg, MODEL)}, which has {reason}. {REMEDY}"
+        )
+
+
+def check_attention_package(cfg: DictConfig) -> None:
+    """verl's workers would end in an ImportError a minute after Ray has started.
+
+    Raises:
+        ConfigError: the trainer's attention needs flash-attn, which this environment lacks.
+    """
+    if _on_gpu(cfg) and get(cfg, _ATTENTION, _FLASH) == _FLASH and find_spec("flash_attn") is None:
+        parallel = max(get(cfg, key, 1) for key in _ULYSSES) > 1
+        sdpa = f"+{_ATTENTION}=sdpa" + f" with {_ULYSSES[0]}=1" * parallel
+        refuse(
+            _ATTENTION,
+            _FLASH,
+            "flash-attn is not installed in this environment",
+            f"pip install flash-attn --no-build-isolation, or {sdpa}",
         )
 
 

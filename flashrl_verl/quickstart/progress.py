@@ -51,7 +51,7 @@ class Progress:
     def __init__(self, console: Console, total: int, log: Path, log_from: int, metrics: Path):
         self._console, self._total, self._log, self._log_from = console, total, log, log_from
         self._metrics, self._before = metrics, _modified(metrics)
-        self._phase = ""
+        self._phase, self._began = "", time.monotonic()
         self._first: tuple[int, float] | None = None
         self.step = -1
         """The last one of this attempt, or -1."""
@@ -63,7 +63,9 @@ class Progress:
         rows = {} if _modified(self._metrics) == self._before else read_metrics(self._metrics)
         if rows and max(rows) > self.step:
             self.step, now = max(rows), time.monotonic()
-            self.trains_since = self.trains_since or now
+            if self.trains_since is None:
+                self.trains_since = now
+                self.say(f"[{now - self._began:3.0f} s] start-up: done")
             self._first = self._first or (self.step, now)
             self.say(", ".join([f"step {self.step}/{self._total}", *_words(rows), *self._time_left(now)]))
         elif self.step < 0:
@@ -71,7 +73,7 @@ class Progress:
             phase = [words for mark, words in START_UP if mark in text][-1]
             if phase != self._phase:
                 self._phase = phase
-                self.say(f"start-up: {phase}")
+                self.say(f"[{time.monotonic() - self._began:3.0f} s] start-up: {phase}")
 
     def say(self, line: str) -> None:
         """Print a line."""

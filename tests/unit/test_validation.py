@@ -17,12 +17,21 @@ from flashrl_verl import validation
 from flashrl_verl.errors import ConfigError, words
 from flashrl_verl.settings import ACTOR, CORRECTION, MODEL, ROLLOUT
 from flashrl_verl.tools.recipe_process import ROOT, compose
-from flashrl_verl.validation import PLATFORM, RULES, check_paths, missing_paths, validate_by_verl, validate_config
+from flashrl_verl.validation import (
+    PLATFORM,
+    RULES,
+    check_attention_package,
+    check_paths,
+    missing_paths,
+    validate_by_verl,
+    validate_config,
+)
 
 ACTOR_MODEL = "actor_rollout_ref.model"
 MIXED = f"{ACTOR}.fsdp_config.mixed_precision"
 LOSS_MODE = f"{ACTOR}.policy_loss.loss_mode"
 FRACTION = "flashrl.bf16_replica_fraction"
+ATTENTION = f"{ACTOR_MODEL}.override_config.attn_implementation"
 OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg"
 NO_WEIGHTS = {f"{CORRECTION}.rollout_is": None, f"{CORRECTION}.rollout_is_threshold": None}
 REJECTION = {f"{CORRECTION}.rollout_rs": "seq_mean_k1", f"{CORRECTION}.rollout_rs_threshold": "0.999_1.001"}
@@ -65,6 +74,7 @@ CASES = [
     ({f"{ROLLOUT}.n": 1}, f"{ROLLOUT}.n=16"),
     *(({key: 3}, f"remove {key}") for key in (ENGINE, MIXED, OVERLONG)),
     ({f"{ACTOR_MODEL}.lora.rank": "eight"}, f"{ACTOR_MODEL}.lora.rank=0"),
+    ({f"{ACTOR}.ulysses_sequence_parallel_size": 2, ATTENTION: "sdpa"}, f"{ATTENTION}=flash_attention_2"),
     # lengths that do not go together
     *(({key: 700}, f"{key}=1024") for key in (f"{ROLLOUT}.max_model_len", f"{ENGINE}.max_model_len")),
     *(({f"{OVERLONG}.enable": True, f"{OVERLONG}.len": bad}, f"{OVERLONG}.enable=false") for bad in (0, 512)),
@@ -305,6 +315,18 @@ def test_names_that_verl_does_not_know_are_refused_before_ray_starts(settings, r
         OmegaConf.update(cfg, key, value)
     with pytest.raises(ConfigError, match=re.escape(remedy)):
         validate_by_verl(cfg)
+
+
+@pytest.mark.parametrize(("ulysses", "remedy"), [(1, "=sdpa."), (2, "=sdpa with .*ulysses_sequence_parallel_size=1")])
+def test_a_missing_flash_attn_is_said_before_ray_starts_where_it_is_needed(monkeypatch, ulysses, remedy):
+    monkeypatch.setattr(validation, "find_spec", lambda name: None)
+    cfg = changed({f"{ACTOR}.ulysses_sequence_parallel_size": ulysses})
+    with pytest.raises(ConfigError, match=rf"flash-attn is not installed.* or \+{ATTENTION}{remedy}"):
+        check_attention_package(cfg)
+    check_attention_package(changed({}, "cpu"))
+    check_attention_package(changed({ATTENTION: "sdpa"}))
+    monkeypatch.setattr(validation, "find_spec", lambda name: "there")
+    check_attention_package(cfg)
 
 
 def test_a_configuration_without_flashrl_is_refused():
