@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-import json
-import re
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from flashrl_verl.tools.report import HELD_OUT, MISMATCH_KL, SCORE, read_metrics
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,19 +22,10 @@ START_UP = (
 )
 """Texts in the training's log, and what has begun when they are there."""
 
-HELD_OUT, SCORE, MISMATCH_KL = re.compile(r"val-core/.+/acc/mean@\d+"), "critic/score/mean", "rollout_corr/k3_kl"
 
-
-def read_metrics(file: Path) -> dict[int, dict[str, Any]]:
-    """What verl's file logger has written: metrics by step. A line that is not whole yet is left out."""
-    steps: dict[int, dict[str, Any]] = {}
-    for line in file.read_text().splitlines() if file.is_file() else []:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        steps.setdefault(record["step"], {}).update(record["data"])
-    return steps
+def read_rows(file: Path) -> dict[int, dict[str, float]]:
+    """What verl's file logger has written so far: metrics by step."""
+    return read_metrics(file).rows if file.is_file() else {}
 
 
 class Progress:
@@ -60,7 +51,7 @@ class Progress:
 
     def update(self) -> None:
         """Read log and metrics, and print a line if there is news."""
-        rows = {} if _modified(self._metrics) == self._before else read_metrics(self._metrics)
+        rows = {} if _modified(self._metrics) == self._before else read_rows(self._metrics)
         if rows and max(rows) > self.step:
             self.step, now = max(rows), time.monotonic()
             if self.trains_since is None:
@@ -91,7 +82,7 @@ def _modified(file: Path) -> int | None:
     return file.stat().st_mtime_ns if file.is_file() else None
 
 
-def _words(rows: dict[int, dict[str, Any]]) -> list[str]:
+def _words(rows: dict[int, dict[str, float]]) -> list[str]:
     last = rows[max(rows)]
     found = [("held-out accuracy", value, ".3f") for key, value in last.items() if HELD_OUT.fullmatch(key)]
     found += [("score of kept groups", last.get(SCORE), ".2f"), ("mismatch KL", last.get(MISMATCH_KL), ".1e")]

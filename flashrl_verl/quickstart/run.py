@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from flashrl_verl.errors import ConfigError, FlashRLError
 from flashrl_verl.plugins.versions import check_versions
 from flashrl_verl.quickstart.assets import AssetsConfig, made_before, make_assets
-from flashrl_verl.quickstart.progress import Progress, read_metrics
+from flashrl_verl.quickstart.progress import Progress, read_rows
 from flashrl_verl.tools import report
 from flashrl_verl.tools.log_excerpt import last_error
 from flashrl_verl.tools.process_tree import ProcessTree, Stopped, stoppable
@@ -233,7 +233,7 @@ def _train(output: Path, overrides: list[str], progress: Progress, seconds: dict
 
 def _conclude(output: Path, code: int, total: int, log_from: int, record: dict[str, Any], console: Console) -> int:
     """Say how it ended and write the report; the exit code of the command."""
-    rows = read_metrics(output / METRICS)
+    rows = read_rows(output / METRICS)
     if code == 0 and max(rows, default=-1) < total:
         _say(console, f"The training ended before step {total} without an error.", style="bold red")
         code = 1

@@ -10,6 +10,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.initialize import get_gh_backup, restore_gh_from_backup
 from omegaconf import DictConfig, OmegaConf
 
+from flashrl_verl.errors import words
 from flashrl_verl.plugins.versions import require_verl
 
 
@@ -51,7 +52,7 @@ def difference(ours: DictConfig, defaults: DictConfig) -> list[tuple[str, str, s
     written, default = leaves(ours, resolve=False), leaves(defaults, resolve=False)
     shown, shown_default = leaves(ours, resolve=True), leaves(defaults, resolve=True)
     return [
-        (key, _show(shown_default.get(key, default.get(key, "-"))), _show(shown.get(key, value)))
+        (key, words(shown_default.get(key, default.get(key, "-"))), words(shown.get(key, value)))
         for key, value in written.items()
         if key not in default or default[key] != value
     ]
@@ -76,11 +77,3 @@ def leaves(cfg: DictConfig, resolve: bool) -> dict[str, Any]:
         return found
 
     return visit("", OmegaConf.to_container(cfg, resolve=resolve))
-
-
-def _show(value: Any) -> str:
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_show, value)) + "]"
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return str(value)

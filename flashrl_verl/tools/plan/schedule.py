@@ -5,7 +5,6 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
-from flashrl_verl.errors import ConfigError
 from flashrl_verl.tools.plan.step import Clock
 
 
@@ -46,15 +45,10 @@ def simulate(clock: Clock, work: Work, tokens: int, max_num_seqs: int, sharing: 
     Args:
         clock: times of a step.
         work: what is generated.
-        tokens: how many the KV cache holds.
+        tokens: how many the KV cache holds; one whole sequence at least.
         max_num_seqs: how many sequences may run together.
         sharing: sequences to a prompt on this engine; with 1 nothing is shared.
-
-    Raises:
-        ConfigError: the KV cache does not hold one whole sequence.
     """
-    if tokens < work.prompt + work.response:
-        raise ConfigError(f"the KV cache holds {tokens} tokens, one sequence has {work.prompt + work.response}")
     own = own_prompt(work, sharing)
     waiting = deque([0] * work.sequences)  # generated tokens of each
     running: list[int] = []
