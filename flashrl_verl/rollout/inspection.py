@@ -14,7 +14,7 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from flashrl_verl.errors import ConfigError, FlashRLError
+from flashrl_verl.errors import ConfigError, FlashRLError, listed
 from flashrl_verl.quantization.formats import weight_format
 from flashrl_verl.quantization.lm_head import FP32
 from flashrl_verl.quantization.parameter import QuantizedStorage
@@ -156,6 +156,13 @@ def require_settings(settings: FlashRLConfig, found: dict[str, Any]) -> None:
             f"flashrl.precision={wanted.value} would leave {len(unknown)} layers of this model in high precision, of "
             f"kinds the quantizer does not know: {list(unknown.items())[:8]}; name them in flashrl.ignore, or set "
             "flashrl.precision=bf16"
+        )
+    never = sum(found["never_quantized"].values())
+    if never > found["quantized_bytes_as_bf16"] > 0:
+        raise FlashRLError(
+            f"flashrl.precision={wanted.value}, but vLLM builds most of this model without a quantization config: "
+            f"{never / 1e9:.3g} GB stay in high precision, {found['quantized_bytes_as_bf16'] / 1e9:.3g} GB would not: "
+            f"{listed(list(found['never_quantized']))}; set flashrl.precision=bf16"
         )
     if set(found["quantized"]) != {str(weight_format(wanted).dtype).removeprefix("torch.")}:
         raise FlashRLError(

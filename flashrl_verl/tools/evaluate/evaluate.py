@@ -113,7 +113,8 @@ def validation_only(shared: DictConfig, config: EvalConfig, precision: Precision
         # verl checks the training's batches too, and loads its data: the least that any number of GPUs can cut.
         ranks = trainer.nnodes * trainer.n_gpus_per_node
         cfg.data.train_files, cfg.data.train_batch_size = cfg.data.val_files, ranks
-        cfg.actor_rollout_ref.actor.ppo_mini_batch_size, rollout.n, cfg.algorithm.filter_groups.enable = ranks, 1, False
+        cfg.actor_rollout_ref.actor.ppo_mini_batch_size, rollout.n = ranks, 1
+        cfg.algorithm.filter_groups.enable = False
         cfg.actor_rollout_ref.actor.use_dynamic_bsz = rollout.log_prob_use_dynamic_bsz = True
     return cfg
 
