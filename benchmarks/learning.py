@@ -7,7 +7,7 @@ Every (variant, seed) is the recipe in a process of its own: ``experiment=chain`
 gives the order of the prompts and vLLM's seed, the same in every variant. Runs share a GPU (or a CPU; there each takes
 about 8 GiB of memory). Before the deadline they are stopped just behind a checkpoint; the same command resumes them,
 on another machine too: the folder of six toy runs is some 40 MiB. When a run has made its last step, its last weights
-are validated in BF16 by the same recipe, so that variants differ in what was trained, not in who is asked.
+are merged and validated in BF16 by the same recipe, so that variants differ in what was trained, not in who is asked.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ from flashrl_verl.quickstart.assets import MANIFEST, AssetsConfig, make_assets
 from flashrl_verl.quickstart.model import ToyModelConfig
 from flashrl_verl.quickstart.warmup import WarmupConfig
 from flashrl_verl.tools import recipe_process
+from flashrl_verl.tools.export.checkpoint import find
+from flashrl_verl.tools.export.merge import merge
 from flashrl_verl.tools.log_excerpt import last_error
 from flashrl_verl.tools.process_tree import ProcessTree
 from flashrl_verl.tools.report import read_metrics
@@ -114,6 +116,11 @@ class Run:
         return {}
 
     @property
+    def weights(self) -> Path:
+        """Folder of the last step's weights, merged; verl cannot resume a GPU's checkpoint on a CPU."""
+        return self.folder / "weights"
+
+    @property
     def final_bf16(self) -> float | None:
         """Score of the last weights, asked in BF16; None: not asked yet."""
         return next(iter(scores(self.rows("evaluation.jsonl")).values()), None)
@@ -121,6 +128,8 @@ class Run:
     def start(self, words: Sequence[str], gpu: str | None) -> None:
         """Start the recipe with its overrides, on a GPU in the words of ``CUDA_VISIBLE_DEVICES`` (None: on all)."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        if self.trained and not self.weights.exists():
+            merge(find(self.folder), self.weights)
         env = recipe_process.environment(self.folder / ("evaluation.jsonl" if self.trained else "metrics.jsonl"))
         if gpu is not None:
             env["CUDA_VISIBLE_DEVICES"] = gpu
@@ -197,9 +206,10 @@ def run_overrides(this: Run, assets: Path, hardware: str, kv_cache_bytes: int, o
     if this.saved:
         words.append("trainer.val_before_train=false")  # it was asked before it was stopped
     if this.trained:
-        # The trained run is resumed, and validates before it would train; nothing is trained or saved.
         words += ["flashrl.precision=bf16", "flashrl.kv_cache=auto", "trainer.val_only=true"]
         words += ["trainer.val_before_train=true", f"actor_rollout_ref.rollout.val_kwargs.n={SAMPLES}"]
+        words += [f"actor_rollout_ref.model.path={recipe_process.quoted(str(this.weights))}"]
+        words += ["trainer.resume_mode=disable"]
     return words
 
 
@@ -307,7 +317,7 @@ def visible_gpus() -> list[str | None]:
 
 
 def prune(run: Run) -> None:
-    """Keep the newest checkpoint alone; of a run that has been asked, its weights alone."""
+    """Keep the newest checkpoint alone; of a run that has been asked, no optimizer state."""
     for folder in (run.folder / "checkpoints").glob("global_step_*"):
         if folder.name != f"global_step_{run.saved}":
             shutil.rmtree(folder, ignore_errors=True)
@@ -434,7 +444,8 @@ def keep_settings(output: Path, settings: dict[str, Any]) -> list[dict[str, str]
     there = json.loads(file.read_text()) if file.is_file() else {"settings": settings, "environments": []}
     if there["settings"] != settings:
         old = there["settings"]
-        other = [f"{key}={old.get(key)} (now {value})" for key, value in settings.items() if old.get(key) != value]
+        keys = dict.fromkeys([*settings, *old])
+        other = [f"{k}={old.get(k)} (now {settings.get(k)})" for k in keys if old.get(k) != settings.get(k)]
         raise ConfigError(f"{output} has runs with {'; '.join(other)}. Name another --output, or remove it")
     if (here := environment()) not in there["environments"]:
         there["environments"].append(here)

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from flashrl_verl.attention import require_shaped_caches
 from flashrl_verl.attention.limits import REMEDY, why_not_model
 from flashrl_verl.correction.settings import CorrectionSettings
 from flashrl_verl.errors import ConfigError, refuse, words
@@ -773,6 +774,8 @@ def _check_attention(cfg: DictConfig, settings: FlashRLConfig) -> None:
         return
     if any(get(cfg, f"{ENGINE}.{key}") for key in ("attention_backend", "attention_config.backend")):  # not ours
         return
+    if find_spec("vllm"):
+        require_shaped_caches()
     try:
         model = json.loads((Path(get(cfg, MODEL, "")) / "config.json").read_text())
     except (OSError, ValueError):  # missing paths and damaged files have messages of their own

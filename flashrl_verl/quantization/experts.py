@@ -5,17 +5,27 @@ The router is a linear layer of its own (``ReplicatedLinear``) and stays as it i
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
+from torch.nn import functional
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEQuantConfig
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
 from flashrl_verl.errors import ConfigError
+from flashrl_verl.plugins.vllm_api import cpu_select_experts
 from flashrl_verl.quantization.formats import Kernel
 from flashrl_verl.quantization.gemm import device_kernels, emulated_multiply, onednn_handle, onednn_multiply
 from flashrl_verl.quantization.numerics import WeightFormat
 from flashrl_verl.quantization.parameter import QuantizedExperts
+
+_ACTIVATIONS = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+}
+"""Of the gate, by vLLM's name."""
 
 ExpertMultiply = Callable[[int, torch.Tensor], torch.Tensor]
 """(expert, x [tokens, K]) -> [tokens, N]: one projection of one expert."""
@@ -36,14 +46,15 @@ def expert_loop(
     Returns:
         [tokens, hidden] in x's dtype: sum over the chosen experts of router weight times down(act(gate_up(x))).
     """
-    from vllm.model_executor.layers.fused_moe.cpu_fused_moe import _CPU_MOE_ACT_FN, select_experts
-
+    activation = _ACTIVATIONS.get(layer.activation.value)
+    if activation is None:
+        raise ConfigError(f"experts with the activation {layer.activation.value} have no CPU kernel; use hardware=cuda")
     if layer.apply_router_weight_on_input:
         raise ConfigError(
             "this model applies router weights to the experts' input, which hardware=cpu does not compute; use "
             "hardware=cuda"
         )
-    weights, chosen = select_experts(
+    weights, chosen = cpu_select_experts()(
         hidden_states=x,
         router_logits=router_logits,
         use_grouped_topk=layer.use_grouped_topk,
@@ -56,11 +67,11 @@ def expert_loop(
         routed_scaling_factor=layer.routed_scaling_factor,
         e_score_correction_bias=layer.e_score_correction_bias,
     )
-    activation = _CPU_MOE_ACT_FN[layer.activation]
     out = torch.zeros_like(x, dtype=torch.float32)
     for expert in chosen.unique().tolist():
         tokens, slots = (chosen == expert).nonzero(as_tuple=True)
-        hidden = activation(gate_up(expert, x[tokens]).float())
+        gate, up = gate_up(expert, x[tokens]).float().chunk(2, dim=-1)
+        hidden = activation(gate) * up
         out.index_add_(0, tokens, down(expert, hidden).float() * weights[tokens, slots].unsqueeze(1))
     return out.to(x.dtype)
 
@@ -202,6 +213,10 @@ class UnpackedMoEMethod(UnquantizedFusedMoEMethod):
     vLLM's own method packs them for its kernels, after which no update can reach them.
     """
 
+    @property
+    def is_monolithic(self) -> bool:
+        return True  # vLLM 0.30's own is not: its kernel gets tokens that are routed
+
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         pass
 
@@ -214,7 +229,7 @@ class UnpackedMoEMethod(UnquantizedFusedMoEMethod):
     ) -> torch.Tensor:
         def multiply(name: str) -> ExpertMultiply:
             weight, bias = getattr(layer, f"{name}_weight"), getattr(layer, f"{name}_bias", None)
-            return lambda e, rows: torch.nn.functional.linear(
+            return lambda e, rows: functional.linear(
                 rows.to(weight.dtype), weight[e], None if bias is None else bias[e]
             )
 

@@ -9,8 +9,12 @@ from starlette.routing import WebSocketRoute
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocketDisconnect
 from vllm.entrypoints.openai.api_server import build_app
-from vllm.entrypoints.openai.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+try:
+    from vllm.entrypoints.common.cli_args import make_arg_parser
+except ModuleNotFoundError:  # before vLLM 0.29
+    from vllm.entrypoints.openai.cli_args import make_arg_parser
 
 from flashrl_verl.errors import FlashRLError
 from flashrl_verl.rollout import access
