@@ -169,6 +169,21 @@ def test_bypass_mode_trains_on_the_rollouts_log_probs(recipe, words):
 
 
 @pytest.mark.slow
+def test_merged_adapters_reach_the_rollout(recipe):
+    model = "actor_rollout_ref.model"
+    run = recipe(
+        f"{model}.lora_rank=8",
+        f"{model}.lora.merge=true",
+        f"{model}.target_modules=all-linear",
+        "actor_rollout_ref.actor.optim.lr=5e-3",
+        "trainer.total_training_steps=3",
+    )
+    assert_healthy(run, steps=3)
+    # An adapter begins at zero: had it not been merged, no code would ever change, and the trainer would move away.
+    assert run.metrics()[3]["flashrl/code_change_rate"] > 0
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_two_ranks_train_and_sample_with_every_receipt_verified(recipe):
     """FSDP2 over two processes, one engine of two ranks; nothing but the configuration says where they compute."""

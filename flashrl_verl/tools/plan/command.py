@@ -35,6 +35,8 @@ DEFAULTS: dict[str, Any] = {
 """Without a run and without options. sequences: None is 1024 for each engine. samples: responses to a prompt that share
 it through prefix caching."""
 
+_MOST_SEQUENCES = 1_000_000
+
 _NOT_PLANNED = {
     "flashrl.ignore": [],
     "flashrl.keep_first_layers": 0,
@@ -80,12 +82,14 @@ def plan(
         int | None, typer.Option(min=1, help="Tokens, the mean; else half the run's maximum, else 2048.")
     ] = None,
     gpu_memory_gib: Annotated[
-        float | None, typer.Option(min=1, help="GiB of a GPU, instead of the data sheet's.")
+        float | None, typer.Option(min=1, max=10_000, help="GiB of a GPU, instead of the data sheet's.")
     ] = None,
     explain: Annotated[
         bool, typer.Option("--explain", help="Memory, decode steps, other layouts, assumptions.")
     ] = False,
-    as_json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write every figure here too.")] = None,
+    as_json: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", dir_okay=False, help="Write every figure here too.")
+    ] = None,
 ) -> None:
     """Compute memory and seconds of a training step in each precision, and say which to take. No GPU is needed.
 
@@ -132,6 +136,10 @@ def plan_of(values: dict[str, Any], gpu: GPU) -> Plan:
     engine = Engine(**{name: values[name] for name in names})
     engines = max(1, values["gpus"] // engine.tensor_parallel)
     sequences = 1024 if values["sequences"] is None else -(-values["sequences"] // engines)
+    if sequences > _MOST_SEQUENCES:
+        raise ConfigError(
+            f"{sequences} responses an engine are not planned, {_MOST_SEQUENCES} at most. Set --sequences"
+        )
     work = Work(sequences=sequences, prompt=values["prompt"], response=values["response"])
     shape = shape_of(load_config(values["model"]))
     return make_plan(

@@ -18,6 +18,7 @@ HELD_OUT = re.compile(r"val-core/(?P<source>.+)/(?P<what>acc|reward)/mean@(?P<k>
 """verl's names for the accuracy on held-out prompts, and for the reward where the reward function gives no accuracy."""
 SCORE, MISMATCH_KL = "critic/score/mean", "rollout_corr/k3_kl"
 MISSING = "not logged"
+_LARGEST_STEP = 10**12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +70,9 @@ def read_metrics(path: Path) -> Metrics:
         try:
             record = json.loads(line)
             step, data = int(record["step"]), dict(record["data"])
-        except (ValueError, KeyError, TypeError):
+            if abs(step) > _LARGEST_STEP:
+                raise ValueError(step)
+        except (ValueError, KeyError, TypeError, OverflowError):
             unreadable.append(number)
             continue
         numbers = {key: math.nan if value is None else value for key, value in data.items()}

@@ -125,7 +125,7 @@ def _read(path: Path, name: str) -> Run:
             raise FlashRLError(f'{file} is not a metrics file: no line of it is {{"step": n, "data": {{...}}}}.')
         raise FlashRLError(f"{file} holds no step: the run ended before its first validation or step.")
     facts_file = file.parent / RUN_FILE
-    facts = json.loads(facts_file.read_text()) if file.name == METRICS_FILE and facts_file.is_file() else {}
+    facts = _facts(facts_file) if file.name == METRICS_FILE and facts_file.is_file() else {}
     if not name:
         where = file.resolve()
         name = where.parent.name if file.name == METRICS_FILE else where.stem
@@ -133,6 +133,16 @@ def _read(path: Path, name: str) -> Run:
         if facts.get("precision") and held.startswith(facts["precision"]):  # else the name would say what it was not
             name = ", ".join(filter(None, [facts["precision"], _correction(facts)]))
     return Run(name=name, metrics=metrics, facts=facts, path=file)
+
+
+def _facts(file: Path) -> dict[str, Any]:
+    try:
+        facts = json.loads(file.read_text())
+    except ValueError:
+        facts = None
+    if not isinstance(facts, dict):
+        raise FlashRLError(f"{file} is damaged. Remove it: the report does without.")
+    return facts
 
 
 # ---- the rows ----

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``try_launch.sh`` runs: it makes a model and data for an experiment, and starts the experiment's own script."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import torch
+from rich.console import Console
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
+
+from flashrl_verl.errors import ConfigError, FlashRLError
+from flashrl_verl.quickstart.progress import Progress, read_rows
+from flashrl_verl.tools import recipe_process
+from flashrl_verl.tools.engines.shapes import SHAPES, load_config
+from flashrl_verl.tools.log_excerpt import last_error
+from flashrl_verl.tools.process_tree import ProcessTree, Stopped, stoppable
+
+EOS, PAD = 0, 1
+PROMPTS_PER_GPU = 8
+PROMPT_WORDS = 60
+
+SHOWN = {
+    "step": "timing_s/step",
+    "generation": "timing_s/gen",
+    "old log-probs": "timing_s/old_log_prob",
+    "update": "timing_s/update_actor",
+    "refit": "timing_s/update_weights",
+    "k3 KL": "rollout_corr/k3_kl",
+    "correlation": "training/rollout_probs_diff_pearson_corr",
+    "GiB allocated": "perf/max_memory_allocated_gb",
+    "GiB reserved": "perf/max_memory_reserved_gb",
+    "response": "response_length/mean",
+}
+"""Of every step: what it is called here, and by verl."""
+
+
+def shape_of(model: str) -> str:
+    """Name in ``SHAPES`` of a Hugging Face repository such as Qwen/Qwen2.5-7B-Instruct."""
+    name = model.rpartition("/")[2].lower()
+    found = [shape for shape in SHAPES if name.startswith(shape)]
+    if not found:
+        raise ConfigError(f"no shape of {model} is known here. Known: {', '.join(SHAPES)}")
+    return found[0]
+
+
+def make_tokenizer(size: int) -> PreTrainedTokenizerFast:
+    """A tokenizer of ``size`` tokens: bytes, so that it reads everything (a newline is one token, as verl wants), and
+    words that are only ever written."""
+    words = ["<eos>", "<pad>", "<unk>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    words += [f"\u0120w{number}" for number in range(size - len(words))]
+    tokenizer = Tokenizer(models.BPE(vocab={word: number for number, word in enumerate(words)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<eos>",
+        pad_token="<pad>",
+        unk_token="<unk>",
+        chat_template="{% for message in messages %}{{ message['content'] }} {% endfor %}",
+    )
+
+
+def make_model(shape: str, layers: int, folder: Path) -> None:
+    """Random weights and a tokenizer, made once."""
+    if (folder / "tokenizer.json").is_file():  # what is saved last
+        return
+    config = load_config(shape, layers)
+    config.eos_token_id, config.pad_token_id, config.bos_token_id = EOS, PAD, None
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.generation_config = GenerationConfig(eos_token_id=EOS, pad_token_id=PAD)
+    model.save_pretrained(folder)
+    make_tokenizer(config.vocab_size).save_pretrained(folder)
+
+
+def make_data(source: str, folder: Path) -> None:
+    """Prompts of random letters, in verl's columns."""
+    draw = random.Random(0)
+    rows = [
+        {
+            "data_source": source,
+            "prompt": [{"role": "user", "content": " ".join(draw.choices("abcdefghij", k=PROMPT_WORDS))}],
+            "ability": "MATH",
+            "reward_model": {"style": "rule", "ground_truth": "34"},
+            "extra_info": {"index": str(number)},
+        }
+        for number in range(256)
+    ]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "train.parquet")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows[:8]), folder / "val.parquet")
+
+
+def scaled(experiment: str, output: Path, layers: int, response: int, steps: int, user: list[str]) -> list[str]:
+    """What is changed of an experiment, as Hydra's words.
+
+    Args:
+        experiment: its name.
+        output: folder of model and data.
+        layers: decoder layers.
+        response: tokens, at most.
+        steps: training steps.
+        user: the user's own words.
+    """
+    cfg = recipe_process.compose([f"experiment={experiment}", *user])
+    gpus = torch.cuda.device_count() or 1
+    actor, rollout = cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.rollout
+    parallel = math.gcd(gpus, rollout.tensor_model_parallel_size)
+    ulysses = math.gcd(gpus, actor.ulysses_sequence_parallel_size)
+    response = min(response, cfg.data.max_response_length)
+    batch = min(cfg.data.train_batch_size, PROMPTS_PER_GPU * gpus)
+    buffer = cfg.reward.reward_kwargs.overlong_buffer_cfg
+    words = [
+        f"actor_rollout_ref.model.path={recipe_process.quoted(str(output / f'model-{layers}'))}",
+        f"data.train_files={recipe_process.quoted(str(output / 'train.parquet'))}",
+        f"data.val_files={recipe_process.quoted(str(output / 'val.parquet'))}",
+        f"trainer.default_local_dir={recipe_process.quoted(str(output / 'checkpoints'))}",
+        "trainer.nnodes=1",
+        f"trainer.n_gpus_per_node={gpus}",
+        f"trainer.total_training_steps={steps}",
+        "trainer.save_freq=-1",
+        "trainer.test_freq=-1",
+        "trainer.resume_mode=disable",
+        "trainer.logger=[console,file]",
+        f"actor_rollout_ref.rollout.tensor_model_parallel_size={parallel}",
+        f"data.train_batch_size={batch}",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={max(1, batch // 2)}",
+        f"data.max_response_length={response}",
+        "algorithm.filter_groups.enable=false",
+        "data.filter_overlong_prompts=false",
+    ]
+    if buffer.enable and buffer.len >= response:
+        words.append(f"reward.reward_kwargs.overlong_buffer_cfg.len={response // 4}")
+    if find_spec("flash_attn") is None:
+        ulysses = 1
+        words.append("+actor_rollout_ref.model.override_config.attn_implementation=sdpa")
+    words.append(f"actor_rollout_ref.actor.ulysses_sequence_parallel_size={ulysses}")
+    longest = cfg.data.max_prompt_length + response
+    if actor.ppo_max_token_len_per_gpu * ulysses < longest:  # the whole of a sequence has to fit one group of ranks
+        words.append(f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={math.ceil(longest / ulysses)}")
+    return [*words, *user]
+
+
+def main() -> int:
+    """Run it; the launch script's exit code."""
+    parser = argparse.ArgumentParser(usage="bash scripts/try_launch.sh EXPERIMENT [options] [hydra.key=value ...]")
+    parser.add_argument("experiment")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--response", type=int, default=2048)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--output", type=Path)
+    args, user = parser.parse_known_args()
+    script = recipe_process.ROOT / "recipe" / "flashrl" / f"run_{args.experiment}.sh"
+    if not script.is_file():
+        known = sorted(path.stem.removeprefix("run_") for path in script.parent.glob("run_*.sh"))
+        raise ConfigError(f"{script} is not there. Experiments: {', '.join(known)}")
+    output = (args.output or Path("outputs/try") / args.experiment).expanduser().resolve()
+    output.mkdir(parents=True, exist_ok=True)
+    console, began = Console(), time.monotonic()
+
+    model = recipe_process.compose([f"experiment={args.experiment}"]).actor_rollout_ref.model.path
+    words = scaled(args.experiment, output, args.layers, args.response, args.steps, user)
+    console.print(f"{script.name}, {args.layers} layers of {model}:", *words, sep="\n  ", markup=False, highlight=False)
+    make_model(shape_of(model), args.layers, output / f"model-{args.layers}")
+    make_data("openai/gsm8k" if args.experiment.startswith("gsm8k") else "math_dapo", output)
+    console.print(f"[{time.monotonic() - began:.0f} s] model and data made", markup=False, highlight=False)
+
+    log, metrics = output / "train.log", output / "metrics.jsonl"
+    for file in (log, metrics):
+        file.unlink(missing_ok=True)
+    progress = Progress(console, args.steps, log, 0, metrics)
+    with stoppable():
+        tree = ProcessTree(["bash", str(script), *words], log, recipe_process.environment(metrics), recipe_process.ROOT)
+        try:
+            while (code := tree.poll()) is None:
+                progress.update()
+                time.sleep(0.5)
+            progress.update()
+        except Stopped as stopped:
+            code = stopped.exit_code
+        finally:
+            tree.end()
+    for step, row in sorted(read_rows(metrics).items()):
+        figures = [f"{name} {row[key]:.4g}" for name, key in SHOWN.items() if key in row]
+        console.print(f"step {step}: {', '.join(figures)}", markup=False, highlight=False)
+    if code:
+        console.print(
+            f"failed, exit code {code}:", *last_error(log.read_text(errors="replace")), sep="\n", markup=False
+        )
+    console.print(f"log and metrics: {output}", markup=False, highlight=False)
+    if not code:
+        sys.stdout.flush()
+        known = [word for word in words if not word.startswith("actor_rollout_ref.model.path=")]
+        command = [sys.executable, "-m", "flashrl_verl", "plan", f"experiment={args.experiment}", *known, "--explain"]
+        command += ["--model", str(output / f"model-{args.layers}")]
+        command += ["--response-length", str(min(args.response, 1 << 20))]
+        subprocess.run(command, check=False)
+    return code
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except FlashRLError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(1)
