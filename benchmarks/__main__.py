@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m benchmarks NAME`` (or ``flashrl bench NAME``) is ``python -m benchmarks.NAME``."""
+"""``python -m benchmarks NAME`` is ``python -m benchmarks.NAME``."""
 
 import runpy
 import sys

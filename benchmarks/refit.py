@@ -68,12 +68,25 @@ def buckets_of(weights: Weights) -> Iterator[Weights]:
     yield bucket
 
 
+def random_weights(model: str, layers: int | None) -> Weights:
+    """Weights of a model's shape on the device, normal with standard deviation 0.02, behind each other in buffers of
+    ``BUCKET_BYTES`` as in verl's buckets."""
+    from flashrl_verl.tools.engines.shapes import load_config, tensor_shapes
+
+    generator = torch.Generator(device_here()).manual_seed(0)
+    weights: Weights = []
+    for bucket in buckets_of([(n, t.bfloat16()) for n, t in tensor_shapes(load_config(model, layers))]):
+        buffer = torch.empty(sum(t.numel() for _, t in bucket), dtype=torch.bfloat16, device=device_here())
+        parts = buffer.normal_(0, 0.02, generator=generator).split([t.numel() for _, t in bucket])
+        weights += [(name, part.view(t.shape)) for (name, t), part in zip(bucket, parts, strict=True)]
+    return weights
+
+
 def measure(variant: str, model: str, folder: str, layers: int | None, repeats: int) -> dict[str, Any]:
     """One way of updating weights."""
     from flashrl_verl.plugins.vllm import register
     from flashrl_verl.quantization.config import engine_arguments
     from flashrl_verl.tools.engines import model as engine_model
-    from flashrl_verl.tools.engines.shapes import load_config, random_weights
 
     register()
     ours = variant.startswith("flashrl ")
@@ -81,7 +94,7 @@ def measure(variant: str, model: str, folder: str, layers: int | None, repeats: 
         arguments = engine_arguments(FlashRLConfig(precision=Precision(variant.removeprefix("flashrl "))))
     else:
         arguments = {"quantization": "fp8_per_tensor"} if "fp8" in variant else {}
-    weights = list(random_weights(load_config(model, layers), torch.bfloat16, device_here(), BUCKET_BYTES).items())
+    weights = random_weights(model, layers)
     with engine_model.model(Path(folder), **arguments) as (built, vllm_config):
         loading: list[float] = []
         make = our_update if ours else their_update
@@ -151,14 +164,12 @@ def refit(
     output: Annotated[Path, typer.Option(help="Folder for refit.json and logs.")] = Path("outputs/refit"),
 ) -> None:
     """Time the weight update of a model's shape, by precision."""
-    from flashrl_verl.tools.engines.shapes import load_config, require_host_memory, save_config
+    from flashrl_verl.tools.engines.shapes import load_config
 
     names = [f"flashrl {p}" for p in words_of(precision, [p.value for p in Precision], "--precision")]
     cuda = torch.cuda.is_available()
-    config = load_config(model, layers)
-    if not cuda:
-        require_host_memory(config, model)
-    path = save_config(config, output.resolve() / "model")
+    path = output.resolve() / "model"
+    load_config(model, layers).save_pretrained(path)
     results = []
     for name in [*names, *(UPSTREAM if upstream and cuda else ())]:
         print(f"{name}: started", flush=True)

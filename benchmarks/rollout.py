@@ -116,7 +116,7 @@ def rollout(
 ) -> None:
     """Time rollouts of a model's shape by variant. Rerun to resume."""
     from benchmarks.engine import formats_of
-    from flashrl_verl.tools.engines.shapes import load_config, save_config
+    from flashrl_verl.tools.engines.shapes import load_config
 
     names = words_of(variants, option="--variants")
     for name in names:
@@ -143,7 +143,8 @@ def rollout(
                 f"{file} has results of other settings or another machine. Name another --output, or remove it"
             )
         head = lines[0]
-    results, path = lines[1:], save_config(config, output.resolve() / "model")
+    results, path = lines[1:], output.resolve() / "model"
+    config.save_pretrained(path)
     for name in names:
         if name not in [result["variant"] for result in results]:
             print(f"{name}: started", flush=True)

@@ -86,14 +86,12 @@ def training(
     output: Annotated[Path, typer.Option(help="Folder for training.json.")] = Path("outputs/training"),
 ) -> None:
     """Time old log-probs and policy updates of a model's shape on one GPU, or on the CPU."""
-    from flashrl_verl.tools.engines.shapes import load_config, require_host_memory
+    from flashrl_verl.tools.engines.shapes import load_config
 
     depths = [int(word) if word.strip().isdecimal() else 0 for word in layers.split(",")]
     if len(depths) != 2 or not 0 < depths[0] < depths[1]:
         raise ConfigError(f"--layers {layers!r} is not two numbers, the second greater, such as 2,6")
     whole = load_config(model)
-    if not torch.cuda.is_available():
-        require_host_memory(load_config(model, depths[1]), model, copies=2)
     seconds: dict[str, dict[int, list[float]]] = {name: {} for name in PASSES}
     for depth in depths:
         print(f"{model} with {depth} layers", flush=True)

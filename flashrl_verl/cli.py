@@ -4,8 +4,6 @@ quick."""
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -82,17 +80,6 @@ def report(
     except OSError as error:
         raise ConfigError(f"{error.filename or folder}: {error.strerror or error}. Choose another --output") from error
     console.print("report: " + ", ".join(map(str, written)), highlight=False, soft_wrap=True)
-
-
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
-def bench(context: typer.Context) -> None:
-    """Benchmarks, which are part of a checkout and not of the package: the same as python -m benchmarks."""
-    root = Path(__file__).resolve().parents[1]
-    if not (root / "benchmarks").is_dir():
-        raise ConfigError("benchmarks are not installed. In a checkout of flashrl-verl: python -m benchmarks")
-    path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
-    command = [sys.executable, "-m", "benchmarks", *context.args]
-    raise typer.Exit(subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, check=False).returncode)
 
 
 app.command()(data)

@@ -849,9 +849,7 @@ def check_paths(cfg: DictConfig, *, root: Path | None = None, made_later: Path |
             "(bash scripts/quickstart.sh), or paths of your own"
         )
     elif get(cfg, "chain.assets") is not None:
-        remedy = (
-            "chain.assets=<folder>/assets of an earlier `flashrl bench learning --output <folder>`, which makes them"
-        )
+        remedy = "chain.assets=<folder>/assets of `python -m benchmarks.learning --output <folder>`, which makes them"
     else:
         tilde = (
             f"; write your home folder out in {MODEL}, ~ is not expanded there"

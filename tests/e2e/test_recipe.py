@@ -184,6 +184,23 @@ def test_merged_adapters_reach_the_rollout(recipe):
 
 
 @pytest.mark.slow
+def test_tokens_of_a_tool_are_neither_trained_nor_compared(recipe):
+    multi_turn = "actor_rollout_ref.rollout.multi_turn"
+    run = recipe(
+        "actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent",
+        f"{multi_turn}.enable=true",
+        f"{multi_turn}.format=toy",
+        f"{multi_turn}.function_tool_path={PROGRAMS}/toy_tool.py",
+        f"{multi_turn}.max_assistant_turns=3",
+        "data.max_response_length=48",
+        "trainer.total_training_steps=3",
+    )
+    # A mask or a log-prob that is one token off would take the correlation.
+    assert_healthy(run, steps=3)
+    assert run.metrics()[3]["num_turns/mean"] > 4
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_two_ranks_train_and_sample_with_every_receipt_verified(recipe):
     """FSDP2 over two processes, one engine of two ranks; nothing but the configuration says where they compute."""

@@ -8,7 +8,7 @@ from refusals import ENGINE, changed, refusal
 from flashrl_verl.attention.limits import why_not_model
 from flashrl_verl.attention.metadata import prefills_of
 from flashrl_verl.settings import KVCache
-from flashrl_verl.tools.engines.shapes import load_config, save_config
+from flashrl_verl.tools.engines.shapes import load_config
 from flashrl_verl.tools.plan import gpus
 from flashrl_verl.tools.plan.memory import Engine
 from flashrl_verl.tools.plan.planner import make_plan
@@ -38,7 +38,7 @@ def test_a_model_is_taken_or_refused_in_numbers(name, change, reason):
 def test_a_model_with_other_heads_is_refused_when_the_run_is_composed_unless_it_has_another_attention(tmp_path):
     config = load_config("qwen2.5-0.5b")
     config.head_dim = 96
-    save_config(config, tmp_path)
+    config.save_pretrained(tmp_path)
 
     def run(kv_cache="int8_per_token_head", **engine):
         keys = {"actor_rollout_ref.model.path": str(tmp_path), "flashrl.kv_cache": kv_cache}

@@ -25,11 +25,6 @@ def flashrl(*words: str, before: str = "pass") -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=400)
 
 
-def test_bench_runs_the_checkouts_benchmarks():
-    done = flashrl("bench", "rollout", "--help")
-    assert done.returncode == 0 and "--workloads" in done.stdout
-
-
 def test_without_matplotlib_a_report_is_printed_and_its_pictures_are_one_line_with_the_remedy(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "data": {"rollout_corr/k3_kl": 1e-4}}))
     done = flashrl("report", str(tmp_path), before="sys.modules['matplotlib'] = None")

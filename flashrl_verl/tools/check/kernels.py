@@ -12,20 +12,12 @@ Weights go through the model's own loader and are quantized on load, as in a run
 from __future__ import annotations
 
 import contextlib
-import os
 import tempfile
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import torch
-from vllm.config import set_current_vllm_config
-from vllm.distributed.parallel_state import (
-    cleanup_dist_env_and_memory,
-    init_distributed_environment,
-    initialize_model_parallel,
-)
-from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-from vllm.model_executor.model_loader.utils import initialize_model
 
 from flashrl_verl.quantization.config import NAME, quantization_config_dict, require_kv_kernel
 from flashrl_verl.quantization.formats import INT8, weight_format
@@ -34,6 +26,7 @@ from flashrl_verl.quantization.kernels import quantize_rows_into
 from flashrl_verl.quantization.numerics import WeightFormat, as_bytes
 from flashrl_verl.settings import FlashRLConfig, KVCache, Precision
 from flashrl_verl.tools.check import Finding, error, ok
+from flashrl_verl.tools.engines import model as engine_model
 
 LIMITS = {
     Precision.INT8: {"linear layer": 0.025, "experts": 0.09},
@@ -112,27 +105,11 @@ def model(precision: Precision, place: torch.device) -> Iterator[torch.nn.Module
         mlp_only_layers=[],
     )  # fmt: skip
     overrides = {"quantization_config": quantization_config_dict(FlashRLConfig(precision=precision))}
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, _current(place):
         config.save_pretrained(folder)
-        arguments = EngineArgs(
-            folder, skip_tokenizer_init=True, load_format="dummy", dtype="bfloat16", max_model_len=256,
-            quantization=NAME, hf_overrides=overrides,
-        )  # fmt: skip
-        engine_config, default = arguments.create_engine_config(), torch.get_default_dtype()
-        with set_current_vllm_config(engine_config), _current(place):
-            backend = "nccl" if place.type == "cuda" else "gloo"
-            init_distributed_environment(1, 0, f"file://{folder}/store", place.index or 0, backend)
-            initialize_model_parallel(1)
-            try:
-                torch.set_default_dtype(torch.bfloat16)
-                with place:
-                    built = initialize_model(vllm_config=engine_config)
-                torch.set_default_dtype(default)
-                yield built
-            finally:
-                torch.set_default_dtype(default)
-                cleanup_dist_env_and_memory()
+        words = {"quantization": NAME, "hf_overrides": overrides}
+        with engine_model.model(Path(folder), place.index or 0, **words) as (built, _):
+            yield built
 
 
 def _current(place: torch.device) -> contextlib.AbstractContextManager:

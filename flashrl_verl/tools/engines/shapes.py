@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models by name or path, and random weights of their shape made on the device: nothing is downloaded."""
+"""Models by name or path, and the shapes of their tensors: nothing is downloaded."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import torch
 from transformers import (
     AutoConfig,
@@ -99,13 +97,6 @@ def load_config(model: str, layers: int | None = None) -> PretrainedConfig:
     return config
 
 
-def save_config(config: PretrainedConfig, folder: Path) -> Path:
-    """Write config.json for vLLM to read; returns ``folder``."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config.to_dict(), indent=1))
-    return folder
-
-
 def sent_tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield name and tensor of all that verl's FSDP engine sends of a model (``get_per_tensor_param``): experts one by
     one, a tied ``lm_head`` too, which the rollout then leaves alone."""
@@ -120,50 +111,3 @@ def tensor_shapes(config: PretrainedConfig) -> Iterator[tuple[str, torch.Tensor]
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     yield from sent_tensors(model)
-
-
-def require_host_memory(config: PretrainedConfig, model: str, copies: int = 1) -> None:
-    """Refuse a model whose weights the host cannot hold, where no GPU is to hold them: Linux would end this process, or
-    a neighbour, minutes later.
-
-    Args:
-        config: its configuration.
-        model: what it was called by.
-        copies: of so many bytes: weights, gradients.
-
-    Raises:
-        ConfigError: its BF16 weights are larger than the memory that is free.
-    """
-    needed = copies * sum(tensor.nbytes for _, tensor in tensor_shapes(config)) / 2**30
-    free = psutil.virtual_memory().available / 2**30
-    if needed > free:
-        raise ConfigError(
-            f"--model {model}: without a GPU, {needed:.0f} GiB of BF16 weights{' and gradients' * (copies > 1)} do not "
-            f"fit into the {free:.0f} GiB of memory that are free. Remedy: a GPU, fewer --layers, or --model tiny"
-        )
-
-
-def random_weights(
-    config: PretrainedConfig, dtype: torch.dtype, device: torch.device, bucket_bytes: int, seed: int = 0
-) -> dict[str, torch.Tensor]:
-    """Make weights of a model's shape, normal with standard deviation 0.02, on the device.
-
-    They lie behind each other in buffers of ``bucket_bytes``, as in the buckets in which verl sends them.
-    """
-    generator = torch.Generator(device).manual_seed(seed)
-    weights: dict[str, torch.Tensor] = {}
-    pending: list[tuple[str, torch.Size]] = []
-
-    def flush() -> None:
-        buffer = torch.empty(sum(shape.numel() for _, shape in pending), dtype=dtype, device=device)
-        buffer.normal_(0, 0.02, generator=generator)
-        for (name, shape), part in zip(pending, buffer.split([shape.numel() for _, shape in pending]), strict=True):
-            weights[name] = part.view(shape)
-        pending.clear()
-
-    for name, meta in tensor_shapes(config):
-        if pending and (sum(shape.numel() for _, shape in pending) + meta.numel()) * dtype.itemsize > bucket_bytes:
-            flush()
-        pending.append((name, meta.shape))
-    flush()
-    return weights

@@ -77,6 +77,6 @@ def merge(checkpoint: Checkpoint, output: Path) -> None:
         except Exception as error:  # noqa: BLE001 - a damaged file may raise anything
             raise FlashRLError(
                 f"verl's merger cannot read {checkpoint.path}, or not write {output}: {type(error).__name__}: {error}. "
-                "All ranks' files must be there, and of this version of torch: copy them from the nodes that wrote them, "
+                "All ranks' files must be there, and of this torch: copy them from the nodes that wrote them, "
                 "merge where they were written, or name an earlier step"
             ) from error

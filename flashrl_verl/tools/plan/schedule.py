@@ -26,8 +26,6 @@ class Timeline:
     seconds: float
     steps: int
     """Decode steps."""
-    largest: int
-    """Most sequences that were decoded together."""
     preemptions: int
     """How often a sequence lost its place in the KV cache and was computed again."""
 
@@ -53,7 +51,7 @@ def simulate(clock: Clock, work: Work, tokens: int, max_num_seqs: int, sharing: 
     waiting = deque([0] * work.sequences)  # generated tokens of each
     running: list[int] = []
     used = seconds = 0
-    count = largest = preemptions = 0
+    count = preemptions = 0
     while waiting or running:
         admitted = squares = came = 0
         while waiting and len(running) < max_num_seqs:
@@ -67,7 +65,6 @@ def simulate(clock: Clock, work: Work, tokens: int, max_num_seqs: int, sharing: 
             running.append(waiting.popleft())
         if admitted:
             seconds += clock.prefill(admitted, squares / admitted, came)
-        largest = max(largest, len(running))
         steps = min(work.response - max(running), (tokens - used) // len(running))
         if not steps:
             last = running.pop()
@@ -83,4 +80,4 @@ def simulate(clock: Clock, work: Work, tokens: int, max_num_seqs: int, sharing: 
         done = running.count(work.response)
         used -= done * (own + work.response)
         running = [generated for generated in running if generated < work.response]
-    return Timeline(seconds=seconds, steps=count, largest=largest, preemptions=preemptions)
+    return Timeline(seconds=seconds, steps=count, preemptions=preemptions)

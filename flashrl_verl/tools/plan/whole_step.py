@@ -8,7 +8,7 @@ from flashrl_verl.tools.plan.memory import BF16
 from flashrl_verl.tools.plan.shape import ModelShape
 
 FORWARD = 0.58
-"""Share of the data sheet's BF16 operations that old log-probs reach: ``flashrl bench training`` with layers of
+"""Share of the data sheet's BF16 operations that old log-probs reach: ``python -m benchmarks.training`` with layers of
 Qwen2.5-32B on one H200 (docs/results/step.md). Nothing is communicated there: shards that arrive too late for their
 layer take longer."""
 
