@@ -98,6 +98,7 @@ class FlashRLTrainer(PPOTrainerSync):
 
     def on_init_end(self) -> None:
         super().on_init_end()
+        self._require_reward_workers()
         metrics = self._verify_refit()
         replicas = self._ask_servers("flashrl_layers")
         wanted = precisions(self.flashrl, len(replicas))
@@ -127,8 +128,12 @@ class FlashRLTrainer(PPOTrainerSync):
         if self._own_file:
             with open_dict(self.config):
                 self.config.trainer.logger = [b for b in backends if b != "file"]
-        with watching(needed_nodes(), self._how_to_resume()):
-            super().fit(agent_loop_manager)
+        try:
+            with watching(needed_nodes(), self._how_to_resume()):
+                super().fit(agent_loop_manager)
+        finally:
+            # Ray would end their workers later, and torch tell that as an error behind a run that succeeded.
+            self.train_dataloader_it = self.train_dataloader = self.val_dataloader = None
 
     def _load_checkpoint(self) -> None:
         if folder := self._resumes_from():
@@ -233,6 +238,14 @@ class FlashRLTrainer(PPOTrainerSync):
                 data={k: v for k, v in metrics.items() if isinstance(v, numbers.Number)}, step=self.global_steps
             )
             raise
+
+    def _require_reward_workers(self) -> None:
+        """verl would find a dead one after a whole rollout, as groups without trajectories."""
+        try:
+            ray.get([worker.__ray_ready__.remote() for worker in self.reward_loop_manager.reward_loop_workers])
+        except ray.exceptions.RayError as error:
+            said = str(error).strip().splitlines()[-1]
+            raise FlashRLError(f"a reward worker ended when it was made: {said}") from error
 
     def _ask_servers(self, method: str, *args) -> list:
         """Call ``method`` on the first server of every replica."""

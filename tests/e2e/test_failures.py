@@ -101,6 +101,12 @@ def padded_assets(tmp_path_factory):
     return make_assets(tmp_path_factory.mktemp("padded"), vocabulary_padding=58)
 
 
+def test_a_reward_worker_that_cannot_be_made_ends_the_run_with_its_own_error(recipe):
+    run = recipe("reward.reward_kwargs.max_resp_len=null")
+    assert run.returncode != 0 and not run.metrics_file.exists()
+    assert_says(r"a reward worker ended when it was made: .*max_resp_len", run.output)
+
+
 def test_a_padded_vocabulary_is_refused_above_the_limit_with_its_mass(recipe, padded_assets):
     run = recipe(NO_FILTER, assets=padded_assets)
     assert run.returncode != 0

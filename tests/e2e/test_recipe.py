@@ -96,10 +96,11 @@ def test_shares_and_speeds_are_those_of_verls_timers(smoke):
 
 @pytest.mark.slow
 def test_bf16_rollouts_run_from_the_same_command(recipe):
-    run = recipe("flashrl.precision=bf16")
+    run = recipe("flashrl.precision=bf16", "data.dataloader_num_workers=1")
     assert_healthy(run, steps=2)
     assert run.metrics()[2]["flashrl/quantized_layers"] == 0
     assert "rollout precision bf16" in run.output
+    assert "DataLoader worker" not in run.output, "an error behind a run that succeeded"
 
 
 @pytest.mark.slow
