@@ -340,15 +340,15 @@ def test_micro_batches_that_do_not_divide_a_ranks_share_are_refused_before_anyth
     cfg = compose(["experiment=quickstart", "trainer.n_gpus_per_node=2"])
     for key in (ppo, log_prob):
         message = refusal(cfg)
-        assert message.startswith(f"{key}=256 is refused: ") and "are 128 sequences a rank" in message
-        OmegaConf.update(cfg, key, 64)
+        assert message.startswith(f"{key}=192 is refused: ") and "are 96 sequences a rank" in message
+        OmegaConf.update(cfg, key, 48)
     validate_config(cfg)
-    # 100 prompts x 8 samples are filled up to four mini-batches of 32 prompts: 512 sequences a rank.
+    # 100 prompts x 8 samples are filled up to five mini-batches of 24 prompts: 480 sequences a rank.
     OmegaConf.update(cfg, "data.train_batch_size", 100)
-    OmegaConf.update(cfg, log_prob, 256)
+    OmegaConf.update(cfg, log_prob, 240)
     validate_config(cfg)
     OmegaConf.update(cfg, log_prob, 200)
-    assert "are 512 sequences a rank" in refusal(cfg)
+    assert "are 480 sequences a rank" in refusal(cfg)
 
 
 # ---- local paths ----
