@@ -144,7 +144,7 @@ def scaled(experiment: str, output: Path, layers: int, response: int, steps: int
         words.append(f"reward.reward_kwargs.overlong_buffer_cfg.len={response // 4}")
     if find_spec("flash_attn") is None:
         ulysses = 1
-        words.append("+actor_rollout_ref.model.override_config.attn_implementation=sdpa")
+        words.append("++actor_rollout_ref.model.override_config.attn_implementation=sdpa")
     words.append(f"actor_rollout_ref.actor.ulysses_sequence_parallel_size={ulysses}")
     longest = cfg.data.max_prompt_length + response
     if actor.ppo_max_token_len_per_gpu * ulysses < longest:  # the whole of a sequence has to fit one group of ranks
