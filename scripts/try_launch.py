@@ -131,6 +131,7 @@ def scaled(experiment: str, output: Path, layers: int, response: int, steps: int
         f"trainer.total_training_steps={steps}",
         "trainer.save_freq=-1",
         "trainer.test_freq=-1",
+        "trainer.val_before_train=false",
         "trainer.resume_mode=disable",
         "trainer.logger=[console,file]",
         f"actor_rollout_ref.rollout.tensor_model_parallel_size={parallel}",
@@ -193,10 +194,15 @@ def main() -> int:
             tree.end()
     for step, row in sorted(read_rows(metrics).items()):
         figures = [f"{name} {row[key]:.4g}" for name, key in SHOWN.items() if key in row]
-        console.print(f"step {step}: {', '.join(figures)}", markup=False, highlight=False)
+        console.print(f"step {step}: {', '.join(figures)}", markup=False, highlight=False, soft_wrap=True)
     if code:
         console.print(
-            f"failed, exit code {code}:", *last_error(log.read_text(errors="replace")), sep="\n", markup=False
+            f"failed, exit code {code}:",
+            *last_error(log.read_text(errors="replace")),
+            sep="\n",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
         )
     console.print(f"log and metrics: {output}", markup=False, highlight=False)
     if not code:

@@ -12,7 +12,7 @@
 #   --output DIR  model, data, log and metrics (default: outputs/try/EXPERIMENT)
 #
 # What it changes of the experiment is printed first: parallelism and batch for the GPUs that are there, paths, no filter (a random
-# model is never right), no checkpoint. Your own overrides come last and win.
+# model is never right), no validation, no checkpoint. Your own overrides come last and win.
 #
 #   FLASHRL_VENV           where the environment is (default: <repository>/.venv, made by setup_env.sh)
 #   FLASHRL_SKIP_SETUP=1   use the current environment as it is

@@ -16,7 +16,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.plugins.vllm_api import cpu_select_experts
 from flashrl_verl.quantization.formats import Kernel
-from flashrl_verl.quantization.gemm import device_kernels, emulated_multiply, onednn_handle, onednn_multiply
+from flashrl_verl.quantization.gemm import device_kernels, emulated_multiply
 from flashrl_verl.quantization.numerics import WeightFormat
 from flashrl_verl.quantization.parameter import QuantizedExperts
 
@@ -141,27 +141,6 @@ class QuantizedMoEMethod(FusedMoEMethodBase):
             layer.register_parameter(name, weight)
             layer.register_parameter(f"{name}_scale", scales)
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        if self.kernel is Kernel.ONEDNN:
-            for name in ("w13_weight", "w2_weight"):
-                weight = getattr(layer, name)
-                handles = f"{name}_handles"
-                setattr(layer, handles, None)  # free the old packed copies before the new ones are made
-                pairs = zip(weight.data, weight.scales.data, strict=True)
-                # float32 between the projections: rounding to BF16 there would cost 12 dB against exact W8A8.
-                setattr(layer, handles, [onednn_handle(codes, scales, torch.float32) for codes, scales in pairs])
-
-    def packed_products(self, layer: torch.nn.Module) -> list[torch.Tensor]:
-        """Products of ones with what is computed with in the place of the parameters; empty where they are used
-        directly."""
-        if self.kernel is not Kernel.ONEDNN:
-            return []
-        products = []
-        for name in ("w13_weight", "w2_weight"):
-            _, rows, columns = getattr(layer, name).shape
-            products += [onednn_multiply(h, torch.ones(1, columns), rows) for h in getattr(layer, f"{name}_handles")]
-        return products
-
     def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> FusedMoEQuantConfig:
         return expert_quant_config(self.format, layer.w13_weight_scale, layer.w2_weight_scale)
 
@@ -199,9 +178,6 @@ class QuantizedMoEMethod(FusedMoEMethodBase):
     ) -> torch.Tensor:
         def multiply(name: str) -> ExpertMultiply:
             weight = getattr(layer, name)
-            if self.kernel is Kernel.ONEDNN:
-                handles = getattr(layer, f"{name}_handles")
-                return lambda e, rows: onednn_multiply(handles[e], rows.float(), weight.shape[1])
             return lambda e, rows: emulated_multiply(rows.float(), weight.data[e], weight.scales.data[e], self.format)
 
         return expert_loop(layer, x, router_logits, multiply("w13_weight"), multiply("w2_weight"))

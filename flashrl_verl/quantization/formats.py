@@ -4,7 +4,9 @@
 INT8: integer codes -127 to 127, INT32 accumulation. Every GPU since Turing has the tensor cores, A100 among them.
 
 FP8: E4M3 codes (1 sign, 4 exponent, 3 mantissa bits; no Inf; OCP 8-bit Floating Point Specification, 2023). Tensor
-cores for it exist since Ada (8.9) and Hopper (9.0). A CPU multiplies the same codes in float32, for their accuracy.
+cores for it exist since Ada (8.9) and Hopper (9.0).
+
+A CPU multiplies the codes of both in float32, for their accuracy.
 """
 
 from dataclasses import dataclass
@@ -21,7 +23,6 @@ class Kernel(str, Enum):
 
     CUTLASS = "cutlass"
     TRITON = "triton"
-    ONEDNN = "onednn"
     EMULATED = "emulated"
     """Quantized activations and weights multiplied in float32: the numbers of the format without its speed."""
 
@@ -59,7 +60,7 @@ KERNELS = {
         KernelChoice(device="cuda", since=75, before=100, linear=Kernel.CUTLASS, experts=Kernel.TRITON),
         # vLLM's CUTLASS has no INT8 from Blackwell on (vllm#54311).
         KernelChoice(device="cuda", since=100, linear=Kernel.TRITON, experts=Kernel.TRITON),
-        KernelChoice(device="cpu", linear=Kernel.ONEDNN, experts=Kernel.ONEDNN),
+        KernelChoice(device="cpu", linear=Kernel.EMULATED, experts=Kernel.EMULATED),
     ),
     FP8: (
         KernelChoice(device="cuda", since=89, linear=Kernel.CUTLASS, experts=Kernel.TRITON),

@@ -16,9 +16,6 @@ from flashrl_verl.quantization import numerics
 from flashrl_verl.quantization.formats import KERNELS, Kernel, KernelChoice
 from flashrl_verl.quantization.numerics import WeightFormat
 
-_PRIMITIVE_CACHE_SIZE = 32
-"""oneDNN primitives a handle keeps, one per batch size seen; vLLM's own CPU kernel uses the same number."""
-
 _MIN_TOKEN_SCALE = 1.0 / (448.0 * 512.0)
 """Smallest activation scale of vLLM's per-token FP8 quantization (csrc/quantization/w8a8/fp8/common.cu), for its
 emulation."""
@@ -54,17 +51,15 @@ def device_kernels(fmt: WeightFormat) -> KernelChoice:
 
 
 class Gemm(Protocol):
-    """``y = x @ (codes * scales)^T + bias`` with 8-bit activations."""
-
-    def weights_changed(self, layer: torch.nn.Module) -> None:
-        """Called after every load, when ``layer.weight`` and ``layer.weight_scale`` are whole."""
+    """``y = x @ (codes * scales)^T + bias`` with 8-bit activations. ``layer.weight`` is read where it lies, so that
+    nothing needs to follow a refit."""
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Args: x [..., K] bfloat16 or float16, bias [N] or None. Returns [..., N] in x's dtype."""
 
 
 class ScaledMmGemm:
-    """CUDA: reads ``layer.weight`` where it lies, so nothing needs to follow a refit.
+    """CUDA.
 
     Args:
         fmt: format of the codes.
@@ -76,9 +71,6 @@ class ScaledMmGemm:
         self._quantize = _int8_tokens if fmt.rounds_to_integers else _fp8_tokens
         self._multiply = ops.cutlass_scaled_mm if kernel is Kernel.CUTLASS else _triton_scaled_mm()
 
-    def weights_changed(self, layer: torch.nn.Module) -> None:
-        pass
-
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         flat = x.reshape(-1, x.shape[-1]).contiguous()
         codes, scales = self._quantize(flat)
@@ -86,50 +78,19 @@ class ScaledMmGemm:
         return out.reshape(*x.shape[:-1], -1)
 
 
-class OneDnnGemm:
-    """CPU, INT8: oneDNN packs the weight into a handle of its own, which is rebuilt after every load.
-
-    The handle keeps a raw pointer to the scales, so it is built on ``layer.weight_scale``'s storage, which lives as
-    long as the layer.
-    """
-
-    def weights_changed(self, layer: torch.nn.Module) -> None:
-        layer.onednn_handle = None  # free the old packed copy before the new one is made
-        layer.onednn_handle = onednn_handle(layer.weight.data, layer.weight_scale.data, layer.flashrl_dtype)
-
-    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        flat = x.reshape(-1, x.shape[-1])
-        out = onednn_multiply(layer.onednn_handle, flat, layer.weight.shape[0], bias)
-        return out.reshape(*x.shape[:-1], -1)
-
-
 class EmulatedGemm:
-    """Any device: the format's numbers in float32. Slow; where no kernel exists and the numbers alone are wanted."""
+    """CPU: the format's numbers in float32. Slow.
+
+    oneDNN, which vLLM multiplies INT8 with on a CPU, is no replacement: it packs a copy of the weight, and without VNNI
+    instructions it adds pairs of products in 16 bits, which saturate: of ones [1, 64] times ones [64, 1] it makes 0.5.
+    """
 
     def __init__(self, fmt: WeightFormat):
         self._fmt = fmt
 
-    def weights_changed(self, layer: torch.nn.Module) -> None:
-        pass
-
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         out = emulated_multiply(x, layer.weight, layer.weight_scale, self._fmt)
         return out if bias is None else out + bias
-
-
-def onednn_handle(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype):
-    """Pack INT8 codes [N, K] for ``onednn_multiply``; ``scales`` [N, 1] float32 must outlive the handle."""
-    return ops.create_onednn_scaled_mm(
-        codes.t(), scales, dtype, dynamic_quant=True, use_azp=False, primitive_cache_size=_PRIMITIVE_CACHE_SIZE
-    )
-
-
-def onednn_multiply(handle, x: torch.Tensor, rows: int, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Multiply x [tokens, K] by a handle's weight: [tokens, rows] in x's dtype."""
-    codes, scales, zero_points = ops.onednn_scaled_int8_quant(x, None, None, True)
-    out = torch.empty((x.shape[0], rows), dtype=x.dtype)
-    ops.onednn_scaled_mm(handle, codes, out, scales, zero_points, None, bias)
-    return out
 
 
 def emulated_multiply(x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, fmt: WeightFormat) -> torch.Tensor:
@@ -148,8 +109,6 @@ def linear_gemm(fmt: WeightFormat) -> Gemm:
         ConfigError: no kernel for it.
     """
     kernel = device_kernels(fmt).linear
-    if kernel is Kernel.ONEDNN:
-        return OneDnnGemm()
     if kernel is Kernel.EMULATED:
         return EmulatedGemm(fmt)
     return ScaledMmGemm(fmt, kernel)

@@ -54,9 +54,6 @@ class QuantizedLinearMethod(LinearMethodBase):
         layer.register_parameter("weight_scale", scales)
         layer.flashrl_dtype = params_dtype
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        self.gemm.weights_changed(layer)
-
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return self.gemm.apply(layer, x, bias)
 

@@ -7,7 +7,6 @@ import torch
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-from flashrl_verl.quantization.experts import QuantizedMoEMethod
 from flashrl_verl.quantization.numerics import as_bytes
 from flashrl_verl.quantization.parameter import QuantizedStorage
 
@@ -45,7 +44,7 @@ def layers_with_stale_copies(model: torch.nn.Module, process_weights: Callable[[
 
 
 def _products(model: torch.nn.Module) -> dict[str, list[torch.Tensor]]:
-    """What every linear layer, a head of its own and the packed experts make of ones."""
+    """What every linear layer and a head of its own make of ones."""
     found = {}
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
@@ -55,6 +54,4 @@ def _products(model: torch.nn.Module) -> dict[str, list[torch.Tensor]]:
             found[name] = [
                 method.apply(module, torch.ones(1, weight.shape[1], dtype=dtype, device=weight.device), None)
             ]
-        elif isinstance(method, QuantizedMoEMethod) and (packed := method.packed_products(module)):
-            found[name] = packed
     return found

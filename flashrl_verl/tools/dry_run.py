@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run would do, without doing it: the resolved configuration and its difference to verl's defaults."""
+"""How a configuration differs from verl's defaults."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,12 +15,9 @@ from flashrl_verl.plugins.versions import require_verl
 
 
 def report(cfg: DictConfig) -> str:
-    """The resolved configuration, then a table with one line for each key that differs from verl's defaults."""
+    """A table with one line for each key that differs from verl's defaults."""
     rows = difference(cfg, verl_defaults(OmegaConf.select(cfg, "model_engine", default="dp")))
-    return (
-        f"# Resolved configuration\n{OmegaConf.to_yaml(cfg, resolve=True)}\n"
-        f"# Difference to verl's defaults: {len(rows)} keys\n{table(rows)}\n"
-    )
+    return f"# Difference to verl's defaults: {len(rows)} keys\n{table(rows)}\n"
 
 
 def verl_defaults(model_engine: str = "dp") -> DictConfig:

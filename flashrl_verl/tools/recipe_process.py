@@ -62,8 +62,7 @@ def compose(overrides: Sequence[str]) -> DictConfig:
         said = str(error)
         if unknown := re.search(r"Could not override '([^']+)'", said):
             said = (
-                f"there is no key {unknown[1]}. See `python -m recipe.flashrl.main_flashrl --dry-run` for those that "
-                "are"
+                f"there is no key {unknown[1]}. `python -m recipe.flashrl.main_flashrl --cfg job` prints those that are"
             )
         raise ConfigError(f"Hydra refuses the overrides {' '.join(overrides)}: {said}") from error
 

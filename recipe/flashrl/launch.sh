@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # What the run_*.sh beside this file have in common; they source it. Words given to them are Hydra overrides on top of the
-# experiment's YAML, and --dry-run prints and checks the configuration and starts nothing.
+# experiment's YAML, and --dry-run checks the configuration and starts nothing.
 #
 # Paths have to be readable on every node; relative ones start at the directory that holds recipe/.
 # Where it runs: on the Ray cluster of this machine, or, when RAY_JOB_ADDRESS (or an http:// RAY_ADDRESS) names a Ray

@@ -4,8 +4,8 @@
     python -m recipe.flashrl.main_flashrl experiment=quickstart
     python -m recipe.flashrl.main_flashrl experiment=dapo_qwen2.5_32b_int8 --dry-run
 
-Words are Hydra overrides. ``--dry-run`` prints the resolved configuration and its difference to verl's
-defaults, checks it, and stops before Ray or a model is touched.
+Words are Hydra overrides. ``--dry-run`` checks the configuration, prints its difference to verl's defaults, and stops
+before Ray or a model is touched. Hydra's own ``--cfg job --resolve`` prints all of it.
 """
 
 import sys
@@ -63,15 +63,15 @@ def train(cfg: DictConfig) -> None:
 
 
 def dry_run(cfg: DictConfig) -> None:
-    """Print the configuration as a run would see it, and check it; start nothing.
+    """Check the configuration and print how it differs from verl's defaults; start nothing.
 
     Args:
         cfg: The composed configuration.
     """
-    sys.stdout.write(report(cfg))
     validation.validate_config(cfg)
     platforms.activate(cfg)
     validation.validate_by_verl(cfg)
+    sys.stdout.write(report(cfg))
     missing = validation.missing_paths(cfg)
     if missing:  # no error: a dry run need not happen where the run will
         sys.stdout.write(f"Warning: {validation.describe_missing(missing)}.\n")

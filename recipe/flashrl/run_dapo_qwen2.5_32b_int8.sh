@@ -4,7 +4,7 @@
 # Every setting, with its source: flashrl_verl/configs/experiment/dapo_qwen2.5_32b_int8.yaml.
 # Paths, and where it runs: launch.sh beside this file.
 #
-#   bash recipe/flashrl/run_dapo_qwen2.5_32b_int8.sh --dry-run        # print and check the configuration, start nothing
+#   bash recipe/flashrl/run_dapo_qwen2.5_32b_int8.sh --dry-run        # check the configuration, print what differs from verl's, start nothing
 #   bash recipe/flashrl/run_dapo_qwen2.5_32b_int8.sh \
 #       actor_rollout_ref.model.path=/shared/models/Qwen2.5-32B \
 #       data.train_files=/shared/data/dapo-math-17k.parquet \

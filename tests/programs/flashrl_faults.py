@@ -8,6 +8,7 @@ left as they are.
 import os
 import random
 import signal
+from types import SimpleNamespace
 
 import torch
 
@@ -88,20 +89,21 @@ def kill_engine(refit) -> None:
     refit.WeightRefit.load = killing
 
 
-def stale_kernel(gemm) -> None:
-    """The CPU's packed weights stop following the codes: right storage, wrong products."""
-    changed = gemm.OneDnnGemm.weights_changed
+def stale_kernel(linear) -> None:
+    """Linear layers compute with a packed copy that stops following the codes: right storage, wrong products."""
 
-    def forgetful(self, layer):
+    def pack(self, layer):
         # The dummy weights vLLM starts from, the first update, the self-check's poison; STEP is how many of them are
         # taken.
         layer.flashrl_calls = getattr(layer, "flashrl_calls", 0) + 1
         if layer.flashrl_calls <= STEP:
-            changed(self, layer)
+            layer.packed = SimpleNamespace(weight=layer.weight.data.clone(), weight_scale=layer.weight_scale.data)
         else:
             fired()
 
-    gemm.OneDnnGemm.weights_changed = forgetful
+    method = linear.QuantizedLinearMethod
+    method.process_weights_after_loading = pack
+    method.apply = lambda self, layer, x, bias=None: self.gemm.apply(getattr(layer, "packed", layer), x, bias)
 
 
 def nan_update(worker) -> None:
@@ -156,7 +158,7 @@ MODULES = {
     "stale_tensor_on_rank_1": ("flashrl_verl.refit.load", stale_tensor_on_rank_1),
     "raise_in_receiver": ("flashrl_verl.refit.load", raise_in_receiver),
     "kill_engine": ("flashrl_verl.refit.load", kill_engine),
-    "stale_kernel": ("flashrl_verl.quantization.gemm", stale_kernel),
+    "stale_kernel": ("flashrl_verl.quantization.linear", stale_kernel),
     "noisy_log_probs": ("flashrl_verl.rollout.server", noisy_log_probs),
     "nan_update": ("flashrl_verl.trainer.worker", nan_update),
 }

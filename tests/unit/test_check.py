@@ -132,14 +132,14 @@ def test_a_wrong_scale_in_storage_is_an_error(monkeypatch):
 
 @pytest.mark.parametrize("factor", [1.05, float("nan")])
 def test_a_linear_kernel_with_one_wrong_scale_or_nan_is_an_error(monkeypatch, factor):
-    apply = gemm.OneDnnGemm.apply
+    apply = gemm.EmulatedGemm.apply
 
     def wrongly(self, layer, x, bias):
         output = apply(self, layer, x, bias)
         output[:, 7] *= factor
         return output
 
-    monkeypatch.setattr(gemm.OneDnnGemm, "apply", wrongly)
+    monkeypatch.setattr(gemm.EmulatedGemm, "apply", wrongly)
     found = numerics()
     assert found.level == "error" and "linear layer" in found.text and "experts" not in found.text
 

@@ -27,15 +27,14 @@ def run(recipe: Path, *words: str, cwd: Path, experiment: str = EXPERIMENT, **va
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
 
 
-def test_a_dry_run_of_a_copied_recipe_prints_the_configuration_and_starts_and_leaves_nothing(tmp_path):
+def test_a_dry_run_of_a_copied_recipe_prints_the_difference_and_starts_and_leaves_nothing(tmp_path):
     fork, cwd = tmp_path / "fork" / "recipe" / "flashrl", tmp_path / "elsewhere"
     shutil.copytree(RECIPE, fork, ignore=shutil.ignore_patterns("__pycache__"))
     cwd.mkdir()
     before = set(fork.rglob("*"))
     done = run(fork, "--dry-run", cwd=cwd)
     assert done.returncode == 0, done.stderr
-    resolved, _, difference = done.stdout.partition("# Difference to verl's defaults")
-    assert "rollout_is_threshold: 8.0" in resolved and "${" not in resolved
+    _, _, difference = done.stdout.partition("# Difference to verl's defaults")
     assert difference.partition("\n")[2].startswith((SNAPSHOTS / f"{EXPERIMENT}.txt").read_text())
     assert done.stdout.rstrip().endswith("The configuration is valid. Nothing was started.")
     assert "Started a local Ray instance" not in done.stdout + done.stderr

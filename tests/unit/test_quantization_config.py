@@ -75,7 +75,7 @@ def test_the_config_survives_the_way_through_the_engine_arguments():
     [
         *((INT8, "cuda", capability, Kernel.CUTLASS) for capability in (75, 80, 90)),
         *((INT8, "cuda", capability, Kernel.TRITON) for capability in (100, 120)),
-        (INT8, "cpu", 0, Kernel.ONEDNN),
+        (INT8, "cpu", 0, Kernel.EMULATED),
         *((FP8, "cuda", capability, Kernel.CUTLASS) for capability in (89, 90, 120)),
         (FP8, "cpu", 0, Kernel.EMULATED),
         *((FP8, "cuda", capability, "int8") for capability in (75, 80, 86)),

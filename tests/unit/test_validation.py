@@ -250,6 +250,12 @@ def test_every_argument_of_vllms_that_would_win_over_ours_is_refused_in_every_sp
     validate_config(cfg)
 
 
+@pytest.mark.parametrize(("hardware", "method"), [("cpu", "ngram"), ("cuda", "eagle"), ("cuda", "suffix")])
+def test_other_speculation_is_refused(hardware, method):
+    said = refusal(changed({f"{ENGINE}.speculative_config": {"method": method}}, hardware))
+    assert "n-gram" in said and "Remedy: remove" in said
+
+
 # ---- what is accepted ----
 
 ACCEPTED = [
@@ -257,6 +263,7 @@ ACCEPTED = [
     {f"{ACTOR_MODEL}.lora_rank": 8, f"{ACTOR_MODEL}.lora.merge": True},
     {"my_own": {"a": 1}},
     {f"{ROLLOUT}.top_k": 0, f"{ROLLOUT}.top_p": 1},
+    {f"{ENGINE}.speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
     {f"{ROLLOUT}.val_kwargs.top_p": 0.7, f"{ROLLOUT}.val_kwargs.top_k": 20, f"{ROLLOUT}.val_kwargs.temperature": 0},
     {**NO_WEIGHTS, f"{ROLLOUT}.top_p": 0.9, f"{ROLLOUT}.calculate_log_probs": False},
     {"flashrl.fp32_lm_head": True, MIXED: {"reduce_dtype": "fp32"}},
