@@ -773,24 +773,34 @@ def _check_replicas(cfg: DictConfig, settings: FlashRLConfig) -> None:
             f"{ranks} GPUs cannot be cut into engines of {size}",
             f"{key} that divides trainer.nnodes x trainer.n_gpus_per_node",
         )
+    heads = _model_config(cfg).get("num_attention_heads")
+    if isinstance(heads, int) and heads % size:
+        reason = f"the model's {heads} attention heads cannot be shared by {size} GPUs"
+        refuse(key, size, reason, f"{key}={math.gcd(heads, size)}")
     if settings.bf16_replica_fraction:
         bf16_replicas(settings, ranks // size)
 
 
+def _model_config(cfg: DictConfig) -> dict[str, Any]:
+    """The model's config.json. Empty where the model is on another machine or on the hub, and where the file is missing
+    or damaged, which have messages of their own."""
+    try:
+        model = json.loads((Path(get(cfg, MODEL, "")) / "config.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return model if isinstance(model, dict) else {}
+
+
 def _check_attention(cfg: DictConfig, settings: FlashRLConfig) -> None:
-    """Our attention does not take every model's heads. A model of another machine or of the hub is left to the
-    engine."""
+    """Our attention does not take every model's heads. A model that cannot be read here is left to the engine."""
     if settings.kv_cache is not KVCache.INT8_PER_TOKEN_HEAD:
         return
     if any(get(cfg, f"{ENGINE}.{key}") for key in ("attention_backend", "attention_config.backend")):  # not ours
         return
     if find_spec("vllm"):
         require_shaped_caches()
-    try:
-        model = json.loads((Path(get(cfg, MODEL, "")) / "config.json").read_text())
-    except (OSError, ValueError):  # missing paths and damaged files have messages of their own
-        return
-    if isinstance(model, dict) and (reason := why_not_model(model)):
+    model = _model_config(cfg)
+    if model and (reason := why_not_model(model)):
         kv_cache = settings.kv_cache.value
         raise ConfigError(
             f"flashrl.kv_cache={kv_cache}: its attention does not take {get(cfg, MODEL)}, which has {reason}. {REMEDY}"
@@ -817,6 +827,10 @@ def check_attention_package(cfg: DictConfig) -> None:
 # ---- local paths: not part of ``validate_config``, for a dry run need not happen where the run will ----
 
 
+_CODE = ("reward.custom_reward_function.path", "custom_reward_function.path", "data.custom_cls.path")
+"""Files of Python that verl imports when its workers start."""
+
+
 def missing_paths(
     cfg: DictConfig, *, root: Path | None = None, made_later: Path | None = None
 ) -> list[tuple[str, str]]:
@@ -828,8 +842,8 @@ def missing_paths(
         made_later: A directory whose contents need not exist yet.
 
     Returns:
-        Pairs of Hydra key and path as it is written; data first. Addresses (``hdfs://``) and names of the model hub are
-        not local, and a dataset class of the user's own reads what it likes.
+        Pairs of Hydra key and path as it is written; data first. Addresses (``hdfs://``, ``pkg://``) and names of the
+        model hub are not local, and a dataset class of the user's own reads what it likes.
     """
     root = root or Path.cwd()
     return [
@@ -882,6 +896,9 @@ def _local_paths(cfg: DictConfig, root: Path) -> Iterator[tuple[str, str]]:
             for text in [value] if isinstance(value, str) else value:
                 if "://" not in text:
                     yield key, os.path.expanduser(text)  # as Hugging Face datasets does
+    for key in _CODE:
+        if "://" not in (text := get(cfg, key, "://")):
+            yield key, text
     model = get(cfg, MODEL, "")
     folder = Path(model).parent
     looks_like_a_path = (  # a name of the model hub is ``name`` or ``owner/name``

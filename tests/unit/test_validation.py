@@ -358,7 +358,26 @@ def test_micro_batches_that_do_not_divide_a_ranks_share_are_refused_before_anyth
     assert "are 480 sequences a rank" in refusal(cfg)
 
 
+@pytest.mark.parametrize(("heads", "size", "good"), [(14, 4, 2), (28, 8, 4), (9, 2, 1)])
+def test_engines_that_cannot_share_the_heads_are_refused(tmp_path, heads, size, good):
+    (tmp_path / "config.json").write_text(f'{{"num_attention_heads": {heads}}}')
+    key = f"{ROLLOUT}.tensor_model_parallel_size"
+    cfg = changed({"trainer.n_gpus_per_node": 8, MODEL: str(tmp_path), key: size})
+    assert f"{heads} attention heads" in refusal(cfg) and f"Remedy: {key}={good}" in refusal(cfg)
+    OmegaConf.update(cfg, key, good)
+    validate_config(cfg)
+
+
 # ---- local paths ----
+
+
+def test_a_reward_of_the_users_own_has_to_exist(tmp_path):
+    key = "reward.custom_reward_function.path"
+    cfg = OmegaConf.create({"data": {"train_files": [], "val_files": []}})
+    OmegaConf.update(cfg, MODEL, "gpt2", force_add=True)
+    for path, missing in (("no_reward.py", True), ("pkg://verl.utils", False)):
+        OmegaConf.update(cfg, key, path, force_add=True)
+        assert missing_paths(cfg, root=tmp_path) == [(key, path)] * missing
 
 
 @pytest.mark.parametrize(
