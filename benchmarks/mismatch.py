@@ -47,7 +47,7 @@ def sample(model: str, variant: str, job: dict[str, Any]) -> dict[str, Any]:
 
     from benchmarks.engine import formats_of, start
     from flashrl_verl.quantization.formats import weight_format
-    from flashrl_verl.quantization.gemm import device_kernels
+    from flashrl_verl.quantization.gemm import device_kernel
 
     prompts = job["prompts"]
     llm = start(
@@ -85,7 +85,7 @@ def sample(model: str, variant: str, job: dict[str, Any]) -> dict[str, Any]:
         "responses": responses,
         "own": own,
         "common": scored,
-        "kernel": "unquantized" if fmt is None else device_kernels(fmt).linear.value,
+        "kernel": "unquantized" if fmt is None else device_kernel(fmt).value,
         "quantized_layers": layers["quantized_layers"],
         "unquantized": list(layers["unquantized_layers"]),
     }

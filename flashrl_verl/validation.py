@@ -610,10 +610,14 @@ _RESERVED = {
         f"{ROLLOUT}.temperature, top_p and top_k",
     ),
     "logits_processors": ("they change the policy that samples, not the trainer's, and the ratio is wrong", None),
-    "speculative_config": (
-        "only n-gram speculation has no drafter, whose weights would not be part of the checked update; and on a CPU "
-        "vLLM leaves the temperatures of drafted tokens empty, so that their log-probs are wrong",
-        "speculative_config={method: ngram, num_speculative_tokens: 3, prompt_lookup_max: 3} on GPUs",
+    **dict.fromkeys(
+        ("speculative_config", "spec_method", "spec_model", "spec_tokens"),
+        (
+            "it has to be n-gram speculation, on GPUs and with flashrl.kv_cache=auto: a drafter's weights would not be "
+            "part of the checked update, on a CPU vLLM leaves the temperatures of drafted tokens empty, and the INT8 "
+            "KV cache's attention has none",
+            f"+{ENGINE}.speculative_config={{method: ngram, num_speculative_tokens: 3, prompt_lookup_max: 3}}",
+        ),
     ),
     "enable_lora": ("adapters are not quantized", f"{_MERGE}=True"),
     "api_key": ("verl prints it into the run's log, and a server of FlashRL's has a random key of its own", None),
@@ -631,11 +635,8 @@ def _check_engine_arguments(cfg: DictConfig) -> None:
         argument = str(name).replace("-", "_").split(".")[0]  # vLLM takes both spellings, and dots into a dict
         # Its parser takes beginnings too.
         argument = next((known for known in (*_RESERVED, *_ALIASES) if known.startswith(argument)), argument)
-        if (
-            argument == "speculative_config"
-            and get(cfg, f"{key}.method") == "ngram"
-            and get(cfg, "trainer.device") != "cpu"
-        ):
+        ngram = argument == "speculative_config" and get(cfg, f"{key}.method") == "ngram"
+        if ngram and _on_gpu(cfg) and get(cfg, "flashrl.kv_cache", "auto") == "auto":
             continue
         if argument in _RESERVED:
             reason, instead = _RESERVED[argument]

@@ -24,6 +24,7 @@ from flashrl_verl.quickstart.progress import Progress, read_rows
 from flashrl_verl.tools import recipe_process
 from flashrl_verl.tools.engines.shapes import SHAPES, load_config
 from flashrl_verl.tools.log_excerpt import last_error
+from flashrl_verl.tools.plan.gpus import GPUS
 from flashrl_verl.tools.process_tree import ProcessTree, Stopped, stoppable
 
 EOS, PAD = 0, 1
@@ -109,7 +110,7 @@ def scaled(experiment: str, output: Path, layers: int, response: int, steps: int
         experiment: its name.
         output: folder of model and data.
         layers: decoder layers.
-        response: tokens, at most.
+        response: tokens.
         steps: training steps.
         user: the user's own words.
     """
@@ -118,7 +119,6 @@ def scaled(experiment: str, output: Path, layers: int, response: int, steps: int
     actor, rollout = cfg.actor_rollout_ref.actor, cfg.actor_rollout_ref.rollout
     parallel = math.gcd(gpus, rollout.tensor_model_parallel_size)
     ulysses = math.gcd(gpus, actor.ulysses_sequence_parallel_size)
-    response = min(response, cfg.data.max_response_length)
     batch = min(cfg.data.train_batch_size, PROMPTS_PER_GPU * gpus)
     buffer = cfg.reward.reward_kwargs.overlong_buffer_cfg
     words = [
@@ -170,8 +170,9 @@ def main() -> int:
     output.mkdir(parents=True, exist_ok=True)
     console, began = Console(), time.monotonic()
 
-    model = recipe_process.compose([f"experiment={args.experiment}"]).actor_rollout_ref.model.path
-    words = scaled(args.experiment, output, args.layers, args.response, args.steps, user)
+    cfg = recipe_process.compose([f"experiment={args.experiment}"])
+    model, response = cfg.actor_rollout_ref.model.path, min(args.response, cfg.data.max_response_length)
+    words = scaled(args.experiment, output, args.layers, response, args.steps, user)
     console.print(f"{script.name}, {args.layers} layers of {model}:", *words, sep="\n  ", markup=False, highlight=False)
     make_model(shape_of(model), args.layers, output / f"model-{args.layers}")
     make_data("openai/gsm8k" if args.experiment.startswith("gsm8k") else "math_dapo", output)
@@ -207,10 +208,13 @@ def main() -> int:
     console.print(f"log and metrics: {output}", markup=False, highlight=False)
     if not code:
         sys.stdout.flush()
-        known = [word for word in words if not word.startswith("actor_rollout_ref.model.path=")]
-        command = [sys.executable, "-m", "flashrl_verl", "plan", f"experiment={args.experiment}", *known, "--explain"]
+        planned = [word for word in words if not word.startswith("actor_rollout_ref.model.path=")]
+        command = [sys.executable, "-m", "flashrl_verl", "plan", f"experiment={args.experiment}", *planned, "--explain"]
         command += ["--model", str(output / f"model-{args.layers}")]
-        command += ["--response-length", str(min(args.response, 1 << 20))]
+        command += ["--response-length", str(response)]
+        here = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else ""
+        known = [name for name in GPUS if all(part in here for part in name.split("-"))]
+        command += [f"--gpu={name}" for name in sorted(known, key=len)[-1:]]
         subprocess.run(command, check=False)
     return code
 

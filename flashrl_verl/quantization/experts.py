@@ -16,7 +16,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.plugins.vllm_api import cpu_select_experts
 from flashrl_verl.quantization.formats import Kernel
-from flashrl_verl.quantization.gemm import device_kernels, emulated_multiply
+from flashrl_verl.quantization.gemm import device_kernel, emulated_multiply
 from flashrl_verl.quantization.numerics import WeightFormat
 from flashrl_verl.quantization.parameter import QuantizedExperts
 
@@ -97,7 +97,7 @@ class QuantizedMoEMethod(FusedMoEMethodBase):
     def __init__(self, fmt: WeightFormat, moe: FusedMoEConfig, prefix: str):
         super().__init__(moe)
         self.format = fmt
-        self.kernel = device_kernels(fmt).experts
+        self.emulated = device_kernel(fmt) is Kernel.EMULATED
         unsupported = {
             "biases": moe.has_bias,
             "no gated activation": not moe.is_act_and_mul,
@@ -113,7 +113,7 @@ class QuantizedMoEMethod(FusedMoEMethodBase):
 
     @property
     def is_monolithic(self) -> bool:
-        return self.kernel is not Kernel.TRITON
+        return self.emulated
 
     def create_weights(
         self,

@@ -9,7 +9,6 @@ cores for it exist since Ada (8.9) and Hopper (9.0).
 A CPU multiplies the codes of both in float32, for their accuracy.
 """
 
-from dataclasses import dataclass
 from enum import Enum
 
 import torch
@@ -27,22 +26,6 @@ class Kernel(str, Enum):
     """Quantized activations and weights multiplied in float32: the numbers of the format without its speed."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class KernelChoice:
-    """A kernel, and the devices that use it. The first choice that fits a device is taken."""
-
-    device: str
-    """``cuda`` or ``cpu``."""
-    linear: Kernel
-    """For linear layers."""
-    experts: Kernel
-    """For fused mixture-of-experts layers."""
-    since: int = 0
-    """Lowest compute capability, 10 x major + minor; CUDA only."""
-    before: int = 1000
-    """Lowest compute capability that is too new; CUDA only."""
-
-
 INT8 = WeightFormat(
     name="int8",
     dtype=torch.int8,
@@ -54,20 +37,6 @@ FP8 = WeightFormat(
     dtype=torch.float8_e4m3fn,
     code_max=448.0,
 )
-
-KERNELS = {
-    INT8: (
-        KernelChoice(device="cuda", since=75, before=100, linear=Kernel.CUTLASS, experts=Kernel.TRITON),
-        # vLLM's CUTLASS has no INT8 from Blackwell on (vllm#54311).
-        KernelChoice(device="cuda", since=100, linear=Kernel.TRITON, experts=Kernel.TRITON),
-        KernelChoice(device="cpu", linear=Kernel.EMULATED, experts=Kernel.EMULATED),
-    ),
-    FP8: (
-        KernelChoice(device="cuda", since=89, linear=Kernel.CUTLASS, experts=Kernel.TRITON),
-        KernelChoice(device="cpu", linear=Kernel.EMULATED, experts=Kernel.EMULATED),
-    ),
-}
-"""The kernels of a format, in order of preference."""
 
 
 def weight_format(precision: Precision) -> WeightFormat | None:

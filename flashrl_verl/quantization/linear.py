@@ -10,7 +10,7 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
-from flashrl_verl.quantization.gemm import linear_gemm
+from flashrl_verl.quantization.gemm import linear_kernel
 from flashrl_verl.quantization.lm_head import fp32_logits
 from flashrl_verl.quantization.numerics import WeightFormat
 from flashrl_verl.quantization.parameter import QuantizedWeight
@@ -26,7 +26,7 @@ class QuantizedLinearMethod(LinearMethodBase):
 
     def __init__(self, fmt: WeightFormat):
         self.format = fmt
-        self.gemm = linear_gemm(fmt)
+        self.multiply = linear_kernel(fmt)
 
     def create_weights(
         self,
@@ -55,7 +55,7 @@ class QuantizedLinearMethod(LinearMethodBase):
         layer.flashrl_dtype = params_dtype
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return self.gemm.apply(layer, x, bias)
+        return self.multiply(x, layer.weight, layer.weight_scale, bias)
 
 
 @register_weight_loader_v2_supported_method

@@ -25,7 +25,7 @@ MODULE = "recipe.flashrl.main_flashrl"
 
 def environment(metrics: Path) -> dict[str, str]:
     """Variables of a run that logs to ``metrics``, has a Ray of its own and asks no network."""
-    env = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    env = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "RAY_JOB_ADDRESS")}
     return env | {
         "VERL_FILE_LOGGER_PATH": str(metrics),
         "PYTHONUNBUFFERED": "1",

@@ -16,7 +16,7 @@ launch() {
     dashboard="$RAY_ADDRESS"
   fi
   for word in "${@:2}"; do
-    if [[ "$word" == --dry-run ]]; then
+    if [[ "$word" == --dry-run || "$word" == --cfg ]]; then
       dashboard=""
     fi
   done

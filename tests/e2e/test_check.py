@@ -16,9 +16,9 @@ ROOT = Path(__file__).parents[2]
 
 POISON = """
 def register():
-    from flashrl_verl.quantization import gemm
-    apply = gemm.EmulatedGemm.apply
-    gemm.EmulatedGemm.apply = lambda *words: apply(*words) * 1.1
+    from flashrl_verl.quantization.linear import QuantizedLinearMethod
+    apply = QuantizedLinearMethod.apply
+    QuantizedLinearMethod.apply = lambda *words: apply(*words) * 1.1
 """
 """Another package's vLLM plugin: its scales are wrong in vLLM's processes alone."""
 

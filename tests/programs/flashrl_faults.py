@@ -103,7 +103,8 @@ def stale_kernel(linear) -> None:
 
     method = linear.QuantizedLinearMethod
     method.process_weights_after_loading = pack
-    method.apply = lambda self, layer, x, bias=None: self.gemm.apply(getattr(layer, "packed", layer), x, bias)
+    apply = method.apply
+    method.apply = lambda self, layer, x, bias=None: apply(self, getattr(layer, "packed", layer), x, bias)
 
 
 def nan_update(worker) -> None:

@@ -14,8 +14,8 @@ import torch
 import flashrl_verl
 from flashrl_verl.plugins.versions import DISTRIBUTION, INSTALL_COMMAND, TESTED
 from flashrl_verl.plugins.vllm import register
-from flashrl_verl.quantization import gemm
 from flashrl_verl.quantization.formats import FP8, INT8
+from flashrl_verl.quantization.linear import QuantizedLinearMethod
 from flashrl_verl.settings import KVCache, Precision
 from flashrl_verl.tools.check import cluster, kernels, machine
 
@@ -132,14 +132,14 @@ def test_a_wrong_scale_in_storage_is_an_error(monkeypatch):
 
 @pytest.mark.parametrize("factor", [1.05, float("nan")])
 def test_a_linear_kernel_with_one_wrong_scale_or_nan_is_an_error(monkeypatch, factor):
-    apply = gemm.EmulatedGemm.apply
+    apply = QuantizedLinearMethod.apply
 
-    def wrongly(self, layer, x, bias):
+    def wrongly(self, layer, x, bias=None):
         output = apply(self, layer, x, bias)
         output[:, 7] *= factor
         return output
 
-    monkeypatch.setattr(gemm.EmulatedGemm, "apply", wrongly)
+    monkeypatch.setattr(QuantizedLinearMethod, "apply", wrongly)
     found = numerics()
     assert found.level == "error" and "linear layer" in found.text and "experts" not in found.text
 

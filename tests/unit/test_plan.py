@@ -280,7 +280,7 @@ def test_the_command_plans_a_run_by_its_overrides(tmp_path):
     }
     assert {key: (round(rows[key]["rollout"]), round(rows[key]["seconds"])) for key in quoted} == quoted
     lines = [line.split() for line in result.output.splitlines()]
-    assert ["int8", "2325", "359", "1410", "11", "4105", "1.08"] in lines
+    assert ["int8", "2325", "359", "1410", "11", "4105", "1.03"] in lines
     assert made["gpus"] == 32 and made["engine"]["tensor_parallel"] == 4
     assert made["work"] == {"sequences": 1024, "prompt": 1024, "response": 10240}  # 512 prompts x 16, 8 engines
 

@@ -12,7 +12,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 
 from flashrl_verl.errors import FlashRLError
 from flashrl_verl.plugins.vllm import register
-from flashrl_verl.quantization import gemm
+from flashrl_verl.quantization.linear import QuantizedLinearMethod
 from flashrl_verl.refit.self_check import EngineState, require_same
 from flashrl_verl.refit.stale_copies import layers_with_stale_copies
 from flashrl_verl.settings import Precision
@@ -60,15 +60,15 @@ def test_sound_layers_are_not_named(precision):
 
 @pytest.mark.parametrize("copied", [("weight",), ("weight_scale",), ("weight", "weight_scale")], ids="+".join)
 def test_a_layer_that_computes_with_a_copy_is_named_whatever_it_copied(monkeypatch, copied):
-    apply, copies = gemm.EmulatedGemm.apply, {}
+    apply, copies = QuantizedLinearMethod.apply, {}
 
-    def with_copies(self, layer, x, bias):
+    def with_copies(self, layer, x, bias=None):
         now = {name: getattr(layer, name).data for name in ("weight", "weight_scale")}
         for name in copied:
             now[name] = copies.setdefault(name, now[name].clone())
         return apply(self, SimpleNamespace(**now), x, bias)
 
-    monkeypatch.setattr(gemm.EmulatedGemm, "apply", with_copies)
+    monkeypatch.setattr(QuantizedLinearMethod, "apply", with_copies)
     assert stale(Precision.FP8) == ["o_proj"]
 
 

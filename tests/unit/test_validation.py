@@ -213,6 +213,7 @@ def test_every_rule_of_the_table_has_a_case_that_it_refuses():
 OWNED = """
 quantization q quantization_config hf_overrides kv_cache_dtype calculate_kv_scales kv_cache_dtype_skip_layers
 enable_expert_parallel worker_extension_cls override_generation_config logits_processors speculative_config enable_lora
+spec_method spec_model spec_tokens
 api_key config ssl_certfile enable_ssl_refresh
 """.split()
 TWINS = {
@@ -254,6 +255,13 @@ def test_every_argument_of_vllms_that_would_win_over_ours_is_refused_in_every_sp
 def test_other_speculation_is_refused(hardware, method):
     said = refusal(changed({f"{ENGINE}.speculative_config": {"method": method}}, hardware))
     assert "n-gram" in said and "Remedy: remove" in said
+
+
+def test_n_grams_are_refused_with_the_int8_kv_cache():
+    said = refusal(
+        changed({"flashrl.kv_cache": "int8_per_token_head", f"{ENGINE}.speculative_config": {"method": "ngram"}})
+    )
+    assert "flashrl.kv_cache=auto" in said
 
 
 # ---- what is accepted ----

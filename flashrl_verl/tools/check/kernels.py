@@ -20,8 +20,8 @@ import torch
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 from flashrl_verl.quantization.config import NAME, quantization_config_dict, require_kv_kernel
-from flashrl_verl.quantization.formats import INT8, weight_format
-from flashrl_verl.quantization.gemm import device_kernels
+from flashrl_verl.quantization.formats import INT8, Kernel, weight_format
+from flashrl_verl.quantization.gemm import device_kernel
 from flashrl_verl.quantization.kernels import quantize_rows_into
 from flashrl_verl.quantization.numerics import WeightFormat, as_bytes
 from flashrl_verl.settings import FlashRLConfig, KVCache, Precision
@@ -83,8 +83,9 @@ def check_precision(precision: Precision, places: Sequence[torch.device]) -> Ite
             return
     names = {"linear layer": "torch"}
     if fmt:
-        kernels = device_kernels(fmt)
-        names = {"linear layer": kernels.linear.value, "experts": kernels.experts.value}
+        kernel = device_kernel(fmt)
+        experts = kernel if kernel is Kernel.EMULATED else Kernel.TRITON
+        names = {"linear layer": kernel.value, "experts": experts.value}
     text = ", ".join(f"{kind} ({names[kind]}) {seen:.1%} from float64" for kind, seen in worst.items())
     yield ok(subject, f"{'codes exact, ' if fmt else ''}{text}, on {', '.join(map(str, places))}")
 
