@@ -18,7 +18,7 @@ START_UP = (
     ("dataset len:", "loading the data"),
     ("Before FSDP", "building the trainer's model"),
     ("model engine initialized", "starting vLLM"),
-    ("[flashrl] rollout precision", "validating before training"),
+    ("[flashrl] rollout precision", "sending the first weights, validating"),
 )
 """Texts in the training's log, and what has begun when they are there."""
 

@@ -83,8 +83,11 @@ class WeightRefit:
         except Exception as error:  # noqa: BLE001 - models raise anything; the name is what the user needs
             # As text: a kept traceback would keep the bucket, whose memory the sender is about to take away.
             logger.error("loading %s failed\n%s", self._loading, traceback.format_exc())
-            packed = any(n == self._loading and ".experts." in n and t.dim() == 3 for n, t in weights)
-            hint = " (verl sends experts one by one for models named as Qwen's only)" if packed else ""
+            hint = ""
+            if any(n == self._loading and ".experts." in n and t.dim() == 3 for n, t in weights):
+                hint = " (verl sends experts one by one for models named as Qwen's only)"
+            elif "no module or parameter named" in str(error):
+                hint = " (verl sends the names of transformers' modules, and vLLM's model has others, in any precision)"
             self._problems.append(f"{self._loading} cannot be loaded: {_first_line(error)}{hint}")
         self._seconds += time.perf_counter() - started
 
