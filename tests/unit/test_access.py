@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's real HTTP application, without an engine behind it: nobody gets past it without the key, on any route."""
 
+import contextlib
+import importlib
 import socket
 import threading
 
@@ -11,13 +13,13 @@ from starlette.websockets import WebSocketDisconnect
 from vllm.entrypoints.openai.api_server import build_app
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-try:
-    from vllm.entrypoints.common.cli_args import make_arg_parser
-except ModuleNotFoundError:  # before vLLM 0.29
-    from vllm.entrypoints.openai.cli_args import make_arg_parser
-
 from flashrl_verl.errors import FlashRLError
 from flashrl_verl.rollout import access
+
+for part in ("launchers", "common", "openai"):  # vLLM 0.31, 0.29, and before
+    with contextlib.suppress(ModuleNotFoundError):
+        make_arg_parser = importlib.import_module(f"vllm.entrypoints.{part}.cli_args").make_arg_parser
+        break
 
 TASKS = ("generate", "transcription", "realtime", "render")
 """More than verl's engines do, for the sake of the routes."""
