@@ -40,21 +40,6 @@ def positive_integer(value: Any) -> bool:
 
 # ---- how a field is checked ----
 
-_FP8_KV = (
-    "it was removed",
-    "flashrl.kv_cache=int8_per_token_head (A100 and later; faster, closer to BF16), or auto (BF16)",
-)
-REMOVED = {
-    "flashrl.receipt_tensors": (
-        "it was removed, every tensor of every update is compared",
-        "remove flashrl.receipt_tensors",
-    ),
-    "flashrl.precision=fp8_block": ("it was removed", "flashrl.precision=fp8, which has a scale for each row"),
-    "flashrl.kv_cache=fp8": _FP8_KV,
-    "flashrl.kv_cache=fp8_per_token_head": _FP8_KV,
-}
-"""Settings of earlier releases: key, or key=value, to the reason and what to use."""
-
 Reader = Callable[[str, Any], Any]
 """Of key and value: the value as the field holds it; refuses any other."""
 
@@ -147,7 +132,7 @@ class Settings:
             node: a dict or OmegaConf's; keys that are left out take the default. Settings come back as they are.
 
         Raises:
-            ConfigError: it is no node, a key is unknown or was removed, or a value has the wrong type or range.
+            ConfigError: it is no node, a key is unknown, or a value has the wrong type or range.
         """
         if isinstance(node, cls):
             return node
@@ -157,8 +142,6 @@ class Settings:
         known = [f.name for f in fields(cls)]
         for name, value in values.items():
             key = f"{cls.NODE}.{name}"
-            if removed := REMOVED.get(key) or REMOVED.get(f"{key}={value}"):
-                refuse(key, value, *removed)
             if name not in known:
                 refuse(key, value, "there is no such setting", f"remove it, or use one of {', '.join(known)}")
         return cls(**values)

