@@ -798,14 +798,14 @@ def _check_attention(cfg: DictConfig, settings: FlashRLConfig) -> None:
         return
     if any(get(cfg, f"{ENGINE}.{key}") for key in ("attention_backend", "attention_config.backend")):  # not ours
         return
-    if find_spec("vllm"):
-        require_shaped_caches()
     model = _model_config(cfg)
     if model and (reason := why_not_model(model)):
         kv_cache = settings.kv_cache.value
         raise ConfigError(
             f"flashrl.kv_cache={kv_cache}: its attention does not take {get(cfg, MODEL)}, which has {reason}. {REMEDY}"
         )
+    if find_spec("vllm"):
+        require_shaped_caches()
 
 
 def check_attention_package(cfg: DictConfig) -> None:
