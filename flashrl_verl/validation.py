@@ -589,6 +589,7 @@ _DEFAULTS = {rule.key: rule.default for rule in RULES if rule.default is not Non
 
 _PRECISION = "flashrl.precision=int8, fp8 or bf16"
 _KV_CACHE = "flashrl.kv_cache=auto or int8_per_token_head"
+_NGRAM = {"method", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"}
 _RESERVED = {
     "quantization": ("it replaces FlashRL's quantization", _PRECISION),
     "q": ("it is vLLM's short name for quantization and replaces FlashRL's", _PRECISION),
@@ -635,7 +636,9 @@ def _check_engine_arguments(cfg: DictConfig) -> None:
         argument = str(name).replace("-", "_").split(".")[0]  # vLLM takes both spellings, and dots into a dict
         # Its parser takes beginnings too.
         argument = next((known for known in (*_RESERVED, *_ALIASES) if known.startswith(argument)), argument)
-        ngram = argument == "speculative_config" and get(cfg, f"{key}.method") == "ngram"
+        # Nothing else of it: rejection_sample_method, for one, changes what is sampled.
+        ngram = argument == "speculative_config" and isinstance(value, dict) and value.get("method") == "ngram"
+        ngram = ngram and value.keys() <= _NGRAM
         if ngram and _on_gpu(cfg) and get(cfg, "flashrl.kv_cache", "auto") == "auto":
             continue
         if argument in _RESERVED:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The 8-bit formats of ``flashrl.precision``: their codes, and which kernel multiplies them where.
+"""The 8-bit formats of ``flashrl.precision``: their codes, and the kernels there are. ``gemm.py`` chooses.
 
 INT8: integer codes -127 to 127, INT32 accumulation. Every GPU since Turing has the tensor cores, A100 among them.
 

@@ -257,6 +257,11 @@ def test_other_speculation_is_refused(hardware, method):
     assert "n-gram" in said and "Remedy: remove" in said
 
 
+def test_n_grams_are_refused_with_another_way_of_accepting_drafts():
+    speculation = {"method": "ngram", "num_speculative_tokens": 3, "rejection_sample_method": "synthetic"}
+    assert "Remedy: remove" in refusal(changed({f"{ENGINE}.speculative_config": speculation}))
+
+
 def test_n_grams_are_refused_with_the_int8_kv_cache():
     said = refusal(
         changed({"flashrl.kv_cache": "int8_per_token_head", f"{ENGINE}.speculative_config": {"method": "ngram"}})
