@@ -18,7 +18,8 @@ START_UP = (
     ("dataset len:", "loading the data"),
     ("Before FSDP", "building the trainer's model"),
     ("model engine initialized", "starting vLLM"),
-    ("[flashrl] rollout precision", "sending the first weights, validating"),
+    ("ready to fit", "sending the first weights, validating"),
+    ("Training Progress", "first step"),
 )
 """Texts in the training's log, and what has begun when they are there."""
 
@@ -54,21 +55,22 @@ class Progress:
         rows = {} if _modified(self._metrics) == self._before else read_rows(self._metrics)
         if rows and max(rows) > self.step:
             self.step, now = max(rows), time.monotonic()
-            if self.trains_since is None:
-                self.trains_since = now
-                self.say(f"[{now - self._began:3.0f} s] start-up: done")
+            self.trains_since = self.trains_since or now
             self._first = self._first or (self.step, now)
-            self.say(", ".join([f"step {self.step}/{self._total}", *_words(rows), *self._time_left(now)]))
+            self._say_at(now, ", ".join([f"step {self.step}/{self._total}", *_words(rows), *self._time_left(now)]))
         elif self.step < 0:
             text = self._log.read_bytes()[self._log_from :].decode(errors="replace") if self._log.is_file() else ""
             phase = [words for mark, words in START_UP if mark in text][-1]
             if phase != self._phase:
                 self._phase = phase
-                self.say(f"[{time.monotonic() - self._began:3.0f} s] start-up: {phase}")
+                self._say_at(time.monotonic(), f"start-up: {phase}")
 
     def say(self, line: str) -> None:
         """Print a line."""
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def _say_at(self, now: float, line: str) -> None:
+        self.say(f"[{now - self._began:3.0f} s] {line}")
 
     def _time_left(self, now: float) -> list[str]:
         step, since = self._first

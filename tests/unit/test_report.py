@@ -163,6 +163,10 @@ def test_values_that_are_not_finite_or_missing_are_told_and_drawn_around(tmp_pat
     report.write(result)
     path.write_text(lines({"unknown": 1.0}))
     report.write(report.load(path))
+    path.write_text(lines({HELD_OUT: 1e308, KL: -1e308}, {HELD_OUT: -1e308, KL: 1e308}, {HELD_OUT: 0.5, KL: 1e-308}))
+    result = report.load(path)
+    assert cells(result)["mismatch KL (k3), largest"] == "NOT FINITE (inf)"
+    report.write(result)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,8 @@ HELD_OUT = re.compile(r"val-core/(?P<source>.+)/(?P<what>acc|reward)/mean@(?P<k>
 SCORE, MISMATCH_KL = "critic/score/mean", "rollout_corr/k3_kl"
 MISSING = "not logged"
 _LARGEST_STEP = 10**12
+_LARGEST = 1e30
+"""What is larger counts as infinite: matplotlib cannot draw an axis to the end of float64."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +78,12 @@ def read_metrics(path: Path) -> Metrics:
             unreadable.append(number)
             continue
         numbers = {key: math.nan if value is None else value for key, value in data.items()}
-        rows.setdefault(step, {}).update({k: float(v) for k, v in numbers.items() if isinstance(v, int | float)})
+        rows.setdefault(step, {}).update({k: _finite(v) for k, v in numbers.items() if isinstance(v, int | float)})
     return Metrics(rows=dict(sorted(rows.items())), unreadable=tuple(unreadable))
+
+
+def _finite(value: float) -> float:
+    return float(value) if abs(value) < _LARGEST or math.isnan(value) else math.copysign(math.inf, value)
 
 
 def show(value: float | None, form: str = ".3f") -> str:
