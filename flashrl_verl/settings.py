@@ -238,6 +238,26 @@ class GuardConfig(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SamplingConfig(Settings):
+    """How a step gets its batch, and in which order it learns from it.
+
+    Raises:
+        ConfigError: A value has the wrong type or is out of range; the message names ``flashrl.sampling.<key>``.
+    """
+
+    NODE: ClassVar[str] = "flashrl.sampling"
+    REMEDY: ClassVar[str] = "flashrl.sampling.refill=false for verl's dynamic sampling"
+
+    refill: bool = _switch(True)
+    """Whether dynamic sampling starts the groups that it expects to need (``trainer/refill.py``); verl's starts two for
+    each constant one."""
+
+    even_mini_batches: bool = _switch(True)
+    """Whether each PPO mini-batch is a seeded random draw of the batch, shared evenly among ranks
+    (``trainer/mini_batches.py``); verl's run from short to long responses."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class FlashRLConfig(Settings):
     """Settings of the quantized rollout, its weight update, dynamic sampling and the guard.
 
@@ -300,6 +320,9 @@ class FlashRLConfig(Settings):
     )
     """Where the engines' HTTP servers listen. The trainer never uses them, it asks its engines through Ray. Every
     request needs the server's key (``rollout/access.py``)."""
+
+    sampling: SamplingConfig = _field(SamplingConfig(), lambda _, value: SamplingConfig.from_mapping(value))
+    """Dynamic sampling and mini-batches; a mapping is read as ``flashrl.sampling``."""
 
     guard: GuardConfig = _field(GuardConfig(), lambda _, value: GuardConfig.from_mapping(value))
     """What is watched after every step, and what happens beyond a limit; a mapping is read as ``flashrl.guard``."""

@@ -296,6 +296,13 @@ RULES = (
         when=lambda cfg: bool(get(cfg, "algorithm.filter_groups.enable")),
     ),
     Rule(
+        "trainer.v1.sampler.custom_sampler.path",
+        one_of(None),
+        "a sampler of your own and flashrl.sampling.refill would both choose the batch",
+        "flashrl.sampling.refill=false",
+        when=lambda cfg: bool(get(cfg, "flashrl.sampling.refill", True)),
+    ),
+    Rule(
         f"{ACTOR}.strategy",
         one_of("fsdp2"),
         "on the CPU the actor has to be FSDP2: FSDP1 refuses CPU parameters",

@@ -6,8 +6,10 @@ verl's V1 ``PPOTrainerSync`` already is a DAPO trainer (``algorithm.filter_group
 hooks are overridden here. Importing this module registers the trainer as ``trainer.v1.trainer_mode=flashrl``.
 """
 
+import inspect
 import json
 import logging
+import math
 import numbers
 import time
 from pathlib import Path
@@ -15,6 +17,7 @@ from pathlib import Path
 import ray
 from omegaconf import DictConfig, OmegaConf, open_dict
 from verl.trainer.ppo.utils import Role
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
@@ -38,7 +41,9 @@ from flashrl_verl.trainer.metrics import (
     refit_metrics,
     summarize_layers,
 )
+from flashrl_verl.trainer.mini_batches import even_order, length_variation
 from flashrl_verl.trainer.node_watch import needed_nodes, watching
+from flashrl_verl.trainer.refill import RefillBuffer
 from flashrl_verl.validation import check_paths, validate_config
 
 # Under "verl", whose handler verl keeps apart from the root logger: imported libraries silence that one.
@@ -73,6 +78,7 @@ class FlashRLTrainer(PPOTrainerSync):
         if not config.algorithm.rollout_correction.get("bypass_mode"):
             with open_dict(config):
                 config.algorithm.rollout_correction = None
+        self._seed = config.actor_rollout_ref.actor.data_loader_seed
         self._tracking = None
         self._own_file = False
         self._warned_padding = False
@@ -85,6 +91,12 @@ class FlashRLTrainer(PPOTrainerSync):
         self.trainer_mode = "sync"  # what verl compares with, here and later; our registered name is not in its lists
         replay_buffer = super()._build_replay_buffer()
         assert hasattr(replay_buffer, "poll_interval"), "verl renamed the replay buffer's poll interval"
+        if self.flashrl.sampling.refill and type(replay_buffer) is ReplayBuffer:
+            limit = self.flashrl.max_num_gen_batches * self.config.data.train_batch_size
+            # verl keeps every argument under its own name.
+            names = set(inspect.signature(ReplayBuffer).parameters)
+            arguments = {name: getattr(replay_buffer, name) for name in names}
+            replay_buffer = RefillBuffer(seed=self._seed, max_prompts=limit or math.inf, **arguments)
         replay_buffer.poll_interval = _POLL_INTERVAL_S
         return replay_buffer
 
@@ -165,6 +177,21 @@ class FlashRLTrainer(PPOTrainerSync):
                 "flashrl.max_num_gen_batches (0: no limit)"
             )
         return super()._add_prompts_to_generate(num_prompts)
+
+    def _balance_batch(self, batch, metrics: dict, logging_prefix: str = "global_seqlen", keep_minibatch: bool = False):
+        batch = super()._balance_batch(batch, metrics, logging_prefix, keep_minibatch)
+        actor, rollout = self.config.actor_rollout_ref.actor, self.config.actor_rollout_ref.rollout
+        mini_batches, rest = divmod(len(batch), actor.ppo_mini_batch_size * rollout.n)
+        if rest:  # verl pads to mini-batches only where the actor learns: not while the critic warms up
+            return batch
+        ranks = max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
+        if self.flashrl.sampling.even_mini_batches:
+            lengths = [tag["seq_len"] for tag in batch.tags]
+            padding = [bool(tag.get("is_padding")) for tag in batch.tags]
+            batch.reorder(even_order(lengths, padding, mini_batches, ranks, f"{self._seed} {self.global_steps}"))
+        lengths = [tag["seq_len"] for tag in batch.tags]
+        metrics["flashrl/mini_batch_length_variation"] = length_variation(lengths, mini_batches, ranks)
+        return batch
 
     def on_sample_end(self) -> None:
         self._check_padded_vocabulary()  # before the engine sleeps

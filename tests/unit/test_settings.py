@@ -8,13 +8,14 @@ import pytest
 from omegaconf import OmegaConf
 
 from flashrl_verl.errors import ConfigError
-from flashrl_verl.settings import Action, FlashRLConfig, GuardConfig
+from flashrl_verl.settings import Action, FlashRLConfig, GuardConfig, SamplingConfig
 from flashrl_verl.tools.recipe_process import compose
 from flashrl_verl.validation import validate_config
 
 DEFAULTS = {
-    **{f.name: f.default for f in dataclasses.fields(FlashRLConfig) if f.name != "guard"},
+    **{f.name: f.default for f in dataclasses.fields(FlashRLConfig) if f.name not in {"guard", "sampling"}},
     **{f"guard.{f.name}": f.default for f in dataclasses.fields(GuardConfig)},
+    **{f"sampling.{f.name}": f.default for f in dataclasses.fields(SamplingConfig)},
 }
 WITH_NULL = {name for name in DEFAULTS if name.startswith("guard.") and name.endswith(("_min", "_max"))}
 
@@ -41,7 +42,17 @@ CHOICES = {
     "server_address": (["loopback", "node"], ["0.0.0.0"]),
     "guard.action": (["warn", "stop"], ["abort"]),
     "ignore": ([[], ["lm_head", "re:.*down_proj"]], ["re:.*down_proj", [1], ["re:(("], ["a.down_proj.weight"]]),
-    **{name: ([True, False], ["true", 1]) for name in ("fp32_lm_head", "self_check", "ship_code", "guard.enable")},
+    **{
+        name: ([True, False], ["true", 1])
+        for name in (
+            "fp32_lm_head",
+            "self_check",
+            "ship_code",
+            "guard.enable",
+            "sampling.refill",
+            "sampling.even_mini_batches",
+        )
+    },
 }
 
 

@@ -84,6 +84,7 @@ CASES = [
     ({f"{ROLLOUT}.expert_parallel_size": 2}, f"{ROLLOUT}.expert_parallel_size=1"),
     ({f"{ROLLOUT}.scheduling_policy": "priority"}, f"{ROLLOUT}.scheduling_policy=fcfs"),
     ({f"{ACTOR}.strategy": "megatron"}, f"{ACTOR}.strategy=fsdp2"),
+    ({"trainer.v1.sampler.custom_sampler.path": "mine.py"}, "flashrl.sampling.refill=false"),
     ({f"{ACTOR_MODEL}.lora_rank": 8}, f"{ACTOR_MODEL}.lora.merge=True"),
     ({f"{ACTOR_MODEL}.lora.rank": 8}, f"{ACTOR_MODEL}.lora.merge=True"),
     ({f"{ACTOR_MODEL}.mtp.enable_rollout": True}, f"{ACTOR_MODEL}.mtp.enable_rollout=false"),
@@ -356,7 +357,7 @@ def test_a_configuration_without_flashrl_is_refused():
 def test_micro_batches_that_do_not_divide_a_ranks_share_are_refused_before_anything_is_loaded():
     """verl asserts it at the first step."""
     ppo, log_prob = f"{ACTOR}.ppo_micro_batch_size_per_gpu", f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu"
-    cfg = compose(["experiment=quickstart", "trainer.n_gpus_per_node=2"])
+    cfg = compose(["experiment=quickstart", "trainer.n_gpus_per_node=2", f"{ppo}=192", f"{log_prob}=192"])
     for key in (ppo, log_prob):
         message = refusal(cfg)
         assert message.startswith(f"{key}=192 is refused: ") and "are 96 sequences a rank" in message
