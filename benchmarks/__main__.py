@@ -9,6 +9,7 @@ NAMES = {
     "rollout": "generation speed and KV cache of a model's shape, by variant",
     "mismatch": "how far each precision's log-probs are from the trainer's",
     "refit": "seconds of a weight update",
+    "step": "whole steps of DAPO by lever, a run of the recipe each",
     "training": "seconds of old log-probs and policy updates",
     "tables": "write every table of docs/results and the README",
 }

@@ -249,6 +249,20 @@ def step(*files: str) -> Rows:
     return rows
 
 
+def levers(*files: str) -> Rows:
+    """A step of stock verl, and what each lever makes of it, as `flashrl plan --json` computed it."""
+    parts = "rollout", "log_probs", "update", "refit", "seconds"
+    header = ["GPUs", "levers", "rollout s", "old log-probs s", "policy update s", "weight update s", "step s"]
+    rows = [[*header, "steps an hour", "x stock"]]
+    for record in map(load, files):
+        stock = record["by_lever"][0]["seconds"]
+        for one in record["by_lever"]:
+            seconds = [f"{one[part]:.0f}" for part in parts]
+            speed = f"{3600 / one['seconds']:.3g}", f"{stock / one['seconds']:.2f}"
+            rows.append([f"{record['gpus']} x {record['gpu']['name']}", one["name"], *seconds, *speed])
+    return rows
+
+
 def training(*files: str) -> Rows:
     """The trainer's passes; the range is that of each time at one depth with each at the other."""
     header = ["pass", "run", "layer ms", "head ms", "whole model s", "tokens/s"]
@@ -438,15 +452,11 @@ def asked_in_int8(file: str) -> Rows:
 def readme() -> Rows:
     """At most five rows."""
     rows = [["Qwen2.5-32B", "BF16", "INT8", "speed-up"]]
-    seconds = {
-        (one["choice"]["precision"], one["choice"]["kv_cache"]): one["whole"]["seconds"]
-        for one in load("step/h200.json")["outcomes"]
-        if one["whole"]
-    }
-    bf16, step = seconds["bf16", "auto"], "a DAPO step on 64 H200s, *computed*, s"
-    for kv_cache, words in (("auto", step), ("int8_per_token_head", f"{step}, INT8 KV cache")):
-        int8 = seconds["int8", kv_cache]
-        rows.append([words, f"{bf16:.0f}", f"{int8:.0f}", f"[{bf16 / int8:.2f} x](docs/results/step.md)"])
+    seconds = {one["name"]: one["seconds"] for one in load("step/h100.json")["by_lever"]}
+    stock, step = seconds["stock verl, BF16"], "a DAPO step on 32 H100s, over stock verl, *computed*, s"
+    for lever, words in (("+ INT8 weights", step), ("+ INT8 KV cache", f"{step}, INT8 KV cache")):
+        ours = seconds[lever]
+        rows.append([words, f"{stock:.0f}", f"{ours:.0f}", f"[{stock / ours:.2f} x](docs/results/step.md)"])
     measured = "rollout/qwen2.5-32b-four-arms"
     for file, variant, words in (
         (measured, "int8", "rollout, tokens/s"),
@@ -463,7 +473,7 @@ def readme() -> Rows:
 TABLES: dict[str, Callable[..., Rows]] = {
     function.__name__: function
     for function in (
-        rollout, rollout_memory, rollout_steps, inductor, throughput, throughput_again, refit, step, training,
+        rollout, rollout_memory, rollout_steps, inductor, throughput, throughput_again, refit, step, levers, training,
         mismatch, noise, outliers, quickstart, recipe, recipe_costs, learning, learning_summary,
         asked_in_int8, readme,
     )

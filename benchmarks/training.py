@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long old log-probs and policy updates of a model take on one GPU, a layer and the head each.
+"""How long old log-probs and policy updates take in verl's own FSDP worker on one GPU, a layer and the head each.
 
-    python -m benchmarks.training --model qwen2.5-32b --layers 2,6
+    python -m benchmarks.training experiment=dapo_qwen2.5_32b_int8 --model qwen2.5-32b --layers 2,4
 
-A layer's seconds are the difference between a model of more layers and one of fewer, the head's what is left; a whole
-model is as many layers and a head. Random BF16 weights, as FSDP2 gathers them; nothing is communicated and no optimizer
-steps. `flashrl plan` takes its share of the data sheet's operations from it (docs/results/step.md).
+A layer's seconds are the difference between a model of more layers and one of fewer, the head's are what is left; a
+whole model is as many layers and a head. It is what a rank does between verl's call and its answer, in one mini-batch:
+micro-batches, log-probs, entropy, loss, the optimizer's step, offloading where the run does it. Nothing is
+communicated. Words are Hydra overrides, which is how settings are compared: one command for each. `flashrl plan` takes
+its share of the data sheet's operations from it (docs/results/step.md).
 """
 
 from __future__ import annotations
 
+import os
 import statistics
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,9 +20,11 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from benchmarks.common import environment, run, show, write_json
-from benchmarks.refit import device_here, timed
+from benchmarks.common import environment, in_own_process, run, show, write_json
+from benchmarks.random_model import make_model
+from benchmarks.refit import timed
 from flashrl_verl.errors import ConfigError, FlashRLError
+from flashrl_verl.tools.recipe_process import compose, quoted
 
 PASSES = {"old log-probs": 1, "policy update": 4}
 """How many forward passes' operations each takes: an update is forward, recomputation and a backward pass of two."""
@@ -37,27 +42,88 @@ def forward_operations(config: Any, tokens: int) -> float:
     return 2 * matrices * tokens + attention
 
 
-def time_passes(config: Any, tokens: int, repeats: int) -> dict[str, list[float]]:
-    """Seconds of both passes of a model, after one of each that is not counted."""
-    from transformers import AutoModelForCausalLM
+def one_rank(words: list[str], folder: Path) -> list[str]:
+    """The run's overrides, for one rank and the model in `folder`."""
+    return [
+        *words,
+        f"actor_rollout_ref.model.path={quoted(str(folder))}",
+        "trainer.nnodes=1",
+        "trainer.n_gpus_per_node=1",
+        "actor_rollout_ref.actor.ulysses_sequence_parallel_size=1",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+    ]
 
-    from flashrl_verl.plugins.log_probs import log_probs
 
-    torch.manual_seed(0)
-    with device_here():
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").train()
-        ids = torch.randint(config.vocab_size, (1, tokens))
-    model.gradient_checkpointing_enable({"use_reentrant": False})  # as in the recipes
+def time_passes(words: list[str], folder: str, length: int, sequences: int, repeats: int) -> dict[str, Any]:
+    """Of a process of its own: seconds of both passes, after one of each that is not counted, and GiB at most.
 
-    def forward() -> torch.Tensor:
-        return log_probs(model(input_ids=ids, use_cache=False).logits[:, :-1], ids[:, 1:])
+    Args:
+        words: Hydra's, of one rank.
+        folder: takes the process group's file.
+        length: tokens of each sequence, a quarter of them prompt.
+        sequences: of one mini-batch.
+        repeats: how often each pass is timed.
+    """
+    config = compose(words)
+    here = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    os.environ.update(here, DIST_INIT_METHOD=f"file://{folder}/process-group-{os.getpid()}")
+    if config.trainer.device == "cpu":
+        os.environ["VERL_PLATFORM"] = "cpu"
+    from tensordict import TensorDict
+    from verl.utils import tensordict_utils as tu
 
-    def update() -> None:
-        (-forward().mean()).backward()
-        model.zero_grad(set_to_none=True)
+    import flashrl_verl.plugins.verl  # noqa: F401 - the CPU platform, before verl picks one
+    from flashrl_verl.trainer.worker import FlashRLWorker
 
-    work = dict(zip(PASSES, (torch.no_grad()(forward), update), strict=True))
-    return {name: [timed(one) for _ in range(1 + repeats)][1:] for name, one in work.items()}
+    worker = FlashRLWorker(config.actor_rollout_ref, role="actor")
+    worker.init_model()
+    prompt, random = length // 4, torch.Generator().manual_seed(0)
+    vocabulary = worker.actor.engine.module.config.vocab_size
+
+    def jagged(rows: list[torch.Tensor]) -> torch.Tensor:
+        return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+    ids = [torch.randint(3, vocabulary, (length,), generator=random) for _ in range(sequences)]
+    ones = [torch.ones(length - prompt, dtype=torch.int64) for _ in ids]
+    # Log-probs near those of random logits, so that no ratio is cut off.
+    near = [torch.full((length - prompt,), -torch.tensor(float(vocabulary)).log().item()) for _ in ids]
+    columns = {
+        "prompts": jagged([row[:prompt] for row in ids]),
+        "responses": jagged([row[prompt:] for row in ids]),
+        "input_ids": jagged(ids),
+        "position_ids": jagged([torch.arange(length) for _ in ids]),
+        "response_mask": jagged(ones),
+        "loss_mask": jagged(ones),
+        "old_log_probs": jagged(near),
+        "rollout_log_probs": jagged(near),
+        "advantages": jagged([torch.randn(1, generator=random) * row for row in ones]),
+    }
+
+    def batch(**more: Any) -> TensorDict:
+        data = TensorDict(columns, batch_size=sequences)
+        tu.assign_non_tensor(data, temperature=config.actor_rollout_ref.rollout.temperature, **more)
+        return data
+
+    actor = config.actor_rollout_ref.actor
+    settings = dict(
+        calculate_entropy=actor.calculate_entropy or actor.entropy_coeff != 0,
+        distillation_use_topk=False,
+        distillation_only=False,
+        global_batch_size=sequences,
+        mini_batch_size=sequences,
+        epochs=1,
+        seed=1,
+        dataloader_kwargs={"shuffle": False},
+    )
+    # As verl's driver asks (trainer/ppo/v1/trainer_base.py, _compute_old_log_prob and _update_actor).
+    work = (
+        lambda: worker.compute_log_prob(batch(calculate_entropy=True, compute_loss=False)),
+        lambda: worker.update_actor(batch(**settings)),
+    )
+    seconds = {name: [timed(one) for _ in range(1 + repeats)][1:] for name, one in zip(PASSES, work, strict=True)}
+    most = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
+    torch.distributed.destroy_process_group()
+    return {"seconds": seconds, "gib": most}
 
 
 def by_part(name: str, seconds: dict[int, list[float]], layers: int) -> dict[str, Any]:
@@ -79,40 +145,44 @@ def by_part(name: str, seconds: dict[int, list[float]], layers: int) -> dict[str
 
 
 def training(
+    context: typer.Context,
     model: Annotated[str, typer.Option(help="A name (qwen2.5-32b, ...), a config.json, or its folder.")] = "tiny",
     layers: Annotated[str, typer.Option(help="Depths of the two models that are timed.")] = "1,2",
-    tokens: Annotated[int, typer.Option(min=2, help="Of one sequence, which is one micro-batch.")] = 8192,
-    repeats: Annotated[int, typer.Option(min=1, help="After one that is not measured.")] = 5,
-    output: Annotated[Path, typer.Option(help="Folder for training.json.")] = Path("outputs/training"),
+    length: Annotated[int, typer.Option(min=8, help="Tokens of each sequence, a quarter of them prompt.")] = 8192,
+    sequences: Annotated[int, typer.Option(min=1, help="Of one mini-batch.")] = 4,
+    repeats: Annotated[int, typer.Option(min=1, help="After one that is not measured.")] = 3,
+    output: Annotated[Path, typer.Option(help="Folder for training.json, models and logs.")] = Path("outputs/training"),
 ) -> None:
-    """Time old log-probs and policy updates of a model's shape on one GPU, or on the CPU."""
+    """Time old log-probs and policy updates of a model's shape on one GPU, or on the CPU (hardware=cpu)."""
     from flashrl_verl.tools.engines.shapes import load_config
 
     depths = [int(word) if word.strip().isdecimal() else 0 for word in layers.split(",")]
     if len(depths) != 2 or not 0 < depths[0] < depths[1]:
         raise ConfigError(f"--layers {layers!r} is not two numbers, the second greater, such as 2,6")
-    whole = load_config(model)
+    words = context.args or ["experiment=smoke"]
+    compose(words)
+    whole, output = load_config(model), output.expanduser().resolve()
     seconds: dict[str, dict[int, list[float]]] = {name: {} for name in PASSES}
+    memory = {}
     for depth in depths:
-        print(f"{model} with {depth} layers", flush=True)
-        try:
-            found = time_passes(load_config(model, depth), tokens, repeats)
-        except torch.OutOfMemoryError as error:
-            raise FlashRLError(
-                f"{model} with {depth} layers and {tokens} tokens does not fit the GPU: fewer --layers or --tokens"
-            ) from error
-        torch.cuda.empty_cache()
+        folder, log = output / f"{Path(model).name}-{depth}", output / f"layers-{depth}.log"
+        make_model(model, depth, folder)
+        print(f"{model} with {depth} layers; log: {log}", flush=True)
+        found = in_own_process(time_passes, one_rank(words, folder), str(output), length, sequences, repeats, log=log)
+        memory[depth] = found["gib"]
         for name in PASSES:
-            seconds[name][depth] = found[name]
+            seconds[name][depth] = found["seconds"][name]
     here = environment()
     peak = next((speed for card, speed in BF16_OPERATIONS.items() if card in here["device"]), None)
     passes = []
     for name, times in PASSES.items():
         one = by_part(name, seconds[name], whole.num_hidden_layers)
-        operations = times * forward_operations(whole, tokens)
+        operations = times * sequences * forward_operations(whole, length)
         passes.append(one | {"share": None if peak is None else operations / one["whole_s"] / peak})
-    settings = {"model": model, "layers": depths, "tokens": tokens, "repeats": repeats}
-    write_json(output / "training.json", {"settings": settings, "environment": here, "passes": passes})
+    settings = {"overrides": words, "model": model, "layers": depths, "tokens": length * sequences, "length": length}
+    settings["repeats"] = repeats
+    record = {"settings": settings, "environment": here, "gib_allocated": memory, "passes": passes}
+    write_json(output / "training.json", record)
     rows = [
         [
             one["name"],
@@ -122,9 +192,9 @@ def training(
         for one in passes
     ]
     header = ("pass", "layer ms", "head ms", "whole model ms", "of the data sheet's BF16")
-    show(f"{model} on {here['device']}, one sequence of {tokens} tokens", header, rows)
+    show(f"{model} on {here['device']}, {sequences} sequences of {length} tokens", header, rows)
     print(f"written: {output / 'training.json'}")
 
 
 if __name__ == "__main__":
-    run(training)
+    run(training, overrides=True)

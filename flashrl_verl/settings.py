@@ -24,6 +24,8 @@ ROLLOUT = "actor_rollout_ref.rollout"
 MODEL = "actor_rollout_ref.model.path"
 DATA = ("data.train_files", "data.val_files")
 CORRECTION = "algorithm.rollout_correction"
+ASYNC = "flashrl_colocate_async"
+"""Of trainer.v1.trainer_mode."""
 
 
 def get(cfg: DictConfig, key: str, default: Any = None) -> Any:

@@ -27,7 +27,18 @@ from flashrl_verl.attention.limits import REMEDY, why_not_model
 from flashrl_verl.correction.settings import CorrectionSettings
 from flashrl_verl.errors import ConfigError, refuse, words
 from flashrl_verl.rollout.replicas import bf16_replicas
-from flashrl_verl.settings import ACTOR, CORRECTION, DATA, MODEL, ROLLOUT, FlashRLConfig, KVCache, get, positive_integer
+from flashrl_verl.settings import (
+    ACTOR,
+    ASYNC,
+    CORRECTION,
+    DATA,
+    MODEL,
+    ROLLOUT,
+    FlashRLConfig,
+    KVCache,
+    get,
+    positive_integer,
+)
 
 PLATFORM = "ray_kwargs.ray_init.runtime_env.env_vars.VERL_PLATFORM"
 ENGINE = f"{ROLLOUT}.engine_kwargs.vllm"
@@ -145,6 +156,10 @@ def _on_cpu(cfg: DictConfig) -> bool:
     return get(cfg, "trainer.device") == "cpu"
 
 
+def _asynchronous(cfg: DictConfig) -> bool:
+    return get(cfg, "trainer.v1.trainer_mode") == ASYNC
+
+
 def _on_gpu(cfg: DictConfig) -> bool:
     return not _on_cpu(cfg)
 
@@ -208,9 +223,31 @@ RULES = (
     # Another trainer or backend than ours.
     Rule(
         "trainer.v1.trainer_mode",
-        one_of("flashrl"),
+        one_of("flashrl", ASYNC),
         "there is a flashrl node, but another trainer would run, without its correction, receipts and bounds",
         "trainer.v1.trainer_mode=flashrl, or leave FlashRL's experiment out",
+    ),
+    # Trajectories of several versions of the policy.
+    Rule(
+        f"{CORRECTION}.rollout_is",
+        one_of(None, "token"),
+        "an asynchronous trajectory is of several versions of the policy, whose ratios over a sequence are far from 1",
+        "correction=tis",
+        when=_asynchronous,
+    ),
+    Rule(
+        f"{CORRECTION}.rollout_rs",
+        lambda value: not value or all(name.strip().startswith("token_") for name in str(value).split(",")),
+        "it rejects whole sequences by ratios, and those of an asynchronous trajectory are of several versions",
+        "correction=tis",
+        when=_asynchronous,
+    ),
+    Rule(
+        "trainer.v1.sampler.max_off_policy_threshold",
+        positive_integer,
+        "without it trajectories may be of any age",
+        "trainer.v1.sampler.max_off_policy_threshold=8",
+        when=_asynchronous,
     ),
     Rule(
         f"{ROLLOUT}.name",
@@ -769,7 +806,8 @@ def _check_head(cfg: DictConfig, settings: FlashRLConfig) -> None:
             trainer,
             f"the trainer would round lm_head's weight and input differently from {ROLLOUT}.dtype={rollout}, and "
             "flashrl.fp32_lm_head=true promises the same product on both sides",
-            f"{ROLLOUT}.dtype={trainer}, {key}.param_dtype={rollout}, or flashrl.fp32_lm_head=false",
+            f"{key}.param_dtype={rollout}, flashrl.fp32_lm_head=false"
+            + (f", or {ROLLOUT}.dtype={trainer}" if trainer != "float32" else ""),
         )
 
 

@@ -16,18 +16,16 @@ import pyarrow
 import pyarrow.parquet
 import torch
 from rich.console import Console
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
+from benchmarks.random_model import make_model
 from flashrl_verl.errors import ConfigError, FlashRLError
 from flashrl_verl.quickstart.progress import Progress, read_rows
 from flashrl_verl.tools import recipe_process
-from flashrl_verl.tools.engines.shapes import SHAPES, load_config
+from flashrl_verl.tools.engines.shapes import SHAPES
 from flashrl_verl.tools.log_excerpt import last_error
 from flashrl_verl.tools.plan.gpus import GPUS
 from flashrl_verl.tools.process_tree import ProcessTree, Stopped, stoppable
 
-EOS, PAD = 0, 1
 PROMPTS_PER_GPU = 8
 PROMPT_WORDS = 60
 
@@ -53,37 +51,6 @@ def shape_of(model: str) -> str:
     if not found:
         raise ConfigError(f"no shape of {model} is known here. Known: {', '.join(SHAPES)}")
     return found[0]
-
-
-def make_tokenizer(size: int) -> PreTrainedTokenizerFast:
-    """A tokenizer of ``size`` tokens: bytes, so that it reads everything (a newline is one token, as verl wants), and
-    words that are only ever written."""
-    words = ["<eos>", "<pad>", "<unk>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    words += [f"\u0120w{number}" for number in range(size - len(words))]
-    tokenizer = Tokenizer(models.BPE(vocab={word: number for number, word in enumerate(words)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token="<eos>",
-        pad_token="<pad>",
-        unk_token="<unk>",
-        chat_template="{% for message in messages %}{{ message['content'] }} {% endfor %}",
-    )
-
-
-def make_model(shape: str, layers: int, folder: Path) -> None:
-    """Random weights and a tokenizer, made once."""
-    if (folder / "tokenizer.json").is_file():  # what is saved last
-        return
-    config = load_config(shape, layers)
-    config.eos_token_id, config.pad_token_id, config.bos_token_id = EOS, PAD, None
-    torch.manual_seed(0)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.generation_config = GenerationConfig(eos_token_id=EOS, pad_token_id=PAD)
-    model.save_pretrained(folder)
-    make_tokenizer(config.vocab_size).save_pretrained(folder)
 
 
 def make_data(source: str, folder: Path) -> None:

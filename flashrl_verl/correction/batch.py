@@ -14,10 +14,13 @@ import torch
 import torch.distributed as dist
 from tensordict import NonTensorStack, TensorDict
 
-from flashrl_verl.correction.metrics import TOKEN, Sums, metrics_of, shard_sums
+from flashrl_verl.correction.metrics import TOKEN, Sums, lag_sums, metrics_of, shard_sums
 from flashrl_verl.correction.settings import CorrectionSettings
 from flashrl_verl.correction.weights import importance_weights, rejection_mask
 from flashrl_verl.errors import ConfigError, FlashRLError
+
+LAG = "flashrl_lag"
+"""Our column: updates since the first token of a trajectory was sampled, [B, 1]. Only asynchronous runs have it."""
 
 _IMAGES = "multi_modal_inputs"
 """verl's name of the column of what an image processor made of each row; {} where there was no image."""
@@ -50,7 +53,7 @@ def attach_correction(
 
     Args:
         data: `old_log_probs`, `rollout_log_probs`, `response_mask`: jagged [B, *] with equal row lengths, as
-            verl's transfer queue delivers them.
+            verl's transfer queue delivers them; `LAG` in asynchronous runs, which is taken out.
         settings: level, bounds, normalization, rejections, bypass; without a level no weights are added.
         group: the data-parallel group, or None.
         device: where `group` communicates.
@@ -63,6 +66,9 @@ def attach_correction(
         ConfigError, FlashRLError: from `correct_shard`; also when the three fields differ in row lengths.
     """
     old, mask, rollout = data["old_log_probs"], data["response_mask"], data.get("rollout_log_probs", None)
+    lags = data.pop(LAG, None)
+    if lags is not None:
+        lags = (lags.values() if lags.is_nested else lags).reshape(-1)
     if settings.bypass:  # the old log-probs are the rollout's
         inside = mask.values().bool()
         bad = (inside & ~old.values().isfinite()).sum().item()
@@ -75,7 +81,7 @@ def attach_correction(
     lengths = old.offsets().diff()
     filled = torch.arange(int(lengths.max()), device=old.device) < lengths.unsqueeze(-1)  # [B, T]
     padded = [None if x is None else _pad(x, filled) for x in (old, rollout, mask)]
-    correction = correct_shard(*padded, settings, group, device)
+    correction = correct_shard(*padded, settings, group, device, lags)
     # Without these bounds PyTorch later pads rows to the *total* number of values.
     bounds = {"min_seqlen": int(lengths.min()), "max_seqlen": int(lengths.max())}
     corrected = {"rollout_is_weights": correction.weights, "response_mask": correction.kept}
@@ -92,6 +98,7 @@ def correct_shard(
     settings: CorrectionSettings,
     group: dist.ProcessGroup | None = None,
     device: torch.device | str | None = None,
+    lags: torch.Tensor | None = None,
 ) -> Correction:
     """Computes weights and rejections of one data-parallel shard, and the metrics of the whole batch.
 
@@ -105,6 +112,7 @@ def correct_shard(
         group: the data-parallel group. Its ranks hold disjoint rows; ranks that share rows (tensor, sequence
             parallel) are in different groups, so nothing counts twice. None: this shard is the whole batch.
         device: where `group` communicates; by default where the tensors are.
+        lags: [B] int, the rows' `LAG`, on all ranks or none; None: k3 KL is not told by it.
 
     Raises:
         ConfigError: `rollout_log_probs` is None.
@@ -126,6 +134,8 @@ def correct_shard(
         weights, kept = importance_weights(old - rollout, mask, settings), rejection_mask(old - rollout, mask, settings)
         sums = shard_sums(old, rollout, mask, weights, kept, settings)
         sums |= {(TOKEN, "_bad_old"): bad_old.sum().item(), (TOKEN, "_bad_rollout"): bad_rollout.sum().item()}
+        if lags is not None:
+            sums |= lag_sums(old - rollout, mask, lags.to(mask.device))
         sums = _all_reduce(sums, group, device or old.device)
         _require_usable(sums)
         metrics = metrics_of(sums, settings)

@@ -19,6 +19,9 @@ TOKEN, ROW = "token", "row"
 """What a sum is over: the tokens in the mask, or all rows. As in verl, a row with an empty mask counts, with value
 0."""
 
+LAGS = 4
+"""Ages of trajectories that are told apart, in updates; the last is that age or more."""
+
 Sums = dict[tuple[str, str], float]
 """By what it is over and the metric whose mean it gives; a leading `_` marks an ingredient. The same keys on every
 rank."""
@@ -50,6 +53,22 @@ def shard_sums(
         terms[TOKEN, "rollout_rs_masked_fraction"] = rejected[mask]
         terms[ROW, "rollout_rs_seq_masked_fraction"] = rejected.any(-1)
     return {name: term.double().sum().item() for name, term in terms.items()}
+
+
+def lag_sums(log_ratio: torch.Tensor, mask: torch.Tensor, lags: torch.Tensor) -> Sums:
+    """k3 KL by how old trajectories are.
+
+    Args:
+        log_ratio: [B, T] float, log(pi_old / pi_rollout), zero outside the mask.
+        mask: [B, T] bool.
+        lags: [B] int, updates since the first token of a row was sampled.
+    """
+    sums: Sums = {}
+    for lag in range(LAGS):
+        of_lag = log_ratio[mask & (lags.clamp(0, LAGS - 1) == lag).unsqueeze(-1)].double()
+        sums[TOKEN, f"_lag_{lag}"] = float(of_lag.numel())
+        sums[TOKEN, f"_lag_{lag}_k3"] = (of_lag.exp() - of_lag - 1).sum().item()
+    return sums
 
 
 def _offpolicy_terms(
@@ -123,4 +142,8 @@ def metrics_of(sums: Sums, settings: CorrectionSettings) -> dict[str, float]:
             by_response = sums[ROW, "rollout_is_seq_mean"] / sums[ROW, "_responses"]
             factor = mean if settings.level is Level.TOKEN else by_response
             values["rollout_is_batch_norm_factor"] = factor if factor > EPS else 1.0
+    for lag in range(LAGS):
+        if tokens := sums.get((TOKEN, f"_lag_{lag}")):
+            values[f"k3_kl_lag_{lag}"] = sums[TOKEN, f"_lag_{lag}_k3"] / tokens
+            values[f"tokens_lag_{lag}"] = tokens / count[TOKEN]
     return {f"rollout_corr/{name}": value for name, value in values.items() if not name.startswith("_")}

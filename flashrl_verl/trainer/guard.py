@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 
 from flashrl_verl.correction.settings import CorrectionSettings
 from flashrl_verl.errors import GuardError
-from flashrl_verl.settings import CORRECTION, ROLLOUT, Action, FlashRLConfig, GuardConfig, Precision, get
+from flashrl_verl.settings import ASYNC, CORRECTION, ROLLOUT, Action, FlashRLConfig, GuardConfig, Precision, get
 
 log = logging.getLogger("verl.flashrl")
 
@@ -56,7 +56,11 @@ _CLOSER = {
 
 
 def limits(
-    precision: Precision, correction: CorrectionSettings, updates: int = 1, log_probs: bool = True
+    precision: Precision,
+    correction: CorrectionSettings,
+    updates: int = 1,
+    log_probs: bool = True,
+    asynchronous: bool = False,
 ) -> tuple[Limit, ...]:
     """Everything whose metric tells what its limit is about, in the order in which it is told.
 
@@ -65,13 +69,15 @@ def limits(
         correction: which metrics there are, and of what.
         updates: of the actor in a step.
         log_probs: whether the rollout sends its log-probs.
+        asynchronous: whether trajectories may be older than the last update. Older ones are far from the policy
+            whatever quantization does, so the mismatch is that of trajectories which are not.
     """
     closer = _CLOSER[precision]
     table = []
     # In bypass mode with several updates verl's loss compares pi_theta, which moves with each of them, with pi_rollout:
     # these metrics then tell the size of an update, not the rollout's distance from the trainer.
     if not (correction.bypass and updates > 1):
-        table += _mismatch(closer)
+        table += _mismatch(closer)[:1] if asynchronous else _mismatch(closer)
         table += _weights(closer, correction) if correction.level else []
     if correction.rejections:
         meaning = "rejection leaves little of the batch to train on"
@@ -79,6 +85,11 @@ def limits(
         table.append(Limit("rejected_share", "rollout_corr/rollout_rs_masked_fraction", operator.gt, meaning, remedy))
     # In bypass mode verl's loss decides what it reports, and there are no log-probs of the trainer's to correlate.
     table = [limit._replace(expected=log_probs and not correction.bypass) for limit in table]
+    if asynchronous:  # a batch may have no trajectory of the last update
+        table = [
+            limit._replace(metric=f"{limit.metric}_lag_0", expected=False) if limit.name == "k3_kl" else limit
+            for limit in table
+        ]
     if precision is not Precision.BF16:
         table.append(_CODES)
     return tuple(table)
@@ -162,7 +173,11 @@ class Guard:
         """
         correction = CorrectionSettings.from_config(get(cfg, CORRECTION, {}))
         watched = limits(
-            settings.precision, correction, updates_a_step(cfg), bool(get(cfg, f"{ROLLOUT}.calculate_log_probs", False))
+            settings.precision,
+            correction,
+            updates_a_step(cfg),
+            bool(get(cfg, f"{ROLLOUT}.calculate_log_probs", False)),
+            get(cfg, "trainer.v1.trainer_mode") == ASYNC,
         )
         # During warm-up verl updates the critic only: codes do not change and nothing is corrected.
         guard = cls(settings.guard, watched, get(cfg, "trainer.critic_warmup", 0), get(cfg, "trainer.save_freq", -1))

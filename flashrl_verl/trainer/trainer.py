@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trainer: verl's synchronous V1 trainer with a verified refit, bounded dynamic sampling and correction on the
-actors.
+"""The trainers: verl's V1 trainers with a verified refit, bounded dynamic sampling and correction on the actors.
 
 verl's V1 ``PPOTrainerSync`` already is a DAPO trainer (``algorithm.filter_groups`` refills constant groups); only named
-hooks are overridden here. Importing this module registers the trainer as ``trainer.v1.trainer_mode=flashrl``.
+hooks are overridden here. Importing this module registers ``trainer.v1.trainer_mode=flashrl``, and
+``flashrl_colocate_async`` on verl's ``PPOTrainerColocateAsync``, which samples the next step's responses while this
+step waits for its longest ones, and carries them over the update.
 """
 
 import inspect
@@ -13,15 +14,22 @@ import math
 import numbers
 import time
 from pathlib import Path
+from typing import ClassVar
 
 import ray
+import torch
+import transfer_queue as tq
 from omegaconf import DictConfig, OmegaConf, open_dict
+from tensordict import TensorDict
 from verl.trainer.ppo.utils import Role
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 from verl.trainer.ppo.v1.trainer_base import register_trainer
+from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
+from verl.utils.debug import marked_timer
 
+from flashrl_verl.correction.batch import LAG
 from flashrl_verl.errors import DynamicSamplingError, FlashRLError, GuardError, listed
 from flashrl_verl.plugins.versions import Status, check_versions
 from flashrl_verl.refit.receipt import verify_ranks
@@ -54,14 +62,16 @@ _POLL_INTERVAL_S = 0.1
 run."""
 
 
-@register_trainer("flashrl")
-class FlashRLTrainer(PPOTrainerSync):
-    """See the module. ``config`` is verl's, composed with ``flashrl_verl.configs``.
+class FlashRLMixin:
+    """What both trainers have in common. ``config`` is verl's, composed with ``flashrl_verl.configs``.
 
     Raises:
         ConfigError: from the constructor, before anything is started.
         RefitError, DynamicSamplingError, GuardError, FlashRLError: while training; the last checkpoint stays whole.
     """
+
+    MODE: ClassVar[str]
+    """verl's name of the mode."""
 
     def __init__(self, config: DictConfig):
         self.flashrl = validate_config(config)
@@ -88,7 +98,9 @@ class FlashRLTrainer(PPOTrainerSync):
     # ---- verl's hooks, in the order they are called ----
 
     def _build_replay_buffer(self):
-        self.trainer_mode = "sync"  # what verl compares with, here and later; our registered name is not in its lists
+        self.trainer_mode = (
+            self.MODE
+        )  # what verl compares with, here and later; our registered name is not in its lists
         replay_buffer = super()._build_replay_buffer()
         assert hasattr(replay_buffer, "poll_interval"), "verl renamed the replay buffer's poll interval"
         if self.flashrl.sampling.refill and type(replay_buffer) is ReplayBuffer:
@@ -224,6 +236,9 @@ class FlashRLTrainer(PPOTrainerSync):
 
     def on_step_end(self) -> None:
         super().on_step_end()
+        self._after_update()
+
+    def _after_update(self) -> None:
         refit = self._verify_refit()
         self._check_guard(refit)
         self._pending_sync_metrics = {**refit, **self._layer_metrics, **self.guard.metrics()}
@@ -328,6 +343,38 @@ class FlashRLTrainer(PPOTrainerSync):
         if not self._warned_padding:
             self._warned_padding = True
             log.warning("%s (allowed: flashrl.padded_vocab_mass_limit=%g)", text, limit)
+
+
+@register_trainer("flashrl")
+class FlashRLTrainer(FlashRLMixin, PPOTrainerSync):
+    """Generation, then training."""
+
+    MODE = "sync"
+
+
+@register_trainer("flashrl_colocate_async")
+class FlashRLAsyncTrainer(FlashRLMixin, PPOTrainerColocateAsync):
+    """Responses that are not finished when a batch is full are stopped, and go on after the update with its weights:
+    each token keeps the log-prob of the weights that sampled it. How old a trajectory may be is
+    ``trainer.v1.sampler.max_off_policy_threshold``."""
+
+    MODE = "colocate_async"
+
+    def on_step_end(self) -> None:
+        # verl's method updates and resumes in one: nothing may be sampled from weights that have not been verified.
+        with marked_timer("update_weights", self.timing_raw, color="red"):
+            self.checkpoint_manager.update_weights(self.global_steps)
+        self._after_update()
+        self.checkpoint_manager.resume_generation_replicas()
+
+    def _balance_batch(self, batch, metrics: dict, *args, **more):
+        batch = super()._balance_batch(batch, metrics, *args, **more)
+        # Engines hold the weights of the step before; a trajectory's least version is that of its first tokens.
+        lags = torch.tensor([[self.global_steps - 1 - tag["min_global_steps"]] for tag in batch.tags])
+        tq.kv_batch_put(
+            keys=batch.keys, partition_id=batch.partition_id, fields=TensorDict({LAG: lags}, batch_size=len(batch))
+        )
+        return batch
 
 
 def require_same_ranks(folder: Path, ranks: int) -> None:

@@ -110,7 +110,8 @@ def test_logits_in_fp32_on_both_sides_train_and_their_mismatch_is_not_larger(ass
     for head in ("true", "false"):
         folder = tmp_path / head
         folder.mkdir()
-        words = command(assets, folder, "flashrl.precision=bf16", f"flashrl.fp32_lm_head={head}")
+        rounded = "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=bf16"  # as in the engine
+        words = command(assets, folder, "flashrl.precision=bf16", f"flashrl.fp32_lm_head={head}", rounded)
         run = finish(start(words, folder), folder, timeout=900)
         assert_healthy(run, steps=2)
         metrics = run.metrics()

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-from flashrl_verl.correction.batch import attach_correction, correct_shard, without_objects
+from flashrl_verl.correction.batch import LAG, attach_correction, correct_shard, without_objects
 from flashrl_verl.correction.settings import CorrectionSettings, Level
 from flashrl_verl.errors import ConfigError, FlashRLError
 from flashrl_verl.settings import Precision
@@ -107,6 +107,28 @@ def test_every_rank_gets_its_part_of_verls_answer_for_the_whole_batch(name, rank
     # No batch of these was an easy one.
     assert drawn["empty"] and (drawn["dropped"] or settings.lower is None)
     assert not settings.rejections or min(drawn["rejected"], drawn["kept"]) > 0.05 * (drawn["rejected"] + drawn["kept"])
+
+
+def test_the_mismatch_is_told_by_the_age_of_trajectories_and_is_all_of_it(ranks):
+    batch = cases.random_batch(3)
+    rows = len(batch.old)
+    lags = torch.arange(rows) % 6
+    parts = uneven_parts(rows, 4, 3)
+    shards = [as_verl_sends(batch, part) for part in parts]
+    for shard, part in zip(shards, parts, strict=True):
+        shard[LAG] = lags[part].unsqueeze(1)
+    answers = [future.result() for future in ranks[4].attach(shards, TIS)]
+    assert all(answer == answers[0] for answer in answers) and not any(LAG in shard for shard in shards)
+    metrics, mask = answers[0], batch.mask.bool()
+    ratio = (batch.old - batch.rollout).double()
+    shares = []
+    for lag in range(4):
+        of_lag = ratio[mask & (lags.clamp(max=3) == lag).unsqueeze(1)]
+        shares.append(len(of_lag) / int(mask.sum()))
+        assert metrics[f"rollout_corr/tokens_lag_{lag}"] == pytest.approx(shares[-1])
+        assert metrics[f"rollout_corr/k3_kl_lag_{lag}"] == pytest.approx((of_lag.exp() - of_lag - 1).mean().item())
+    by_lag = sum(share * metrics[f"rollout_corr/k3_kl_lag_{lag}"] for lag, share in enumerate(shares))
+    assert sum(shares) == pytest.approx(1) and by_lag == pytest.approx(metrics["rollout_corr/k3_kl"], rel=1e-5)
 
 
 # ---- what cannot be corrected ----

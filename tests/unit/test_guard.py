@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from flashrl_verl.correction.batch import correct_shard
 from flashrl_verl.correction.settings import CorrectionSettings, Level
 from flashrl_verl.errors import GuardError
-from flashrl_verl.settings import Precision
+from flashrl_verl.settings import ASYNC, Precision
 from flashrl_verl.tools.recipe_process import compose
 from flashrl_verl.trainer.guard import Guard, limits
 from flashrl_verl.validation import validate_config
@@ -141,6 +141,7 @@ NO_LOG_PROBS = ("correction=none", "actor_rollout_ref.rollout.calculate_log_prob
         (("correction=metrics_only",), {"rejected_share", *NO_WEIGHTS}),
         (NO_LOG_PROBS, {*NAMES} - {"code_change_rate"}),
         (("correction=bypass",), {*NAMES} - {"code_change_rate"}),
+        ((f"trainer.v1.trainer_mode={ASYNC}",), {"rejected_share", "correlation", "k3_kl"}),
     ],
 )
 def test_what_the_configuration_produces_may_not_be_missing_and_nothing_else_is_missed(overrides, absent):
@@ -148,6 +149,14 @@ def test_what_the_configuration_produces_may_not_be_missing_and_nothing_else_is_
     guard.check(1, {})
     guard.check(1, {}, refitted=True)
     assert counts(guard) | {"events": 0} == {"events": 0, **dict.fromkeys({*NAMES} - absent, 1)}
+
+
+def test_an_asynchronous_mismatch_is_that_of_trajectories_of_the_last_update():
+    guard = configured(f"trainer.v1.trainer_mode={ASYNC}")
+    weights = {"rollout_corr/rollout_is_eff_sample_size": 1.0, "rollout_corr/rollout_is_ratio_fraction_high": 0.0}
+    guard.check(1, {**weights, "rollout_corr/k3_kl": 9.0, "rollout_corr/k3_kl_lag_0": 1e-4})
+    with pytest.raises(GuardError, match="rollout_corr/k3_kl_lag_0=0.5 is beyond flashrl.guard.k3_kl_max"):
+        guard.check(2, {**weights, "rollout_corr/k3_kl": 1e-4, "rollout_corr/k3_kl_lag_0": 0.5})
 
 
 def test_while_only_the_critic_trains_the_actor_may_stand_still():

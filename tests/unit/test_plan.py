@@ -3,6 +3,7 @@
 against what was measured are in `test_plan_measured.py`."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -19,10 +20,10 @@ from flashrl_verl.tools.plan.command import DEFAULTS, of_run, plan_of
 from flashrl_verl.tools.plan.gpus import find
 from flashrl_verl.tools.plan.memory import Choice, Engine, memory_of, weight_bytes
 from flashrl_verl.tools.plan.planner import make_plan
-from flashrl_verl.tools.plan.schedule import Work, simulate
+from flashrl_verl.tools.plan.schedule import Work, response_lengths, simulate
 from flashrl_verl.tools.plan.shape import shape_of
 from flashrl_verl.tools.plan.step import Clock, StepTime
-from flashrl_verl.tools.plan.whole_step import FORWARD, UPDATE, forward_operations, whole_step
+from flashrl_verl.tools.plan.whole_step import FORWARD, UPDATE, Levers, forward_operations, whole_step
 
 BF16, INT8 = (Choice(precision=precision) for precision in (Precision.BF16, Precision.INT8))
 H200 = find("h200")
@@ -130,8 +131,8 @@ def test_a_prompt_passes_the_head_once():
 def test_a_whole_step(qwen32b):
     """64 H200s, 8192 sequences of 4096 tokens; 31.2 billion weights of projections and 0.78 of the head pass a
     token."""
-    step = whole_step(qwen32b, H200, 64, rollout=100.0, sequences=8192, length=4096)
     tokens = 8192 * 4096
+    step = whole_step(qwen32b, H200, 64, rollout=100.0, tokens=tokens, length=4096, levers=Levers())
     products = 2 * tokens * (64 * (5120 * 5120 * 2 + 2 * 5120 * 1024 + 3 * 5120 * 27648) + 5120 * 152064)
     attention = 64 * 4 * 5120 * (4096 / 2) * tokens  # two products, each over the half that lies behind the token
     forward = (products + attention) / (64 * 989e12)
@@ -139,6 +140,15 @@ def test_a_whole_step(qwen32b):
     assert step.update == pytest.approx(4 * forward / UPDATE, rel=1e-3)
     assert step.refit == pytest.approx(2 * qwen32b.parameters / 6e9)
     assert step.seconds == 100.0 + step.log_probs + step.update + step.refit
+    waits = Levers(even_mini_batches=False, bypass=True)
+    other = whole_step(qwen32b, H200, 64, rollout=100.0, tokens=tokens, length=4096, levers=waits)
+    assert other.log_probs == 0 and other.update == pytest.approx(1.05 * step.update)
+
+
+def test_groups_that_are_generated_for_one_that_is_used():
+    assert Levers().started == 1
+    assert Levers(constant=0.4).started == pytest.approx(1.05 / 0.6)
+    assert Levers(constant=0.4, refill=False).started == pytest.approx(1.4 / 0.6)
 
 
 # ---- the schedule ----
@@ -165,28 +175,39 @@ def test_the_schedule_is_that_of_a_loop_over_single_steps(seed):
     sequences, prompt, response, limit = (
         int(torch.randint(1, high, (), generator=generator)) for high in (40, 30, 50, 30)
     )
-    tokens = prompt + response + int(torch.randint(0, sequences * (prompt + response), (), generator=generator))
-    work = Work(sequences=sequences, prompt=prompt, response=response)
+    work = Work(sequences=sequences, prompt=prompt, response=response, spread=0.8 * (seed % 2))
+    longest = prompt + max(response_lengths(work))
+    tokens = longest + int(torch.randint(0, sequences * longest, (), generator=generator))
     line = simulate(SteadyClock(), work, tokens, limit)
     assert (line.steps, line.preemptions) == step_by_step(work, tokens, limit)
 
 
 def step_by_step(work: Work, tokens: int, limit: int) -> tuple[int, int]:
     """Steps and preemptions, one token at a time."""
-    waiting, running, steps, preemptions = [0] * work.sequences, [], 0, 0
+    waiting, running, steps, preemptions = [(0, wanted) for wanted in response_lengths(work)], [], 0, 0
     while waiting or running:
         while waiting and len(running) < limit:
-            held = sum(work.prompt + done for done in running)
-            if held + work.prompt + waiting[0] + len(running) + 1 > tokens:
+            held = sum(work.prompt + done for done, _ in running)
+            if held + work.prompt + waiting[0][0] + len(running) + 1 > tokens:
                 break
             running.append(waiting.pop(0))
-        while sum(work.prompt + done + 1 for done in running) > tokens:
+        while sum(work.prompt + done + 1 for done, _ in running) > tokens:
             waiting.insert(0, running.pop())
             preemptions += 1
-        running = [done + 1 for done in running]
-        running = [done for done in running if done < work.response]
+        running = [(done + 1, wanted) for done, wanted in running]
+        running = [(done, wanted) for done, wanted in running if done < wanted]
         steps += 1
     return steps, preemptions
+
+
+def test_lengths_are_lognormal_up_to_a_limit():
+    lengths = response_lengths(Work(sequences=4000, prompt=1, response=5000, spread=0.7))
+    logarithms = torch.tensor(lengths).log()
+    assert torch.tensor(lengths).double().mean() == pytest.approx(5000, rel=1e-3)
+    assert logarithms.std() == pytest.approx(0.7, rel=0.01)
+    assert logarithms.mean().exp() == pytest.approx(5000 / math.exp(0.7**2 / 2), rel=0.01)
+    cut = response_lengths(Work(sequences=4000, prompt=1, response=5000, spread=0.7, limit=8000))
+    assert max(cut) == 8000 and torch.tensor(cut).double().mean() == pytest.approx(5000, rel=1e-3)
 
 
 def test_responses_that_share_a_prompt_read_and_keep_it_once():
@@ -274,15 +295,17 @@ def test_the_command_plans_a_run_by_its_overrides(tmp_path):
     made = json.loads((tmp_path / "new" / "plan.json").read_text())
     rows = {(row["choice"]["precision"], row["choice"]["kv_cache"]): row["whole"] for row in made["outcomes"]}
     quoted = {
-        ("bf16", "auto"): (2642, 4422),
-        ("int8", "auto"): (2325, 4105),
-        ("int8", "int8_per_token_head"): (1639, 3419),
+        ("bf16", "auto"): (5719, 7546),
+        ("int8", "auto"): (5048, 6875),
+        ("int8", "int8_per_token_head"): (3421, 5248),
     }
     assert {key: (round(rows[key]["rollout"]), round(rows[key]["seconds"])) for key in quoted} == quoted
     lines = [line.split() for line in result.output.splitlines()]
-    assert ["int8", "2325", "359", "1410", "11", "4105", "1.03"] in lines
+    assert ["int8", "5048", "368", "1448", "11", "6875", "0.98"] in lines
     assert made["gpus"] == 32 and made["engine"]["tensor_parallel"] == 4
-    assert made["work"] == {"sequences": 1024, "prompt": 1024, "response": 10240}  # 512 prompts x 16, 8 engines
+    assert [made["work"][key] for key in ("sequences", "prompt", "response", "limit")] == [1024, 1024, 10240, 20480]
+    by_lever = [row["seconds"] for row in made["by_lever"]]
+    assert len(by_lever) == 6 and by_lever == sorted(by_lever, reverse=True)
 
 
 def test_explain_tells_layouts_memory_and_what_is_left_out():
@@ -291,7 +314,7 @@ def test_explain_tells_layouts_memory_and_what_is_left_out():
     short, long = (CliRunner().invoke(app, [*words, *more]).output for more in ([], ["--explain"]))
     assert long.startswith(short) and len(short.splitlines()) < 16
     said = " ".join(long.split())
-    assert "flashrl.keep_first_layers=3" in said and "algorithm.filter_groups.enable=True" in said
+    assert "flashrl.keep_first_layers=3" in said and "40% of groups constant" in said
     # 16 bytes for each of 32.76 billion parameters: 488.2 GiB, over two GPUs of 60
     assert "are 244.1 GiB of each GPU, more than its 60, unless" in said
     assert all(len(line) <= 80 for line in long.splitlines())

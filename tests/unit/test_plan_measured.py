@@ -29,7 +29,6 @@ LITTLE = ("throughput/qwen2.5-32b-71gib-two-arms", "throughput/again/qwen2.5-32b
 """BF16's KV cache is the smallest here, 6.3 GiB: three sequences of 8192 tokens at a time."""
 
 
-
 @dataclass(frozen=True)
 class Measured:
     """A variant and a workload: what was measured, and the plan's clock for it."""

@@ -15,7 +15,7 @@ from refusals import ENGINE, changed, refusal
 
 from flashrl_verl import validation
 from flashrl_verl.errors import ConfigError, words
-from flashrl_verl.settings import ACTOR, CORRECTION, MODEL, ROLLOUT
+from flashrl_verl.settings import ACTOR, ASYNC, CORRECTION, MODEL, ROLLOUT
 from flashrl_verl.tools.recipe_process import ROOT, compose
 from flashrl_verl.validation import (
     PLATFORM,
@@ -33,6 +33,7 @@ LOSS_MODE = f"{ACTOR}.policy_loss.loss_mode"
 FRACTION = "flashrl.bf16_replica_fraction"
 ATTENTION = f"{ACTOR_MODEL}.override_config.attn_implementation"
 OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg"
+MODE, THRESHOLD = "trainer.v1.trainer_mode", "trainer.v1.sampler.max_off_policy_threshold"
 NO_WEIGHTS = {f"{CORRECTION}.rollout_is": None, f"{CORRECTION}.rollout_is_threshold": None}
 REJECTION = {f"{CORRECTION}.rollout_rs": "seq_mean_k1", f"{CORRECTION}.rollout_rs_threshold": "0.999_1.001"}
 BYPASS = {f"{CORRECTION}.bypass_mode": True, LOSS_MODE: "bypass_mode"}
@@ -85,6 +86,9 @@ CASES = [
     ({f"{ROLLOUT}.scheduling_policy": "priority"}, f"{ROLLOUT}.scheduling_policy=fcfs"),
     ({f"{ACTOR}.strategy": "megatron"}, f"{ACTOR}.strategy=fsdp2"),
     ({"trainer.v1.sampler.custom_sampler.path": "mine.py"}, "flashrl.sampling.refill=false"),
+    ({MODE: ASYNC, f"{CORRECTION}.rollout_is": "sequence"}, "correction=tis"),
+    ({MODE: ASYNC, f"{CORRECTION}.rollout_rs": "token_k1,seq_mean_k1"}, "correction=tis"),
+    ({MODE: ASYNC, THRESHOLD: None}, f"{THRESHOLD}=8"),
     ({f"{ACTOR_MODEL}.lora_rank": 8}, f"{ACTOR_MODEL}.lora.merge=True"),
     ({f"{ACTOR_MODEL}.lora.rank": 8}, f"{ACTOR_MODEL}.lora.merge=True"),
     ({f"{ACTOR_MODEL}.mtp.enable_rollout": True}, f"{ACTOR_MODEL}.mtp.enable_rollout=false"),

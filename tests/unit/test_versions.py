@@ -90,9 +90,7 @@ def readme_table() -> dict[str, dict[str, list[str]]]:
     version = re.compile(r"\d[\w.+]*")
     head, _, *rows = (re.findall(r"[^|]+", line) for line in section.splitlines() if line.startswith("|"))
     columns = [name.strip().lower() for name in head[1:]]
-    return {
-        row[0].strip(): dict(zip(columns, map(version.findall, row[1:]), strict=True)) for row in rows
-    }
+    return {row[0].strip(): dict(zip(columns, map(version.findall, row[1:]), strict=True)) for row in rows}
 
 
 def test_the_readme_tells_exactly_what_the_versions_are_checked_against():

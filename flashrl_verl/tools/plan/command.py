@@ -27,6 +27,12 @@ DEFAULTS: dict[str, Any] = {
     "samples": 1,
     "prompt": 512,
     "response": 2048,
+    "limit": None,
+    "spread": 0.7,
+    "constant": 0.0,
+    "refill": True,
+    "even_mini_batches": True,
+    "bypass": False,
     "gpu_memory_utilization": 0.9,
     "max_num_seqs": 1024,
     "max_num_batched_tokens": 8192,
@@ -35,7 +41,10 @@ DEFAULTS: dict[str, Any] = {
 """Without a run and without options. sequences: None is 1024 for each engine. samples: responses to a prompt that share
 it through prefix caching."""
 
-_MOST_SEQUENCES = 1_000_000
+CONSTANT = 0.4
+"""Share of constant groups that is assumed of a run with dynamic sampling."""
+
+_MOST_SEQUENCES = 65_536
 
 _NOT_PLANNED = {
     "flashrl.ignore": [],
@@ -43,9 +52,7 @@ _NOT_PLANNED = {
     "flashrl.keep_last_layers": 0,
     "flashrl.bf16_replica_fraction": 0.0,
     "flashrl.fp32_lm_head": False,
-    "algorithm.rollout_correction.bypass_mode": False,
     "algorithm.use_kl_in_reward": False,
-    "algorithm.filter_groups.enable": False,
     "actor_rollout_ref.actor.use_kl_loss": False,
     "actor_rollout_ref.actor.ppo_epochs": 1,
     "actor_rollout_ref.actor.fsdp_config.param_offload": False,
@@ -81,6 +88,14 @@ def plan(
     response_length: Annotated[
         int | None, typer.Option(min=1, help="Tokens, the mean; else half the run's maximum, else 2048.")
     ] = None,
+    length_spread: Annotated[
+        float | None,
+        typer.Option(min=0, max=3, help="Standard deviation of the logarithm of responses' lengths; else 0.7."),
+    ] = None,
+    constant_groups: Annotated[
+        float | None,
+        typer.Option(min=0, max=0.95, help="Share of groups that dynamic sampling replaces; else 0.4 where it is on."),
+    ] = None,
     gpu_memory_gib: Annotated[
         float | None, typer.Option(min=1, max=10_000, help="GiB of a GPU, instead of the data sheet's.")
     ] = None,
@@ -106,6 +121,8 @@ def plan(
         "sequences": sequences,
         "prompt": prompt_length,
         "response": response_length,
+        "spread": length_spread,
+        "constant": constant_groups,
     }
     run = of_run(overrides, with_model=model is None) if overrides else {}
     run |= {name: value for name, value in options.items() if value is not None}
@@ -131,6 +148,7 @@ def plan_of(values: dict[str, Any], gpu: GPU) -> Plan:
     from flashrl_verl.tools.plan.planner import make_plan
     from flashrl_verl.tools.plan.schedule import Work
     from flashrl_verl.tools.plan.shape import shape_of
+    from flashrl_verl.tools.plan.whole_step import Levers
 
     names = ("tensor_parallel", "gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens")
     engine = Engine(**{name: values[name] for name in names})
@@ -140,10 +158,18 @@ def plan_of(values: dict[str, Any], gpu: GPU) -> Plan:
         raise ConfigError(
             f"{sequences} responses an engine are not planned, {_MOST_SEQUENCES} at most. Set --sequences"
         )
-    work = Work(sequences=sequences, prompt=values["prompt"], response=values["response"])
+    limit, response = values["limit"], values["response"]
+    work = Work(
+        sequences=sequences,
+        prompt=values["prompt"],
+        response=response,
+        spread=values["spread"],
+        limit=limit if limit is not None and limit > response else None,
+    )
+    levers = Levers(**{name: values[name] for name in ("constant", "refill", "even_mini_batches", "bypass")})
     shape = shape_of(load_config(values["model"]))
     return make_plan(
-        values["model"], shape, gpu, values["gpus"], engine, work, values["not_planned"], values["samples"]
+        values["model"], shape, gpu, values["gpus"], engine, work, values["not_planned"], values["samples"], levers
     )
 
 
@@ -178,6 +204,11 @@ def of_run(overrides: list[str], *, with_model: bool = True) -> dict[str, Any]:
         "samples": rollout.n if rollout.enable_prefix_caching else 1,
         "prompt": max(1, cfg.data.max_prompt_length // 2),
         "response": max(1, cfg.data.max_response_length // 2),
+        "limit": cfg.data.max_response_length,
+        "constant": CONSTANT if cfg.algorithm.filter_groups.enable else 0.0,
+        "refill": cfg.flashrl.sampling.refill,
+        "even_mini_batches": cfg.flashrl.sampling.even_mini_batches,
+        "bypass": bool(OmegaConf.select(cfg, "algorithm.rollout_correction.bypass_mode")),
         "not_planned": tuple(f"{key}={values[key]}" for key in changed),
     }
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One plan: every variant on the same work, and which of them to take."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -10,10 +10,10 @@ from flashrl_verl.errors import ConfigError
 from flashrl_verl.settings import KVCache, Precision
 from flashrl_verl.tools.plan.gpus import GIB, GPU
 from flashrl_verl.tools.plan.memory import BF16, Choice, Engine, Memory, memory_of
-from flashrl_verl.tools.plan.schedule import Timeline, Work, own_prompt, simulate
+from flashrl_verl.tools.plan.schedule import Timeline, Work, length_over_tokens, own_prompt, response_lengths, simulate
 from flashrl_verl.tools.plan.shape import ModelShape
 from flashrl_verl.tools.plan.step import Clock
-from flashrl_verl.tools.plan.whole_step import WholeStep, whole_step
+from flashrl_verl.tools.plan.whole_step import Levers, WholeStep, whole_step
 
 NEARLY = 0.95
 """Of the fastest variant's speed: what is slower by less is within the plan's error (docs/results/throughput.md)."""
@@ -81,6 +81,9 @@ class Plan:
     sent_bytes: float
     """BF16 bytes that the trainer sends to every GPU of an engine in one update."""
     advice: str
+    levers: Levers
+    by_lever: tuple[tuple[str, WholeStep], ...]
+    """A step of stock verl in BF16, then with one lever more each, in engines as asked."""
     not_planned: tuple[str, ...]
     """Settings of the run that change memory or speed and are not in these figures."""
 
@@ -91,6 +94,7 @@ class Plan:
             if outcome.memory is not None:
                 row["memory"]["tokens"] = outcome.memory.tokens
                 row["whole"]["seconds"] = outcome.whole.seconds
+        record["by_lever"] = [asdict(whole) | {"name": name, "seconds": whole.seconds} for name, whole in self.by_lever]
         return record
 
 
@@ -109,6 +113,7 @@ def make_plan(
     work: Work,
     not_planned: Sequence[str] = (),
     samples: int = 1,
+    levers: Levers | None = None,
 ) -> Plan:
     """Compare every variant for one engine's share of a rollout.
 
@@ -122,25 +127,35 @@ def make_plan(
         not_planned: settings to name as left out.
         samples: responses to a prompt, which share its part of an engine's KV cache, and its prefill. They are spread
             evenly over the engines, as verl balances requests: with as many engines nothing is shared.
+        levers: of the run; None: the default ones, and no constant groups.
 
     Raises:
         ConfigError: the GPUs do not divide into engines, or nothing fits.
     """
     _require_layout(shape, gpus, engine.tensor_parallel)
     sequences = work.sequences * gpus // engine.tensor_parallel
+    levers = levers or Levers()
+    tokens, length = sequences * (work.prompt + work.response), length_over_tokens(work)
+
+    def outcome_of(choice: Choice, size: int, levers: Levers) -> Outcome:
+        there = replace(engine, tensor_parallel=size)
+        share = replace(work, sequences=max(1, round(sequences * levers.started * size / gpus)))
+        outcome = _outcome(choice, shape, gpu, there, share, max(1.0, samples * size / gpus))
+        if outcome.timeline is None:
+            return outcome
+        whole = whole_step(shape, gpu, gpus, outcome.timeline.seconds, tokens, length, levers)
+        return replace(outcome, whole=whole)
+
     outcomes, layouts = [], []
     for size in sorted({*LAYOUTS, engine.tensor_parallel}):
         if gpus % size or not _divides(shape, size):
             continue
-        there = replace(engine, tensor_parallel=size)
-        share = replace(work, sequences=max(1, sequences * size // gpus))
         for choice in choices():
-            outcome = _outcome(choice, shape, gpu, there, share, max(1.0, samples * size / gpus))
-            if outcome.timeline is not None:
-                rollout = outcome.timeline.seconds
-                whole = whole_step(shape, gpu, gpus, rollout, sequences, work.prompt + work.response)
-                outcome = replace(outcome, whole=whole)
-                layouts.append(Layout(choice=choice, tensor_parallel=size, rollout_s=rollout, step_s=whole.seconds))
+            outcome = outcome_of(choice, size, levers)
+            if (whole := outcome.whole) is not None:
+                layouts.append(
+                    Layout(choice=choice, tensor_parallel=size, rollout_s=whole.rollout, step_s=whole.seconds)
+                )
             if size == engine.tensor_parallel:
                 outcomes.append(outcome)
     if all(outcome.refused for outcome in outcomes):
@@ -164,8 +179,30 @@ def make_plan(
         layouts=tuple(layouts),
         sent_bytes=shape.sent * BF16,
         advice=advise(layouts),
+        levers=levers,
+        by_lever=tuple(_by_lever(lambda choice, now: outcome_of(choice, engine.tensor_parallel, now), levers)),
         not_planned=tuple(not_planned),
     )
+
+
+def _by_lever(outcome_of: Callable[[Choice, Levers], Outcome], levers: Levers) -> Iterator[tuple[str, WholeStep]]:
+    """Stock verl, and what each lever makes of the step before it; what does not fit is left out."""
+    choice = Choice(precision=Precision.BF16)
+    stock = now = Levers(constant=levers.constant, refill=False, even_mini_batches=False)
+    steps: list[tuple[str, Choice, Levers]] = [("stock verl, BF16", choice, stock)]
+    if levers.constant:
+        now = replace(now, refill=True)
+        steps.append(("+ refill", choice, now))
+    now = replace(now, even_mini_batches=True)
+    steps.append(("+ even mini-batches", choice, now))
+    choice = Choice(precision=Precision.INT8)
+    steps.append(("+ INT8 weights", choice, now))
+    choice = Choice(precision=Precision.INT8, kv_cache=KVCache.INT8_PER_TOKEN_HEAD)
+    steps.append(("+ INT8 KV cache", choice, now))
+    steps.append(("+ bypass", choice, replace(now, bypass=True)))
+    for name, choice, now in steps:
+        if (whole := outcome_of(choice, now).whole) is not None:
+            yield name, whole
 
 
 def advise(layouts: Sequence[Layout]) -> str:
@@ -230,7 +267,7 @@ def _outcome(choice: Choice, shape: ModelShape, gpu: GPU, engine: Engine, work: 
     if choice.eight_bit_kv and (reason := why_not(shape.head_dim, shape.heads, shape.kv_heads)) is not None:
         return Outcome(choice=choice, refused=f"its attention does not take the model's {reason}")
     memory = memory_of(shape, choice, gpu, engine)
-    length = work.prompt + work.response
+    length = work.prompt + max(response_lengths(work))
     if memory.tokens < length:
         limit = gpu.memory_gib * engine.gpu_memory_utilization
         return Outcome(

@@ -2,21 +2,28 @@
 """How long an engine needs for all its responses: continuous batching, and preemption when the KV cache is full."""
 
 import math
+import random
 from collections import deque
 from dataclasses import dataclass
+from functools import cache
+from statistics import NormalDist, fmean
 
 from flashrl_verl.tools.plan.step import Clock
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What one engine generates; all sequences alike."""
+    """What one engine generates."""
 
     sequences: int
     prompt: int
     """Tokens of each prompt."""
     response: int
     """Tokens of each response, their mean."""
+    spread: float = 0.0
+    """Standard deviation of the logarithm of the responses' lengths, which are lognormal; 0: all have one length."""
+    limit: int | None = None
+    """Tokens at which a response is cut off; above the mean."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +35,33 @@ class Timeline:
     """Decode steps."""
     preemptions: int
     """How often a sequence lost its place in the KV cache and was computed again."""
+
+
+@cache
+def response_lengths(work: Work) -> tuple[int, ...]:
+    """Tokens of each response: evenly spaced quantiles of the distribution, in a random order that is always the
+    same."""
+    if not work.spread:
+        return (work.response,) * work.sequences
+    spread = [math.exp(work.spread * NormalDist().inv_cdf((i + 0.5) / work.sequences)) for i in range(work.sequences)]
+    limit = work.limit or math.inf
+
+    def of_median(median: float) -> list[int]:
+        return [max(1, round(min(limit, median * factor))) for factor in spread]
+
+    low, high = 0.0, 100.0 * work.response  # where the limit cuts, the median is above the mean of what is left
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if fmean(of_median(middle)) < work.response else (low, middle)
+    lengths = of_median(high)
+    random.Random(0).shuffle(lengths)
+    return tuple(lengths)
+
+
+def length_over_tokens(work: Work) -> float:
+    """Mean length of the sequences, prompt included, over their tokens: what attention costs a token goes with it."""
+    lengths = [work.prompt + length for length in response_lengths(work)]
+    return sum(length * length for length in lengths) / sum(lengths)
 
 
 def own_prompt(work: Work, sharing: float) -> int:
@@ -48,27 +82,27 @@ def simulate(clock: Clock, work: Work, tokens: int, max_num_seqs: int, sharing: 
         sharing: sequences to a prompt on this engine; with 1 nothing is shared.
     """
     own = own_prompt(work, sharing)
-    waiting = deque([0] * work.sequences)  # generated tokens of each
-    running: list[int] = []
+    waiting = deque((0, length) for length in response_lengths(work))  # of each: tokens that are generated, and wanted
+    running: list[tuple[int, int]] = []
     used = seconds = 0
     count = preemptions = 0
     while waiting or running:
         admitted = squares = came = 0
         while waiting and len(running) < max_num_seqs:
-            length = own + waiting[0]
+            length = own + waiting[0][0]
             if used + length + len(running) + 1 > tokens:
                 break
             used += length
             admitted += length
-            squares += length * (work.prompt + waiting[0])
+            squares += length * (work.prompt + waiting[0][0])
             came += 1
             running.append(waiting.popleft())
         if admitted:
             seconds += clock.prefill(admitted, squares / admitted, came)
-        steps = min(work.response - max(running), (tokens - used) // len(running))
+        steps = min(min(wanted - generated for generated, wanted in running), (tokens - used) // len(running))
         if not steps:
             last = running.pop()
-            used -= own + last
+            used -= own + last[0]
             waiting.appendleft(last)
             preemptions += 1
             continue
@@ -76,8 +110,7 @@ def simulate(clock: Clock, work: Work, tokens: int, max_num_seqs: int, sharing: 
         seconds += steps * clock.decode(len(running), context + steps / 2).total
         count += steps
         used += steps * len(running)
-        running = [generated + steps for generated in running]
-        done = running.count(work.response)
-        used -= done * (own + work.response)
-        running = [generated for generated in running if generated < work.response]
+        running = [(generated + steps, wanted) for generated, wanted in running]
+        used -= sum(own + wanted for generated, wanted in running if generated == wanted)
+        running = [sequence for sequence in running if sequence[0] < sequence[1]]
     return Timeline(seconds=seconds, steps=count, preemptions=preemptions)

@@ -11,14 +11,14 @@ from rich.table import Table
 
 from flashrl_verl.tools.plan.gpus import GIB
 from flashrl_verl.tools.plan.planner import Plan
-from flashrl_verl.tools.plan.whole_step import FORWARD, REFIT_RATE, UPDATE
+from flashrl_verl.tools.plan.whole_step import FORWARD, REFIT_RATE, UPDATE, WholeStep
 
 TRAINER_BYTES = 16
 """A parameter: weight, gradient, and AdamW's two moments, in FP32."""
 
 ASSUMPTIONS = (
     "Estimates from data sheets and decode steps of a 32B model on one H200; other GPUs, mixtures of experts and "
-    "all-reduces are extrapolated. All responses have one length. The trainer reaches "
+    "all-reduces are extrapolated. Lengths are lognormal, engines work alike. The trainer reaches "
     f"{FORWARD:.0%} (old log-probs) and {UPDATE:.0%} (update, gradient checkpointing) of the data sheet's BF16 "
     f"operations, and sends weights at {REFIT_RATE / 1e9:.0f} GB/s (a guess)."
 )
@@ -28,7 +28,7 @@ def render(plan: Plan, explain: bool) -> Group:
     """Return what the command prints: seconds of a step and the advice, with ``explain`` the rest."""
     parts = [_steps(plan), plan.advice]
     if explain:
-        parts += ["", _engines(plan), _layouts(plan), *_notes(plan), ASSUMPTIONS]
+        parts += ["", _levers(plan), _engines(plan), _layouts(plan), *_notes(plan), ASSUMPTIONS]
     return Group(*parts)
 
 
@@ -43,7 +43,9 @@ def _table(title: str, first: str, names: list[str]) -> Table:
 def _steps(plan: Plan) -> Table:
     title = (
         f"{plan.model} on {plan.gpus} x {plan.gpu.name}, TP {plan.engine.tensor_parallel}, {plan.sequences} responses "
-        f"of {plan.work.prompt} + {plan.work.response} tokens: seconds, computed"
+        f"of {plan.work.prompt} + {plan.work.response} tokens"
+        + (f", {plan.levers.constant:.0%} of groups constant" if plan.levers.constant else "")
+        + ": seconds, computed"
     )
     names = ["rollout", "old log-probs", "update", "refit", "step", "x best BF16"]
     table = _table(title, "variant", names)
@@ -55,9 +57,22 @@ def _steps(plan: Plan) -> Table:
         if whole is None:
             table.add_row(str(outcome.choice), *["-"] * len(names))
             continue
-        parts = (whole.rollout, whole.log_probs, whole.update, whole.refit, whole.seconds)
         ratio = "-" if bf16 is None else f"{bf16.step_s / whole.seconds:.2f}"
-        table.add_row(str(outcome.choice), *(f"{s:.0f}" if whole.seconds >= 100 else f"{s:.1f}" for s in parts), ratio)
+        table.add_row(str(outcome.choice), *_seconds(whole), ratio)
+    return table
+
+
+def _seconds(whole: WholeStep) -> list[str]:
+    parts = (whole.rollout, whole.log_probs, whole.update, whole.refit, whole.seconds)
+    return [f"{s:.0f}" if whole.seconds >= 100 else f"{s:.1f}" for s in parts]
+
+
+def _levers(plan: Plan) -> Table:
+    names = ["rollout", "old log-probs", "update", "refit", "step", "x stock"]
+    table = _table("Seconds of a step, a lever more in each row", "levers", names)
+    stock = plan.by_lever[0][1].seconds if plan.by_lever else 0.0
+    for name, whole in plan.by_lever:
+        table.add_row(name, *_seconds(whole), f"{stock / whole.seconds:.2f}")
     return table
 
 
@@ -72,7 +87,7 @@ def _engines(plan: Plan) -> Table:
         if outcome.refused:
             table.add_row(str(outcome.choice), *["-"] * len(names))
             continue
-        tokens = plan.work.sequences * plan.work.response / outcome.timeline.seconds
+        tokens = outcome.together * outcome.timeline.steps / outcome.timeline.seconds
         table.add_row(
             str(outcome.choice),
             f"{outcome.memory.weights / GIB:.1f}",

@@ -19,10 +19,39 @@ PASSES = 4
 """Forward passes that an update takes as long as: one, its repetition (gradient checkpointing), and a backward pass of
 two. The head is not repeated, which is 0.6 % of 32 billion parameters' operations."""
 
+THROWN_AWAY = 0.05
+"""Informative groups that are generated and not used, over those that are, with ``flashrl.sampling.refill``: 1 to 11 %,
+mostly 4 (tests/unit/test_refill.py). verl's are about the share of constant groups: 19 % at 20, 39 % at 40."""
+
+WAITS = 1.05
+"""How much longer an update takes where ranks wait for each other in each mini-batch, as in verl's order. Simulated
+with 4 ranks: 4.5 to 5.5 %."""
+
 REFIT_RATE = 6e9
 """Bytes/s from the trainer's shards to an engine's weights. Assumed: gathering and sending 0.72 GB took 52 and 68 ms on
 one H200 (docs/results/recipe.md). There tensors are small, which costs; and nothing crosses a network, which does
 not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Levers:
+    """What a step costs beside number formats: the run's own settings. With all of them off it is stock verl."""
+
+    constant: float = 0.0
+    """Share of groups whose responses all score the same, which dynamic sampling replaces."""
+    refill: bool = True
+    """``flashrl.sampling.refill``."""
+    even_mini_batches: bool = True
+    """``flashrl.sampling.even_mini_batches``."""
+    bypass: bool = False
+    """``correction=bypass``: no old log-probs."""
+
+    @property
+    def started(self) -> float:
+        """Groups that are generated for one that is used."""
+        if not self.constant:
+            return 1.0
+        return (1 + (THROWN_AWAY if self.refill else self.constant)) / (1 - self.constant)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +81,9 @@ def forward_operations(shape: ModelShape, tokens: float, length: float) -> float
     return 2 * tokens * (shape.active + shape.head) + shape.attention_operations(tokens, length)
 
 
-def whole_step(shape: ModelShape, gpu: GPU, gpus: int, rollout: float, sequences: int, length: int) -> WholeStep:
+def whole_step(
+    shape: ModelShape, gpu: GPU, gpus: int, rollout: float, tokens: float, length: float, levers: Levers
+) -> WholeStep:
     """Seconds of a step.
 
     Args:
@@ -60,13 +91,14 @@ def whole_step(shape: ModelShape, gpu: GPU, gpus: int, rollout: float, sequences
         gpu: kind of the GPUs.
         gpus: of the trainer, which are those of all engines.
         rollout: seconds of the rollout.
-        sequences: of the whole batch.
-        length: tokens of each, prompt included.
+        tokens: of the whole batch, prompts included.
+        length: tokens of a sequence, the mean over tokens.
+        levers: of the run.
     """
-    forward = forward_operations(shape, sequences * length, length) / (gpus * gpu.bf16)
+    forward = forward_operations(shape, tokens, length) / (gpus * gpu.bf16)
     return WholeStep(
         rollout=rollout,
-        log_probs=forward / FORWARD,
-        update=PASSES * forward / UPDATE,
+        log_probs=0.0 if levers.bypass else forward / FORWARD,
+        update=PASSES * forward / UPDATE * (1.0 if levers.even_mini_batches else WAITS),
         refit=shape.sent * BF16 / REFIT_RATE,
     )

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model of random weights with a tokenizer of its whole vocabulary: of a real model's width, and of any depth."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
+
+from flashrl_verl.tools.engines.shapes import load_config
+
+EOS, PAD = 0, 1
+
+
+def make_tokenizer(size: int) -> PreTrainedTokenizerFast:
+    """A tokenizer of ``size`` tokens: bytes, so that it reads everything (a newline is one token, as verl wants), and
+    words that are only ever written."""
+    words = ["<eos>", "<pad>", "<unk>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    words += [f"\u0120w{number}" for number in range(size - len(words))]
+    tokenizer = Tokenizer(models.BPE(vocab={word: number for number, word in enumerate(words)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<eos>",
+        pad_token="<pad>",
+        unk_token="<unk>",
+        chat_template="{% for message in messages %}{{ message['content'] }} {% endfor %}",
+    )
+
+
+def make_model(model: str, layers: int, folder: Path) -> None:
+    """Random BF16 weights and a tokenizer, made once.
+
+    Args:
+        model: a name of ``SHAPES``, or a folder with a config.json.
+        layers: decoder layers.
+        folder: for a Hugging Face checkpoint.
+    """
+    if (folder / "tokenizer.json").is_file():  # what is saved last
+        return
+    config = load_config(model, layers)
+    config.eos_token_id, config.pad_token_id, config.bos_token_id = EOS, PAD, None
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        made = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    made.generation_config = GenerationConfig(eos_token_id=EOS, pad_token_id=PAD)
+    made.save_pretrained(folder)
+    make_tokenizer(config.vocab_size).save_pretrained(folder)

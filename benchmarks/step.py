@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole steps of DAPO on the GPUs of this machine, by lever: a random model, long-tailed lengths, constant groups.
+
+    python -m benchmarks.step --model qwen2.5-1.5b --variants stock,bf16,int8 experiment=dapo_qwen2.5_7b_int8
+
+Every variant is a run of the recipe, its first step a warm-up. A variant whose result is in the output folder is not
+run again. Words are Hydra overrides, the same for all.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks.common import environment, run, show, words_of, write_json
+from benchmarks.random_model import make_model
+from benchmarks.step_workload import SETTINGS, response_length
+from flashrl_verl.errors import FlashRLError
+
+VERLS_WAY = ("flashrl.sampling.refill=false", "flashrl.sampling.even_mini_batches=false", "flashrl.precision=bf16")
+VARIANTS = {
+    "stock": VERLS_WAY,
+    "bf16": ("flashrl.precision=bf16",),
+    "int8": ("flashrl.precision=int8",),
+    "int8+kv": ("flashrl.precision=int8", "flashrl.kv_cache=int8_per_token_head"),
+    "fp8": ("flashrl.precision=fp8",),
+    "async": ("flashrl.precision=int8", "trainer.v1.trainer_mode=flashrl_colocate_async"),
+}
+"""Overrides. `stock` is verl's sampling and order of mini-batches, with our checks, which cost nothing that shows."""
+
+PARTS = {
+    "rollout": "timing_s/gen",
+    "old log-probs": "timing_s/old_log_prob",
+    "update": "timing_s/update_actor",
+    "refit": "timing_s/update_weights",
+}
+KEPT = {
+    **PARTS,
+    "step": "timing_s/step",
+    "response": "response_length/mean",
+    "started": "training/filter_groups/started_samples",
+    "constant": "training/filter_groups/evicted_samples",
+    "thrown away": "training/filter_groups/discarded_surplus_samples",
+    "length variation": "flashrl/mini_batch_length_variation",
+    "k3 KL": "rollout_corr/k3_kl",
+    "GiB": "actor/perf/max_memory_allocated_gb",
+}
+
+
+def make_prompts(folder: Path, prompts: int) -> None:
+    """Prompts of random letters, in verl's columns."""
+    import pyarrow
+    import pyarrow.parquet
+
+    draw = random.Random(0)
+    rows = [
+        {
+            "data_source": "flashrl-bench-step",
+            "prompt": [{"role": "user", "content": " ".join(draw.choices("abcdefghij", k=60))}],
+            "reward_model": {"style": "rule", "ground_truth": ""},
+            "extra_info": {"index": str(number)},
+        }
+        for number in range(prompts)
+    ]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "train.parquet")
+
+
+def overrides_of(folder: Path, model: Path, steps: int) -> list[str]:
+    """What makes a run of the recipe a benchmark of its steps."""
+    from flashrl_verl.tools.recipe_process import quoted
+
+    loop = folder / "agent_loop.yaml"
+    loop.write_text("- name: flashrl_bench_step\n  _target_: benchmarks.step_workload.LengthsAgentLoop\n")
+    data = quoted(str(folder / "train.parquet"))
+    return [
+        f"actor_rollout_ref.model.path={quoted(str(model))}",
+        f"data.train_files={data}",
+        f"data.val_files={data}",
+        "data.filter_overlong_prompts=false",
+        f"trainer.default_local_dir={quoted(str(folder / 'checkpoints'))}",
+        f"trainer.total_training_steps={steps}",
+        "trainer.save_freq=-1",
+        "trainer.test_freq=-1",
+        "trainer.val_before_train=false",
+        "trainer.resume_mode=disable",
+        "trainer.logger=[console,file]",
+        "actor_rollout_ref.rollout.agent.default_agent_loop=flashrl_bench_step",
+        f"actor_rollout_ref.rollout.agent.agent_loop_config_path={quoted(str(loop))}",
+        "reward.custom_reward_function.path=pkg://benchmarks.step_workload",
+        "reward.custom_reward_function.name=compute_score",
+        "reward.reward_kwargs.overlong_buffer_cfg.enable=false",
+    ]
+
+
+def run_variant(name: str, words: list[str], folder: Path, steps: int, settings: dict[str, float]) -> dict[str, Any]:
+    """Train, and return what was measured.
+
+    Raises:
+        FlashRLError: the run ended before its last step.
+    """
+    from rich.console import Console
+
+    from flashrl_verl.quickstart.progress import Progress, read_rows
+    from flashrl_verl.tools import recipe_process
+    from flashrl_verl.tools.log_excerpt import last_error
+    from flashrl_verl.tools.process_tree import ProcessTree, stoppable
+
+    folder.mkdir(parents=True, exist_ok=True)
+    log, metrics = folder / "train.log", folder / "metrics.jsonl"
+    for file in (log, metrics):
+        file.unlink(missing_ok=True)
+    began, progress = time.monotonic(), Progress(Console(), steps, log, 0, metrics)
+    there = recipe_process.environment(metrics) | {SETTINGS: json.dumps(settings)}
+    with stoppable():
+        tree = ProcessTree([sys.executable, "-m", recipe_process.MODULE, *words], log, there, recipe_process.ROOT)
+        try:
+            while (code := tree.poll()) is None:
+                progress.update()
+                time.sleep(0.5)
+            progress.update()
+        finally:
+            tree.end()
+    rows = read_rows(metrics)
+    if code or max(rows, default=0) < steps:
+        raise FlashRLError(
+            "\n".join([f"{name}: exit code {code}; log: {log}", *last_error(log.read_text(errors="replace"))])
+        )
+    found = [{key: row.get(metric) for key, metric in KEPT.items()} for _, row in sorted(rows.items())]
+    return {"variant": name, "overrides": words, "seconds": time.monotonic() - began, "steps": found}
+
+
+def rows_of(results: list[dict[str, Any]]) -> list[list[str]]:
+    """Medians of the steps behind the first, and speed over the first variant."""
+    table, first = [], None
+    for one in results:
+        of = {
+            key: statistics.median(values)
+            if (values := [s[key] for s in one["steps"][1:] if s[key] is not None])
+            else None
+            for key in KEPT
+        }
+        first = first or of["step"]
+        cells = ["-" if of[key] is None else f"{of[key]:.3g}" for key in KEPT]
+        table.append([one["variant"], *cells, f"{first / of['step']:.2f}"])
+    return table
+
+
+def step(
+    context: typer.Context,
+    model: Annotated[str, typer.Option(help="A name (qwen2.5-0.5b, ...), a config.json, or its folder.")] = "tiny",
+    layers: Annotated[int | None, typer.Option(min=1, help="Decoder layers; else the model's.")] = None,
+    variants: Annotated[str, typer.Option(help=", ".join(VARIANTS))] = "stock,bf16,int8",
+    steps: Annotated[int, typer.Option(min=2, help="Of each variant; the first is not counted.")] = 3,
+    median: Annotated[float, typer.Option(min=1, help="Tokens of a response, the median.")] = 1024,
+    spread: Annotated[float, typer.Option(min=0, help="Standard deviation of the logarithm of lengths.")] = 0.7,
+    constant: Annotated[float, typer.Option(min=0, max=0.9, help="Share of constant groups.")] = 0.4,
+    output: Annotated[Path, typer.Option(help="Folder for step.json, model, data, logs.")] = Path("outputs/step"),
+) -> None:
+    """Time whole steps of DAPO, a run of the recipe for each variant."""
+    from flashrl_verl.tools.engines.shapes import load_config
+    from flashrl_verl.tools.recipe_process import compose
+
+    names = words_of(variants, VARIANTS, "--variants")
+    output = output.expanduser().resolve()
+    depth = layers or load_config(model).num_hidden_layers
+    folder = output / f"{Path(model).name}-{depth}"
+    common = [*overrides_of(output, folder, steps), *context.args]
+    cfg = compose([*common, *VARIANTS[names[0]]])
+    settings = {"median": median, "spread": spread, "constant": constant}
+    make_model(model, depth, folder)
+    make_prompts(output, 64 * cfg.data.train_batch_size)
+    file = output / "step.json"
+    asked = {"model": model, "layers": depth, "steps": steps, **settings, "overrides": context.args}
+    record = json.loads(file.read_text()) if file.is_file() else {}
+    results = record.get("results", []) if record.get("settings") == asked else []
+    lengths = [
+        min(response_length(str(prompt), number, median, spread), cfg.data.max_response_length)
+        for prompt in range(256)
+        for number in range(16)
+    ]
+    print(f"lengths: {', '.join(f'{q:.0f}' for q in statistics.quantiles(lengths, n=10))} (deciles)", flush=True)
+    for name in names:
+        if any(one["variant"] == name for one in results):
+            continue
+        print(f"{name}; log: {output / name / 'train.log'}", flush=True)
+        results.append(run_variant(name, [*common, *VARIANTS[name]], output / name, steps, settings))
+        write_json(file, {"settings": asked, "environment": environment(), "results": results})
+    show(f"{model}, medians of {steps - 1} steps", ("variant", *KEPT, "x first"), rows_of(results))
+    print(f"written: {file}")
+
+
+if __name__ == "__main__":
+    run(step, overrides=True)
