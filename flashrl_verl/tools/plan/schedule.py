@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long an engine needs for all its responses: continuous batching, and preemption when the KV cache is full."""
 
+import heapq
 import math
 import random
 from collections import deque
@@ -83,34 +84,42 @@ def simulate(clock: Clock, work: Work, tokens: int, max_num_seqs: int, sharing: 
     """
     own = own_prompt(work, sharing)
     waiting = deque((0, length) for length in response_lengths(work))  # of each: tokens that are generated, and wanted
-    running: list[tuple[int, int]] = []
+    # All that run get a token a step, so one is known by the step at which it had none, and that at which it ends.
+    running: dict[int, tuple[int, int]] = {}  # in the order of admission
+    ends: list[tuple[int, int]] = []
     used = seconds = 0
-    count = preemptions = 0
+    count = preemptions = number = 0
     while waiting or running:
         admitted = squares = came = 0
         while waiting and len(running) < max_num_seqs:
-            length = own + waiting[0][0]
+            generated, wanted = waiting[0]
+            length = own + generated
             if used + length + len(running) + 1 > tokens:
                 break
+            waiting.popleft()
             used += length
             admitted += length
-            squares += length * (work.prompt + waiting[0][0])
+            squares += length * (work.prompt + generated)
             came += 1
-            running.append(waiting.popleft())
+            number += 1
+            running[number] = count - generated, wanted
+            heapq.heappush(ends, (count - generated + wanted, number))
         if admitted:
             seconds += clock.prefill(admitted, squares / admitted, came)
-        steps = min(min(wanted - generated for generated, wanted in running), (tokens - used) // len(running))
+        while ends[0][1] not in running:  # preempted since
+            heapq.heappop(ends)
+        steps = min(ends[0][0] - count, (tokens - used) // len(running))
         if not steps:
-            last = running.pop()
-            used -= own + last[0]
-            waiting.appendleft(last)
+            began, wanted = running.popitem()[1]
+            used -= own + count - began
+            waiting.appendleft((count - began, wanted))
             preemptions += 1
             continue
         context = used / len(running) + work.prompt - own
         seconds += steps * clock.decode(len(running), context + steps / 2).total
         count += steps
         used += steps * len(running)
-        running = [(generated + steps, wanted) for generated, wanted in running]
-        used -= sum(own + wanted for generated, wanted in running if generated == wanted)
-        running = [sequence for sequence in running if sequence[0] < sequence[1]]
+        while ends and ends[0][0] == count:
+            if ended := running.pop(heapq.heappop(ends)[1], None):
+                used -= own + ended[1]
     return Timeline(seconds=seconds, steps=count, preemptions=preemptions)
