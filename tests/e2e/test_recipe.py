@@ -121,6 +121,25 @@ def test_logits_in_fp32_on_both_sides_train_and_their_mismatch_is_not_larger(ass
 
 
 @pytest.mark.slow
+def test_an_asynchronous_run_trains_on_trajectories_of_two_versions_and_knows_which(recipe):
+    run = recipe("trainer.v1.trainer_mode=flashrl_colocate_async", "trainer.total_training_steps=4")
+    assert run.returncode == 0, run.failure
+    metrics = run.metrics()
+    assert sorted(metrics) == list(range(5)) and all(
+        metrics[step]["flashrl/receipt_step"] == step for step in range(1, 5)
+    )
+    assert metrics[1]["rollout_corr/tokens_lag_0"] == 1
+    old = 0.0
+    for step in range(2, 5):
+        ages = [metrics[step].get(f"rollout_corr/tokens_lag_{lag}", 0.0) for lag in range(4)]
+        assert sum(ages) == pytest.approx(1)
+        assert metrics[step].get("rollout_corr/k3_kl_lag_0", 0.0) < 1e-2
+        assert sum(lag * share for lag, share in enumerate(ages)) < 2
+        old += ages[1]
+    assert old > 0, "no trajectory has outlived an update"
+
+
+@pytest.mark.slow
 def test_without_tis_the_mismatch_is_still_measured(recipe):
     run = recipe("algorithm.rollout_correction.rollout_is=null")
     assert_healthy(run, steps=2)
