@@ -33,7 +33,7 @@ VARIANTS = {
     "fp8": ("flashrl.precision=fp8",),
     "async": ("flashrl.precision=int8", "trainer.v1.trainer_mode=flashrl_colocate_async"),
 }
-"""Overrides. `stock` is verl's sampling and order of mini-batches, with our checks, which cost nothing that shows."""
+"""Overrides. `stock` is verl's sampling and order of mini-batches in BF16, under our trainer and its checks."""
 
 PARTS = {
     "rollout": "timing_s/gen",

@@ -227,6 +227,15 @@ RULES = (
         "there is a flashrl node, but another trainer would run, without its correction, receipts and bounds",
         "trainer.v1.trainer_mode=flashrl, or leave FlashRL's experiment out",
     ),
+    # verl's other backends resume generation inside the update, before receipts are compared.
+    Rule(
+        f"{ROLLOUT}.checkpoint_engine.backend",
+        one_of("naive"),
+        "it would resume generation before the weights are verified",
+        f"{ROLLOUT}.checkpoint_engine.backend=naive",
+        default="naive",
+        when=_asynchronous,
+    ),
     # Trajectories of several versions of the policy.
     Rule(
         f"{CORRECTION}.rollout_is",

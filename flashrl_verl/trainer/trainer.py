@@ -98,9 +98,8 @@ class FlashRLMixin:
     # ---- verl's hooks, in the order they are called ----
 
     def _build_replay_buffer(self):
-        self.trainer_mode = (
-            self.MODE
-        )  # what verl compares with, here and later; our registered name is not in its lists
+        # What verl compares with, here and later; our registered name is not in its lists.
+        self.trainer_mode = self.MODE
         replay_buffer = super()._build_replay_buffer()
         assert hasattr(replay_buffer, "poll_interval"), "verl renamed the replay buffer's poll interval"
         if self.flashrl.sampling.refill and type(replay_buffer) is ReplayBuffer:

@@ -88,6 +88,7 @@ CASES = [
     ({"trainer.v1.sampler.custom_sampler.path": "mine.py"}, "flashrl.sampling.refill=false"),
     ({MODE: ASYNC, f"{CORRECTION}.rollout_is": "sequence"}, "correction=tis"),
     ({MODE: ASYNC, f"{CORRECTION}.rollout_rs": "token_k1,seq_mean_k1"}, "correction=tis"),
+    ({MODE: ASYNC, f"{ROLLOUT}.checkpoint_engine.backend": "nccl"}, f"{ROLLOUT}.checkpoint_engine.backend=naive"),
     ({MODE: ASYNC, THRESHOLD: None}, f"{THRESHOLD}=8"),
     ({f"{ACTOR_MODEL}.lora_rank": 8}, f"{ACTOR_MODEL}.lora.merge=True"),
     ({f"{ACTOR_MODEL}.lora.rank": 8}, f"{ACTOR_MODEL}.lora.merge=True"),
