@@ -76,6 +76,7 @@ def overrides_of(folder: Path, model: Path, steps: int) -> list[str]:
     """What makes a run of the recipe a benchmark of its steps."""
     from flashrl_verl.tools.recipe_process import quoted
 
+    folder.mkdir(parents=True, exist_ok=True)
     loop = folder / "agent_loop.yaml"
     loop.write_text("- name: flashrl_bench_step\n  _target_: benchmarks.step_workload.LengthsAgentLoop\n")
     data = quoted(str(folder / "train.parquet"))

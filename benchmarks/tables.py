@@ -265,9 +265,11 @@ def levers(*files: str) -> Rows:
 
 def training(*files: str) -> Rows:
     """The trainer's passes; the range is that of each time at one depth with each at the other."""
-    header = ["pass", "run", "layer ms", "head ms", "whole model s", "tokens/s"]
+    header = ["pass", "settings", "layer ms", "head ms", "whole model s", "tokens/s"]
     rows = []
-    for number, record in enumerate(map(load, files), start=1):
+    for file in files:
+        record = load(file)
+        changed = " ".join(word.split(".")[-1] for word in record["settings"]["overrides"][1:]) or "FlashAttention 2"
         tokens, (few, many) = record["settings"]["tokens"], record["settings"]["layers"]
         for one in record["passes"]:
             low, high = (one["seconds"][f"{depth}"] for depth in (few, many))
@@ -275,7 +277,7 @@ def training(*files: str) -> Rows:
             least, most = (one["share"] * one["whole_s"] / seconds for seconds in (max(wholes), min(wholes)))
             each = f"{one['layer_s'] * 1e3:.2f}", f"{one['head_s'] * 1e3:.2f}", f"{one['whole_s']:.2f}"
             share = f"{one['share']:.0%} ({least:.0%}-{most:.0%})"
-            rows.append([one["name"], f"{number}", *each, f"{tokens / one['whole_s']:.0f}", share])
+            rows.append([one["name"], changed, *each, f"{tokens / one['whole_s']:.0f}", share])
     return [[*header, "of the data sheet's BF16 (range)"], *sorted(rows, key=lambda row: row[0])]
 
 

@@ -5,9 +5,9 @@
 
 A layer's seconds are the difference between a model of more layers and one of fewer, the head's are what is left; a
 whole model is as many layers and a head. It is what a rank does between verl's call and its answer, in one mini-batch:
-micro-batches, log-probs, entropy, loss, the optimizer's step, offloading where the run does it. Nothing is
-communicated. Words are Hydra overrides, which is how settings are compared: one command for each. `flashrl plan` takes
-its share of the data sheet's operations from it (docs/results/step.md).
+micro-batches, log-probs, entropy, loss, the optimizer's step. Nothing is communicated or offloaded. Words are Hydra
+overrides, which is how settings are compared: one command for each. `flashrl plan` takes its share of the data sheet's
+operations from it (docs/results/step.md).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from benchmarks.random_model import make_model
 from benchmarks.refit import timed
 from flashrl_verl.errors import ConfigError, FlashRLError
 from flashrl_verl.tools.recipe_process import compose, quoted
+from flashrl_verl.validation import settle_packages
 
 PASSES = {"old log-probs": 1, "policy update": 4}
 """How many forward passes' operations each takes: an update is forward, recomputation and a backward pass of two."""
@@ -51,6 +52,9 @@ def one_rank(words: list[str], folder: Path) -> list[str]:
         "trainer.n_gpus_per_node=1",
         "actor_rollout_ref.actor.ulysses_sequence_parallel_size=1",
         "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+        # A run moves a rank's share to the host and back; one rank would move the whole model.
+        "actor_rollout_ref.actor.fsdp_config.param_offload=false",
+        "actor_rollout_ref.actor.fsdp_config.optimizer_offload=false",
     ]
 
 
@@ -65,6 +69,7 @@ def time_passes(words: list[str], folder: str, length: int, sequences: int, repe
         repeats: how often each pass is timed.
     """
     config = compose(words)
+    settle_packages(config)
     here = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     os.environ.update(here, DIST_INIT_METHOD=f"file://{folder}/process-group-{os.getpid()}")
     if config.trainer.device == "cpu":

@@ -13,6 +13,7 @@ verl 0.9.1 tests the rollout's name for some of these; one called flashrl slips 
 import json
 import math
 import os
+import sys
 from collections.abc import Callable, Iterator
 from difflib import get_close_matches
 from importlib.util import find_spec
@@ -207,6 +208,9 @@ _ULYSSES = (f"{ACTOR}.ulysses_sequence_parallel_size", f"{ACTOR}.fsdp_config.uly
 _ATTENTION = "actor_rollout_ref.model.override_config.attn_implementation"
 _FLASH = "flash_attention_2"
 """verl's default."""
+_LIGER = "actor_rollout_ref.model.use_liger"
+TORCH_VARLEN = "torch_varlen"
+"""Ours, of ``trainer/varlen_attention.py``."""
 _MAX_MODEL_LEN = (f"{ROLLOUT}.max_model_len", f"{ENGINE}.max_model_len")
 _OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg"
 _LOSS_MODE = f"{ACTOR}.policy_loss.loss_mode"
@@ -398,12 +402,12 @@ RULES = (
         "quantization-aware training brings its own quantization of the rollout",
         f"{ACTOR}.fsdp_config.qat.enable=false and {ROLLOUT}.qat.enable=false",
     ),
-    # verl's Ulysses changes flash attention alone (models/transformers/monkey_patch.py).
+    # verl's Ulysses changes flash attention alone (models/transformers/monkey_patch.py); ours does it itself.
     Rule(
         _ATTENTION,
-        one_of(_FLASH),
+        one_of(_FLASH, TORCH_VARLEN),
         "with sequence parallelism each GPU would attend to its own part of a sequence, in silence",
-        f"{_ATTENTION}={_FLASH}, or {_ULYSSES[0]}=1",
+        f"{_ATTENTION}={_FLASH} or {TORCH_VARLEN}, or {_ULYSSES[0]}=1",
         default=_FLASH,
         when=lambda cfg: max(get(cfg, key, 1) for key in _ULYSSES) > 1,
     ),
@@ -415,6 +419,14 @@ RULES = (
         "actor_rollout_ref.model.use_fused_kernels=false, or flashrl.fp32_lm_head=false",
         default=False,
         when=lambda cfg: bool(get(cfg, "flashrl.fp32_lm_head")),
+    ),
+    Rule(
+        "actor_rollout_ref.model.use_fused_kernels",
+        one_of(False),
+        "they multiply by lm_head's weight themselves, which under FSDP2 is a shard there, in FP32",
+        f"actor_rollout_ref.model.use_fused_kernels=false, or {ACTOR}.strategy=fsdp",
+        default=False,
+        when=lambda cfg: get(cfg, f"{ACTOR}.strategy") == "fsdp2",
     ),
     # Weights that would not arrive whole, or not be checked.
     Rule(
@@ -865,21 +877,30 @@ def _check_attention(cfg: DictConfig, settings: FlashRLConfig) -> None:
         require_shaped_caches()
 
 
-def check_attention_package(cfg: DictConfig) -> None:
-    """verl's workers would end in an ImportError a minute after Ray has started.
+def settle_packages(cfg: DictConfig) -> None:
+    """Packages that the trainer's workers import a minute after Ray has started. Where verl's default wants flash-attn
+    and the environment lacks it, PyTorch's own FlashAttention is taken, and said.
+
+    Args:
+        cfg: changed in place.
 
     Raises:
-        ConfigError: the trainer's attention needs flash-attn, which this environment lacks.
+        ConfigError: the run asks for one by name that is not there.
     """
-    if _on_gpu(cfg) and get(cfg, _ATTENTION, _FLASH) == _FLASH and find_spec("flash_attn") is None:
-        parallel = max(get(cfg, key, 1) for key in _ULYSSES) > 1
-        sdpa = f"+{_ATTENTION}=sdpa" + f" with {_ULYSSES[0]}=1" * parallel
+    if get(cfg, _LIGER) and find_spec("liger_kernel") is None:
+        refuse(_LIGER, True, "liger-kernel is not installed in this environment", f"pip install it, or {_LIGER}=false")
+    asked = get(cfg, _ATTENTION)
+    if not _on_gpu(cfg) or asked not in (None, _FLASH) or find_spec("flash_attn"):
+        return
+    if asked:
         refuse(
             _ATTENTION,
-            _FLASH,
+            asked,
             "flash-attn is not installed in this environment",
-            f"pip install flash-attn --no-build-isolation, or {sdpa}",
+            f"leave it out, which takes {TORCH_VARLEN}, or pip install flash-attn --no-build-isolation",
         )
+    OmegaConf.update(cfg, _ATTENTION, TORCH_VARLEN, force_add=True)
+    print(f"flash-attn is not installed: {_ATTENTION}={TORCH_VARLEN}, PyTorch's own FlashAttention 2", file=sys.stderr)
 
 
 # ---- local paths: not part of ``validate_config``, for a dry run need not happen where the run will ----

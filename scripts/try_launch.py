@@ -9,7 +9,6 @@ import random
 import subprocess
 import sys
 import time
-from importlib.util import find_spec
 from pathlib import Path
 
 import pyarrow
@@ -102,6 +101,7 @@ def scaled(experiment: str, output: Path, layers: int, response: int, steps: int
         "trainer.resume_mode=disable",
         "trainer.logger=[console,file]",
         f"actor_rollout_ref.rollout.tensor_model_parallel_size={parallel}",
+        f"actor_rollout_ref.actor.ulysses_sequence_parallel_size={ulysses}",
         f"data.train_batch_size={batch}",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={max(1, batch // 2)}",
         f"data.max_response_length={response}",
@@ -110,10 +110,6 @@ def scaled(experiment: str, output: Path, layers: int, response: int, steps: int
     ]
     if buffer.enable and buffer.len >= response:
         words.append(f"reward.reward_kwargs.overlong_buffer_cfg.len={response // 4}")
-    if find_spec("flash_attn") is None:
-        ulysses = 1
-        words.append("++actor_rollout_ref.model.override_config.attn_implementation=sdpa")
-    words.append(f"actor_rollout_ref.actor.ulysses_sequence_parallel_size={ulysses}")
     longest = cfg.data.max_prompt_length + response
     if actor.ppo_max_token_len_per_gpu * ulysses < longest:  # the whole of a sequence has to fit one group of ranks
         words.append(f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={math.ceil(longest / ulysses)}")

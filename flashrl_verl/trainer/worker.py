@@ -14,6 +14,7 @@ from flashrl_verl.plugins import patches
 from flashrl_verl.quantization.lm_head import compute_head_in_fp32
 from flashrl_verl.refit.scan import non_finite
 from flashrl_verl.settings import FlashRLConfig
+from flashrl_verl.trainer import varlen_attention
 
 
 class FlashRLWorker(ActorRolloutRefWorker):
@@ -26,13 +27,14 @@ class FlashRLWorker(ActorRolloutRefWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """verl's; then with ``flashrl.fp32_lm_head`` actor and reference compute their logits in FP32. Without
-        flash-attn, log-probs are taken of many tokens at a time (``patches.py``).
+        flash-attn, log-probs are taken of many tokens at a time (``patches.py``), and attention can be PyTorch's own.
 
         Raises:
             ConfigError: the model's head is of a kind that cannot.
             FlashRLError: another verl than those that were run.
         """
         patches.patch_logprobs_from_logits(torch_functional)
+        varlen_attention.register()
         super().init_model()
         if FlashRLConfig.from_mapping((self.config.rollout.get("custom") or {}).get("flashrl", {})).fp32_lm_head:
             for trained in (getattr(self, "actor", None), getattr(self, "ref", None)):

@@ -48,7 +48,7 @@ def train(cfg: DictConfig) -> None:
     settings = validation.validate_config(cfg)
     prepare(cfg, ship_code=settings.ship_code)
     validation.check_paths(cfg)
-    validation.check_attention_package(cfg)
+    validation.settle_packages(cfg)
     platforms.activate(cfg)
 
     # Imported only now: these modules make verl decide on its platform.

@@ -136,13 +136,16 @@ def test_a_whole_step(qwen32b):
     products = 2 * tokens * (64 * (5120 * 5120 * 2 + 2 * 5120 * 1024 + 3 * 5120 * 27648) + 5120 * 152064)
     attention = 64 * 4 * 5120 * (4096 / 2) * tokens  # two products, each over the half that lies behind the token
     forward = (products + attention) / (64 * 989e12)
-    assert step.log_probs == pytest.approx(forward / FORWARD, rel=1e-3)
-    assert step.update == pytest.approx(4 * forward / UPDATE, rel=1e-3)
+    assert step.log_probs == pytest.approx(forward / FORWARD[False], rel=1e-3)
+    assert step.update == pytest.approx(4 * forward / UPDATE[False], rel=1e-3)
     assert step.refit == pytest.approx(2 * qwen32b.parameters / 6e9)
     assert step.seconds == 100.0 + step.log_probs + step.update + step.refit
     waits = Levers(even_mini_batches=False, bypass=True)
     other = whole_step(qwen32b, H200, 64, rollout=100.0, tokens=tokens, length=4096, levers=waits)
     assert other.log_probs == 0 and other.update == pytest.approx(1.05 * step.update)
+    fused = whole_step(qwen32b, H200, 64, rollout=100.0, tokens=tokens, length=4096, levers=Levers(liger=True))
+    assert fused.log_probs == pytest.approx(forward / FORWARD[True], rel=1e-3)
+    assert fused.update == pytest.approx(4 * forward / UPDATE[True], rel=1e-3)
 
 
 def test_groups_that_are_generated_for_one_that_is_used():
@@ -295,17 +298,17 @@ def test_the_command_plans_a_run_by_its_overrides(tmp_path):
     made = json.loads((tmp_path / "new" / "plan.json").read_text())
     rows = {(row["choice"]["precision"], row["choice"]["kv_cache"]): row["whole"] for row in made["outcomes"]}
     quoted = {
-        ("bf16", "auto"): (5719, 7546),
-        ("int8", "auto"): (5048, 6875),
-        ("int8", "int8_per_token_head"): (3421, 5248),
+        ("bf16", "auto"): (5719, 7946),
+        ("int8", "auto"): (5048, 7275),
+        ("int8", "int8_per_token_head"): (3421, 5647),
     }
     assert {key: (round(rows[key]["rollout"]), round(rows[key]["seconds"])) for key in quoted} == quoted
     lines = [line.split() for line in result.output.splitlines()]
-    assert ["int8", "5048", "368", "1448", "11", "6875", "0.98"] in lines
+    assert ["int8", "5048", "436", "1780", "11", "7275", "0.98"] in lines
     assert made["gpus"] == 32 and made["engine"]["tensor_parallel"] == 4
     assert [made["work"][key] for key in ("sequences", "prompt", "response", "limit")] == [1024, 1024, 10240, 20480]
     by_lever = [row["seconds"] for row in made["by_lever"]]
-    assert len(by_lever) == 6 and by_lever == sorted(by_lever, reverse=True)
+    assert len(by_lever) == 7 and by_lever == sorted(by_lever, reverse=True)
 
 
 def test_explain_tells_layouts_memory_and_what_is_left_out():

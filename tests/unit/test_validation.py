@@ -20,9 +20,9 @@ from flashrl_verl.tools.recipe_process import ROOT, compose
 from flashrl_verl.validation import (
     PLATFORM,
     RULES,
-    check_attention_package,
     check_paths,
     missing_paths,
+    settle_packages,
     validate_by_verl,
     validate_config,
 )
@@ -106,6 +106,7 @@ CASES = [
         {"flashrl.fp32_lm_head": True, f"{ACTOR_MODEL}.use_fused_kernels": True},
         f"{ACTOR_MODEL}.use_fused_kernels=false",
     ),
+    ({f"{ACTOR_MODEL}.use_fused_kernels": True}, f"{ACTOR}.strategy=fsdp"),
     ({"flashrl.fp32_lm_head": True, f"{MIXED}.param_dtype": "float32"}, f"{MIXED}.param_dtype=bfloat16"),
     ({"flashrl.fp32_lm_head": True, f"{ROLLOUT}.dtype": "float16"}, f"{ROLLOUT}.dtype=bfloat16"),
     # monitors that have no key
@@ -342,16 +343,24 @@ def test_names_that_verl_does_not_know_are_refused_before_ray_starts(settings, r
         validate_by_verl(cfg)
 
 
-@pytest.mark.parametrize(("ulysses", "remedy"), [(1, "=sdpa."), (2, "=sdpa with .*ulysses_sequence_parallel_size=1")])
-def test_a_missing_flash_attn_is_said_before_ray_starts_where_it_is_needed(monkeypatch, ulysses, remedy):
+def test_without_flash_attn_the_trainer_takes_pytorchs_own_and_says_so(monkeypatch, capsys):
     monkeypatch.setattr(validation, "find_spec", lambda name: None)
-    cfg = changed({f"{ACTOR}.ulysses_sequence_parallel_size": ulysses})
-    with pytest.raises(ConfigError, match=rf"flash-attn is not installed.* or \+{ATTENTION}{remedy}"):
-        check_attention_package(cfg)
-    check_attention_package(changed({}, "cpu"))
-    check_attention_package(changed({ATTENTION: "sdpa"}))
+    cfg = changed({f"{ACTOR}.ulysses_sequence_parallel_size": 2})
+    settle_packages(cfg)
+    assert OmegaConf.select(cfg, ATTENTION) == "torch_varlen"
+    assert f"{ATTENTION}=torch_varlen" in capsys.readouterr().err
+    validation.validate_config(cfg)  # with sequence parallelism too
+    with pytest.raises(ConfigError, match="flash-attn is not installed.*leave it out"):
+        settle_packages(changed({ATTENTION: "flash_attention_2"}))
+    with pytest.raises(ConfigError, match="liger-kernel is not installed.*use_liger=false"):
+        settle_packages(changed({"actor_rollout_ref.model.use_liger": True}))
+    for kept in (changed({}, "cpu"), changed({ATTENTION: "eager"})):
+        before = OmegaConf.to_container(kept)
+        settle_packages(kept)
+        assert OmegaConf.to_container(kept) == before
     monkeypatch.setattr(validation, "find_spec", lambda name: "there")
-    check_attention_package(cfg)
+    settle_packages(cfg := changed({}))
+    assert OmegaConf.select(cfg, ATTENTION) is None
 
 
 def test_a_configuration_without_flashrl_is_refused():

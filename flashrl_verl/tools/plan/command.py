@@ -32,6 +32,7 @@ DEFAULTS: dict[str, Any] = {
     "constant": 0.0,
     "refill": True,
     "even_mini_batches": True,
+    "liger": False,
     "bypass": False,
     "gpu_memory_utilization": 0.9,
     "max_num_seqs": 1024,
@@ -166,7 +167,7 @@ def plan_of(values: dict[str, Any], gpu: GPU) -> Plan:
         spread=values["spread"],
         limit=limit if limit is not None and limit > response else None,
     )
-    levers = Levers(**{name: values[name] for name in ("constant", "refill", "even_mini_batches", "bypass")})
+    levers = Levers(**{name: values[name] for name in ("constant", "refill", "even_mini_batches", "liger", "bypass")})
     shape = shape_of(load_config(values["model"]))
     return make_plan(
         values["model"], shape, gpu, values["gpus"], engine, work, values["not_planned"], values["samples"], levers
@@ -208,6 +209,7 @@ def of_run(overrides: list[str], *, with_model: bool = True) -> dict[str, Any]:
         "constant": CONSTANT if cfg.algorithm.filter_groups.enable else 0.0,
         "refill": cfg.flashrl.sampling.refill,
         "even_mini_batches": cfg.flashrl.sampling.even_mini_batches,
+        "liger": cfg.actor_rollout_ref.model.use_liger,
         "bypass": bool(OmegaConf.select(cfg, "algorithm.rollout_correction.bypass_mode")),
         "not_planned": tuple(f"{key}={values[key]}" for key in changed),
     }

@@ -19,8 +19,9 @@ TRAINER_BYTES = 16
 ASSUMPTIONS = (
     "Estimates from data sheets and decode steps of a 32B model on one H200; other GPUs, mixtures of experts and "
     "all-reduces are extrapolated. Lengths are lognormal, engines work alike. The trainer reaches "
-    f"{FORWARD:.0%} (old log-probs) and {UPDATE:.0%} (update, gradient checkpointing) of the data sheet's BF16 "
-    f"operations, and sends weights at {REFIT_RATE / 1e9:.0f} GB/s (a guess)."
+    f"{FORWARD[False]:.0%} (old log-probs) and {UPDATE[False]:.0%} (update, gradient checkpointing) of the data "
+    f"sheet's BF16 operations, with Liger's kernels {FORWARD[True]:.0%} and {UPDATE[True]:.0%}, and sends weights at "
+    f"{REFIT_RATE / 1e9:.0f} GB/s (a guess)."
 )
 
 

@@ -7,13 +7,13 @@ from flashrl_verl.tools.plan.gpus import GPU
 from flashrl_verl.tools.plan.memory import BF16
 from flashrl_verl.tools.plan.shape import ModelShape
 
-FORWARD = 0.58
-"""Share of the data sheet's BF16 operations that old log-probs reach: ``python -m benchmarks.training`` with layers of
-Qwen2.5-32B on one H200 (docs/results/step.md). Nothing is communicated there: shards that arrive too late for their
-layer take longer."""
+FORWARD = {False: 0.49, True: 0.54}
+"""Share of the data sheet's BF16 operations that old log-probs reach, without and with Liger's kernels: ``python -m
+benchmarks.training`` with layers of Qwen2.5-32B on one H100 (docs/results/step.md), FlashAttention 2. Nothing is
+communicated there: shards that arrive too late for their layer take longer."""
 
-UPDATE = 0.59
-"""The same share for the policy's update, likewise, with gradient checkpointing and without the optimizer's step."""
+UPDATE = {False: 0.48, True: 0.53}
+"""The same share for the policy's update, with gradient checkpointing and the optimizer's step."""
 
 PASSES = 4
 """Forward passes that an update takes as long as: one, its repetition (gradient checkpointing), and a backward pass of
@@ -43,6 +43,8 @@ class Levers:
     """``flashrl.sampling.refill``."""
     even_mini_batches: bool = True
     """``flashrl.sampling.even_mini_batches``."""
+    liger: bool = False
+    """``actor_rollout_ref.model.use_liger``."""
     bypass: bool = False
     """``correction=bypass``: no old log-probs."""
 
@@ -98,7 +100,7 @@ def whole_step(
     forward = forward_operations(shape, tokens, length) / (gpus * gpu.bf16)
     return WholeStep(
         rollout=rollout,
-        log_probs=0.0 if levers.bypass else forward / FORWARD,
-        update=PASSES * forward / UPDATE * (1.0 if levers.even_mini_batches else WAITS),
+        log_probs=0.0 if levers.bypass else forward / FORWARD[levers.liger],
+        update=PASSES * forward / UPDATE[levers.liger] * (1.0 if levers.even_mini_batches else WAITS),
         refit=shape.sent * BF16 / REFIT_RATE,
     )
