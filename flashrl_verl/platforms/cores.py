@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which CPU cores each rank of a tensor-parallel engine computes on.
+"""Which CPU cores an engine computes on.
 
 vLLM's CPU backend binds each rank to a NUMA node of its own and stops where a machine has fewer nodes than ranks, as a
 laptop has. It takes the cores of each rank only from the environment.
@@ -7,6 +7,7 @@ laptop has. It takes the cores of each rank only from the environment.
 
 import os
 from collections.abc import Sequence
+from typing import Any
 
 VARIABLE = "VLLM_CPU_OMP_THREADS_BIND"
 
@@ -33,3 +34,15 @@ def bind_ranks(ranks: int) -> None:
     it."""
     if ranks > 1:
         os.environ.setdefault(VARIABLE, share_cores(sorted(os.sched_getaffinity(0)), ranks))
+
+
+def one_process(engine_kwargs: dict[str, Any]) -> None:
+    """Have an engine of one rank compute in the process that schedules it. A worker of its own waits for its next step
+    in a loop, which takes a third of a core of two, and starts for ten seconds more.
+
+    Args:
+        engine_kwargs: of vLLM; changed unless the user has chosen.
+    """
+    if engine_kwargs.setdefault("distributed_executor_backend", "uni") == "uni":
+        # vLLM's CPU platform takes "mp" instead otherwise (vllm/platforms/cpu.py); an AsyncLLM reads it nowhere else.
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"

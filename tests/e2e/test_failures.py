@@ -44,17 +44,20 @@ def test_a_stale_tensor_on_the_second_rank_alone_is_noticed_and_names_it(recipe)
 
 
 @pytest.mark.parametrize(
-    "fault, message",
+    "fault, message, mode",
     [
         (
             "raise_in_receiver:2",
             r"replica 0: worker 0: RefitError: .*step 2: a bucket cannot be loaded: OSError: a fault",
+            "flashrl",
         ),
-        ("kill_engine:2", "weight update of step 2: the rollout engine ended"),
+        ("kill_engine:2", "weight update of step 2: the rollout engine ended", "flashrl"),
+        ("kill_engine:2", "weight update of step 2: the rollout engine ended", "flashrl_colocate_async"),
     ],
 )
-def test_a_failing_receiver_ends_the_run_within_the_time_limit(recipe, tmp_path, fault, message):
-    run = recipe(NO_FILTER, "trainer.total_training_steps=3", "flashrl.update_timeout_s=60", fault=fault)
+def test_a_failing_receiver_ends_the_run_within_the_time_limit(recipe, tmp_path, fault, message, mode):
+    words = ("trainer.total_training_steps=3", "flashrl.update_timeout_s=60", f"trainer.v1.trainer_mode={mode}")
+    run = recipe(NO_FILTER, *words, fault=fault)
     assert run.returncode != 0
     assert_says(message, run.output)
     assert time.time() - (tmp_path / "fired").stat().st_mtime < 60, "seconds from the fault to the end of the process"
@@ -116,10 +119,10 @@ def test_a_padded_vocabulary_is_refused_above_the_limit_with_its_mass(recipe, pa
     )
 
 
-def test_a_killed_run_resumes_with_equal_weights_and_its_history(assets, tmp_path):
-    words = command(
-        assets, tmp_path, NO_FILTER, "trainer.total_training_steps=6", "trainer.save_freq=2", "trainer.resume_mode=auto"
-    )
+@pytest.mark.parametrize("mode", ["flashrl", "flashrl_colocate_async"])
+def test_a_killed_run_resumes_with_equal_weights_and_its_history(assets, tmp_path, mode):
+    saves = "trainer.total_training_steps=6", "trainer.save_freq=2", "trainer.resume_mode=auto"
+    words = command(assets, tmp_path, NO_FILTER, f"trainer.v1.trainer_mode={mode}", *saves)
     first = start(words, tmp_path)
     metrics_file = tmp_path / "metrics.jsonl"
     deadline = time.monotonic() + 240
