@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model of random weights with a tokenizer of its whole vocabulary: of a real model's width, and of any depth."""
+"""Short runs of the recipe on nothing that is downloaded: a model of random weights with a tokenizer of its whole
+vocabulary, of a real model's width and of any depth; prompts; overrides."""
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
 from flashrl_verl.tools.engines.shapes import load_config
+from flashrl_verl.tools.recipe_process import quoted
 
 EOS, PAD = 0, 1
 
@@ -49,3 +54,43 @@ def make_model(model: str, layers: int, folder: Path) -> None:
     made.generation_config = GenerationConfig(eos_token_id=EOS, pad_token_id=PAD)
     made.save_pretrained(folder)
     make_tokenizer(config.vocab_size).save_pretrained(folder)
+
+
+def make_prompts(source: str, prompts: int, folder: Path) -> None:
+    """`train.parquet`: prompts of 60 random letters in verl's columns.
+
+    Args:
+        source: what verl chooses a reward by.
+        prompts: how many.
+        folder: is there.
+    """
+    draw = random.Random(0)
+    rows = [
+        {
+            "data_source": source,
+            "prompt": [{"role": "user", "content": " ".join(draw.choices("abcdefghij", k=60))}],
+            "ability": "MATH",
+            "reward_model": {"style": "rule", "ground_truth": "34"},
+            "extra_info": {"index": str(number)},
+        }
+        for number in range(prompts)
+    ]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "train.parquet")
+
+
+def short_run(model: Path, folder: Path, steps: int) -> list[str]:
+    """Hydra's words of a run on these prompts that validates and saves nothing."""
+    data = quoted(str(folder / "train.parquet"))
+    return [
+        f"actor_rollout_ref.model.path={quoted(str(model))}",
+        f"data.train_files={data}",
+        f"data.val_files={data}",
+        "data.filter_overlong_prompts=false",
+        f"trainer.default_local_dir={quoted(str(folder / 'checkpoints'))}",
+        f"trainer.total_training_steps={steps}",
+        "trainer.save_freq=-1",
+        "trainer.test_freq=-1",
+        "trainer.val_before_train=false",
+        "trainer.resume_mode=disable",
+        "trainer.logger=[console,file]",
+    ]

@@ -10,7 +10,6 @@ run again. Words are Hydra overrides, the same for all.
 from __future__ import annotations
 
 import json
-import random
 import statistics
 import sys
 import time
@@ -20,13 +19,14 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.common import environment, run, show, words_of, write_json
-from benchmarks.random_model import make_model
+from benchmarks.random_model import make_model, make_prompts, short_run
 from benchmarks.step_workload import SETTINGS, response_length
 from flashrl_verl.errors import FlashRLError
+from flashrl_verl.tools.recipe_process import compose, quoted
 
-VERLS_WAY = ("flashrl.sampling.refill=false", "flashrl.sampling.even_mini_batches=false", "flashrl.precision=bf16")
+STOCK = ("flashrl.sampling.refill=false", "flashrl.sampling.even_mini_batches=false", "flashrl.precision=bf16")
 VARIANTS = {
-    "stock": VERLS_WAY,
+    "stock": STOCK,
     "bf16": ("flashrl.precision=bf16",),
     "int8": ("flashrl.precision=int8",),
     "int8+kv": ("flashrl.precision=int8", "flashrl.kv_cache=int8_per_token_head"),
@@ -41,7 +41,7 @@ PARTS = {
     "update": "timing_s/update_actor",
     "refit": "timing_s/update_weights",
 }
-KEPT = {
+COLUMNS = {
     **PARTS,
     "step": "timing_s/step",
     "response": "response_length/mean",
@@ -54,44 +54,12 @@ KEPT = {
 }
 
 
-def make_prompts(folder: Path, prompts: int) -> None:
-    """Prompts of random letters, in verl's columns."""
-    import pyarrow
-    import pyarrow.parquet
-
-    draw = random.Random(0)
-    rows = [
-        {
-            "data_source": "flashrl-bench-step",
-            "prompt": [{"role": "user", "content": " ".join(draw.choices("abcdefghij", k=60))}],
-            "reward_model": {"style": "rule", "ground_truth": ""},
-            "extra_info": {"index": str(number)},
-        }
-        for number in range(prompts)
-    ]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "train.parquet")
-
-
 def overrides_of(folder: Path, model: Path, steps: int) -> list[str]:
     """What makes a run of the recipe a benchmark of its steps."""
-    from flashrl_verl.tools.recipe_process import quoted
-
-    folder.mkdir(parents=True, exist_ok=True)
     loop = folder / "agent_loop.yaml"
     loop.write_text("- name: flashrl_bench_step\n  _target_: benchmarks.step_workload.LengthsAgentLoop\n")
-    data = quoted(str(folder / "train.parquet"))
     return [
-        f"actor_rollout_ref.model.path={quoted(str(model))}",
-        f"data.train_files={data}",
-        f"data.val_files={data}",
-        "data.filter_overlong_prompts=false",
-        f"trainer.default_local_dir={quoted(str(folder / 'checkpoints'))}",
-        f"trainer.total_training_steps={steps}",
-        "trainer.save_freq=-1",
-        "trainer.test_freq=-1",
-        "trainer.val_before_train=false",
-        "trainer.resume_mode=disable",
-        "trainer.logger=[console,file]",
+        *short_run(model, folder, steps),
         "actor_rollout_ref.rollout.agent.default_agent_loop=flashrl_bench_step",
         f"actor_rollout_ref.rollout.agent.agent_loop_config_path={quoted(str(loop))}",
         "reward.custom_reward_function.path=pkg://benchmarks.step_workload",
@@ -108,32 +76,28 @@ def run_variant(name: str, words: list[str], folder: Path, steps: int, settings:
     """
     from rich.console import Console
 
-    from flashrl_verl.quickstart.progress import Progress, read_rows
+    from flashrl_verl.quickstart.progress import Progress, follow, read_rows
     from flashrl_verl.tools import recipe_process
     from flashrl_verl.tools.log_excerpt import last_error
-    from flashrl_verl.tools.process_tree import ProcessTree, stoppable
+    from flashrl_verl.tools.process_tree import Stopped, stoppable
 
     folder.mkdir(parents=True, exist_ok=True)
     log, metrics = folder / "train.log", folder / "metrics.jsonl"
     for file in (log, metrics):
         file.unlink(missing_ok=True)
     began, progress = time.monotonic(), Progress(Console(), steps, log, 0, metrics)
-    there = recipe_process.environment(metrics) | {SETTINGS: json.dumps(settings)}
+    variables = recipe_process.environment(metrics) | {SETTINGS: json.dumps(settings)}
     with stoppable():
-        tree = ProcessTree([sys.executable, "-m", recipe_process.MODULE, *words], log, there, recipe_process.ROOT)
         try:
-            while (code := tree.poll()) is None:
-                progress.update()
-                time.sleep(0.5)
-            progress.update()
-        finally:
-            tree.end()
+            code = follow([sys.executable, "-m", recipe_process.MODULE, *words], log, variables, progress)
+        except Stopped as stopped:
+            raise typer.Exit(stopped.exit_code) from None
     rows = read_rows(metrics)
     if code or max(rows, default=0) < steps:
         raise FlashRLError(
             "\n".join([f"{name}: exit code {code}; log: {log}", *last_error(log.read_text(errors="replace"))])
         )
-    found = [{key: row.get(metric) for key, metric in KEPT.items()} for _, row in sorted(rows.items())]
+    found = [{key: row.get(metric) for key, metric in COLUMNS.items()} for _, row in sorted(rows.items())]
     return {"variant": name, "overrides": words, "seconds": time.monotonic() - began, "steps": found}
 
 
@@ -145,10 +109,10 @@ def rows_of(results: list[dict[str, Any]]) -> list[list[str]]:
             key: statistics.median(values)
             if (values := [s[key] for s in one["steps"][1:] if s[key] is not None])
             else None
-            for key in KEPT
+            for key in COLUMNS
         }
         first = first or of["step"]
-        cells = ["-" if of[key] is None else f"{of[key]:.3g}" for key in KEPT]
+        cells = ["-" if of[key] is None else f"{of[key]:.3g}" for key in COLUMNS]
         table.append([one["variant"], *cells, f"{first / of['step']:.2f}"])
     return table
 
@@ -166,21 +130,23 @@ def step(
 ) -> None:
     """Time whole steps of DAPO, a run of the recipe for each variant."""
     from flashrl_verl.tools.engines.shapes import load_config
-    from flashrl_verl.tools.recipe_process import compose
 
     names = words_of(variants, VARIANTS, "--variants")
     output = output.expanduser().resolve()
+    output.mkdir(parents=True, exist_ok=True)
     depth = layers or load_config(model).num_hidden_layers
     folder = output / f"{Path(model).name}-{depth}"
     common = [*overrides_of(output, folder, steps), *context.args]
     cfg = compose([*common, *VARIANTS[names[0]]])
     settings = {"median": median, "spread": spread, "constant": constant}
     make_model(model, depth, folder)
-    make_prompts(output, 64 * cfg.data.train_batch_size)
+    make_prompts("flashrl-bench-step", 64 * cfg.data.train_batch_size, output)
     file = output / "step.json"
+    here = environment()
     asked = {"model": model, "layers": depth, "steps": steps, **settings, "overrides": context.args}
     record = json.loads(file.read_text()) if file.is_file() else {}
-    results = record.get("results", []) if record.get("settings") == asked else []
+    same = record.get("settings") == asked and record.get("environment") == here
+    results = {one["variant"]: one for one in record["results"]} if same else {}
     lengths = [
         min(response_length(str(prompt), number, median, spread), cfg.data.max_response_length)
         for prompt in range(256)
@@ -188,12 +154,13 @@ def step(
     ]
     print(f"lengths: {', '.join(f'{q:.0f}' for q in statistics.quantiles(lengths, n=10))} (deciles)", flush=True)
     for name in names:
-        if any(one["variant"] == name for one in results):
+        if name in results:
             continue
         print(f"{name}; log: {output / name / 'train.log'}", flush=True)
-        results.append(run_variant(name, [*common, *VARIANTS[name]], output / name, steps, settings))
-        write_json(file, {"settings": asked, "environment": environment(), "results": results})
-    show(f"{model}, medians of {steps - 1} steps", ("variant", *KEPT, "x first"), rows_of(results))
+        results[name] = run_variant(name, [*common, *VARIANTS[name]], output / name, steps, settings)
+        write_json(file, {"settings": asked, "environment": here, "results": list(results.values())})
+    table = rows_of([results[name] for name in names])
+    show(f"{model}, medians of {steps - 1} steps", ("variant", *COLUMNS, "x first"), table)
     print(f"written: {file}")
 
 

@@ -24,23 +24,14 @@ from benchmarks.common import environment, in_own_process, run, show, write_json
 from benchmarks.random_model import make_model
 from benchmarks.refit import timed
 from flashrl_verl.errors import ConfigError, FlashRLError
+from flashrl_verl.tools.plan import whole_step
+from flashrl_verl.tools.plan.gpus import of_device
+from flashrl_verl.tools.plan.shape import shape_of
 from flashrl_verl.tools.recipe_process import compose, quoted
 from flashrl_verl.validation import settle_packages
 
-PASSES = {"old log-probs": 1, "policy update": 4}
-"""How many forward passes' operations each takes: an update is forward, recomputation and a backward pass of two."""
-BF16_OPERATIONS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
-"""A second, dense, by the data sheets of cards whose names contain this."""
-
-
-def forward_operations(config: Any, tokens: int) -> float:
-    """Of a forward pass over one sequence: products with every weight but the embedding, and causal attention."""
-    from flashrl_verl.tools.engines.shapes import tensor_shapes
-
-    matrices = sum(t.numel() for name, t in tensor_shapes(config) if t.dim() > 1 and "embed_tokens" not in name)
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    attention = 2 * config.num_hidden_layers * config.num_attention_heads * head * tokens**2
-    return 2 * matrices * tokens + attention
+PASSES = {"old log-probs": 1, "policy update": whole_step.PASSES}
+"""How many forward passes' operations each takes."""
 
 
 def one_rank(words: list[str], folder: Path) -> list[str]:
@@ -178,12 +169,12 @@ def training(
         for name in PASSES:
             seconds[name][depth] = found["seconds"][name]
     here = environment()
-    peak = next((speed for card, speed in BF16_OPERATIONS.items() if card in here["device"]), None)
+    gpu = of_device(here["device"])
+    forward = whole_step.forward_operations(shape_of(whole), length * sequences, length)
     passes = []
     for name, times in PASSES.items():
         one = by_part(name, seconds[name], whole.num_hidden_layers)
-        operations = times * sequences * forward_operations(whole, length)
-        passes.append(one | {"share": None if peak is None else operations / one["whole_s"] / peak})
+        passes.append(one | {"share": times * forward / one["whole_s"] / gpu.bf16 if gpu else None})
     settings = {"overrides": words, "model": model, "layers": depths, "tokens": length * sequences, "length": length}
     settings["repeats"] = repeats
     record = {"settings": settings, "environment": here, "gib_allocated": memory, "passes": passes}

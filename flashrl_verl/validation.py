@@ -206,6 +206,7 @@ ROW_ESTIMATORS = ("grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectori
 _ULYSSES = (f"{ACTOR}.ulysses_sequence_parallel_size", f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size")
 """verl's older key and its newer one."""
 _ATTENTION = "actor_rollout_ref.model.override_config.attn_implementation"
+_CRITIC_ATTENTION = "critic.model.override_config.attn_implementation"
 _FLASH = "flash_attention_2"
 """verl's default."""
 _LIGER = "actor_rollout_ref.model.use_liger"
@@ -230,15 +231,6 @@ RULES = (
         one_of("flashrl", ASYNC),
         "there is a flashrl node, but another trainer would run, without its correction, receipts and bounds",
         "trainer.v1.trainer_mode=flashrl, or leave FlashRL's experiment out",
-    ),
-    # verl's other backends resume generation inside the update, before receipts are compared.
-    Rule(
-        f"{ROLLOUT}.checkpoint_engine.backend",
-        one_of("naive"),
-        "it would resume generation before the weights are verified",
-        f"{ROLLOUT}.checkpoint_engine.backend=naive",
-        default="naive",
-        when=_asynchronous,
     ),
     # Trajectories of several versions of the policy.
     Rule(
@@ -350,7 +342,7 @@ RULES = (
         one_of(None),
         "a sampler of your own and flashrl.sampling.refill would both choose the batch",
         "flashrl.sampling.refill=false",
-        when=lambda cfg: bool(get(cfg, "flashrl.sampling.refill", True)),
+        when=lambda cfg: bool(get(cfg, "flashrl.sampling.refill", True)) and not _asynchronous(cfg),
     ),
     Rule(
         f"{ACTOR}.strategy",
@@ -899,6 +891,11 @@ def settle_packages(cfg: DictConfig) -> None:
             "flash-attn is not installed in this environment",
             f"leave it out, which takes {TORCH_VARLEN}, or pip install flash-attn --no-build-isolation",
         )
+    critic = get(cfg, "critic.enable")
+    if critic is None:
+        critic = get(cfg, "algorithm.adv_estimator") == "gae"
+    if critic and get(cfg, _CRITIC_ATTENTION, _FLASH) == _FLASH:
+        refuse(_CRITIC_ATTENTION, _FLASH, "flash-attn is not installed", f"+{_CRITIC_ATTENTION}=sdpa")
     OmegaConf.update(cfg, _ATTENTION, TORCH_VARLEN, force_add=True)
     print(f"flash-attn is not installed: {_ATTENTION}={TORCH_VARLEN}, PyTorch's own FlashAttention 2", file=sys.stderr)
 

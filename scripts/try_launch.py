@@ -5,28 +5,24 @@ from __future__ import annotations
 
 import argparse
 import math
-import random
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-import pyarrow
-import pyarrow.parquet
 import torch
 from rich.console import Console
 
-from benchmarks.random_model import make_model
+from benchmarks.random_model import make_model, make_prompts, short_run
 from flashrl_verl.errors import ConfigError, FlashRLError
-from flashrl_verl.quickstart.progress import Progress, read_rows
+from flashrl_verl.quickstart.progress import Progress, follow, read_rows
 from flashrl_verl.tools import recipe_process
 from flashrl_verl.tools.engines.shapes import SHAPES
 from flashrl_verl.tools.log_excerpt import last_error
-from flashrl_verl.tools.plan.gpus import GPUS
-from flashrl_verl.tools.process_tree import ProcessTree, Stopped, stoppable
+from flashrl_verl.tools.plan.gpus import of_device
+from flashrl_verl.tools.process_tree import Stopped, stoppable
 
 PROMPTS_PER_GPU = 8
-PROMPT_WORDS = 60
 
 SHOWN = {
     "step": "timing_s/step",
@@ -52,23 +48,6 @@ def shape_of(model: str) -> str:
     return found[0]
 
 
-def make_data(source: str, folder: Path) -> None:
-    """Prompts of random letters, in verl's columns."""
-    draw = random.Random(0)
-    rows = [
-        {
-            "data_source": source,
-            "prompt": [{"role": "user", "content": " ".join(draw.choices("abcdefghij", k=PROMPT_WORDS))}],
-            "ability": "MATH",
-            "reward_model": {"style": "rule", "ground_truth": "34"},
-            "extra_info": {"index": str(number)},
-        }
-        for number in range(256)
-    ]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "train.parquet")
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows[:8]), folder / "val.parquet")
-
-
 def scaled(experiment: str, output: Path, layers: int, response: int, steps: int, user: list[str]) -> list[str]:
     """What is changed of an experiment, as Hydra's words.
 
@@ -88,25 +67,15 @@ def scaled(experiment: str, output: Path, layers: int, response: int, steps: int
     batch = min(cfg.data.train_batch_size, PROMPTS_PER_GPU * gpus)
     buffer = cfg.reward.reward_kwargs.overlong_buffer_cfg
     words = [
-        f"actor_rollout_ref.model.path={recipe_process.quoted(str(output / f'model-{layers}'))}",
-        f"data.train_files={recipe_process.quoted(str(output / 'train.parquet'))}",
-        f"data.val_files={recipe_process.quoted(str(output / 'val.parquet'))}",
-        f"trainer.default_local_dir={recipe_process.quoted(str(output / 'checkpoints'))}",
+        *short_run(output / f"model-{layers}", output, steps),
         "trainer.nnodes=1",
         f"trainer.n_gpus_per_node={gpus}",
-        f"trainer.total_training_steps={steps}",
-        "trainer.save_freq=-1",
-        "trainer.test_freq=-1",
-        "trainer.val_before_train=false",
-        "trainer.resume_mode=disable",
-        "trainer.logger=[console,file]",
         f"actor_rollout_ref.rollout.tensor_model_parallel_size={parallel}",
         f"actor_rollout_ref.actor.ulysses_sequence_parallel_size={ulysses}",
         f"data.train_batch_size={batch}",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={max(1, batch // 2)}",
         f"data.max_response_length={response}",
         "algorithm.filter_groups.enable=false",
-        "data.filter_overlong_prompts=false",
     ]
     if buffer.enable and buffer.len >= response:
         words.append(f"reward.reward_kwargs.overlong_buffer_cfg.len={response // 4}")
@@ -138,7 +107,7 @@ def main() -> int:
     words = scaled(args.experiment, output, args.layers, response, args.steps, user)
     console.print(f"{script.name}, {args.layers} layers of {model}:", *words, sep="\n  ", markup=False, highlight=False)
     make_model(shape_of(model), args.layers, output / f"model-{args.layers}")
-    make_data("openai/gsm8k" if args.experiment.startswith("gsm8k") else "math_dapo", output)
+    make_prompts("openai/gsm8k" if args.experiment.startswith("gsm8k") else "math_dapo", 256, output)
     console.print(f"[{time.monotonic() - began:.0f} s] model and data made", markup=False, highlight=False)
 
     log, metrics = output / "train.log", output / "metrics.jsonl"
@@ -146,16 +115,10 @@ def main() -> int:
         file.unlink(missing_ok=True)
     progress = Progress(console, args.steps, log, 0, metrics)
     with stoppable():
-        tree = ProcessTree(["bash", str(script), *words], log, recipe_process.environment(metrics), recipe_process.ROOT)
         try:
-            while (code := tree.poll()) is None:
-                progress.update()
-                time.sleep(0.5)
-            progress.update()
+            code = follow(["bash", str(script), *words], log, recipe_process.environment(metrics), progress)
         except Stopped as stopped:
             code = stopped.exit_code
-        finally:
-            tree.end()
     for step, row in sorted(read_rows(metrics).items()):
         figures = [f"{name} {row[key]:.4g}" for name, key in SHOWN.items() if key in row]
         console.print(f"step {step}: {', '.join(figures)}", markup=False, highlight=False, soft_wrap=True)
@@ -175,9 +138,8 @@ def main() -> int:
         command = [sys.executable, "-m", "flashrl_verl", "plan", f"experiment={args.experiment}", *planned, "--explain"]
         command += ["--model", str(output / f"model-{args.layers}")]
         command += ["--response-length", str(response)]
-        here = torch.cuda.get_device_name().lower() if torch.cuda.is_available() else ""
-        known = [name for name in GPUS if all(part in here for part in name.split("-"))]
-        command += [f"--gpu={name}" for name in sorted(known, key=len)[-1:]]
+        if torch.cuda.is_available() and (gpu := of_device(torch.cuda.get_device_name())):
+            command.append(f"--gpu={gpu.name}")
         subprocess.run(command, check=False)
     return code
 

@@ -4,9 +4,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flashrl_verl.tools.process_tree import ProcessTree, Stopped
+from flashrl_verl.tools.recipe_process import ROOT
 from flashrl_verl.tools.report import HELD_OUT, MISMATCH_KL, SCORE, read_metrics
 
 if TYPE_CHECKING:
@@ -78,6 +81,35 @@ class Progress:
             return []
         seconds = (now - since) / (self.step - step) * (self._total - self.step)
         return [f"about {seconds / 60:.0f} min left" if seconds >= 90 else f"about {seconds:.0f} s left"]
+
+
+def follow(command: Sequence[str], log: Path, environment: dict[str, str], progress: Progress) -> int:
+    """Run a training to its end and tell its progress; a stop ends all its processes.
+
+    Args:
+        command: started in the checkout.
+        log: takes its output.
+        environment: of the process.
+        progress: of the same log.
+
+    Returns:
+        Its exit code.
+
+    Raises:
+        Stopped: inside `stoppable`.
+    """
+    tree = ProcessTree(command, log, environment, ROOT)
+    try:
+        while (code := tree.poll()) is None:
+            progress.update()
+            time.sleep(0.5)
+        progress.update()
+        return code
+    except Stopped:
+        progress.say("stopping the training (again: at once) ...")
+        raise
+    finally:
+        tree.end()
 
 
 def _modified(file: Path) -> int | None:

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 from flashrl_verl.errors import ConfigError, FlashRLError
 from flashrl_verl.plugins.versions import check_versions
 from flashrl_verl.quickstart.assets import AssetsConfig, made_before, make_assets
-from flashrl_verl.quickstart.progress import Progress, read_rows
+from flashrl_verl.quickstart.progress import Progress, follow, read_rows
 from flashrl_verl.tools import report
 from flashrl_verl.tools.log_excerpt import last_error
-from flashrl_verl.tools.process_tree import ProcessTree, Stopped, stoppable
+from flashrl_verl.tools.process_tree import Stopped, stoppable
 from flashrl_verl.tools.recipe_process import MODULE, ROOT, compose, environment, quoted
 from flashrl_verl.trainer.atomic_write import write_whole
 from flashrl_verl.validation import check_paths, validate_config
@@ -215,18 +215,10 @@ def _make_assets(config: QuickstartConfig, console: Console) -> dict[str, Any]:
 def _train(output: Path, overrides: list[str], progress: Progress, seconds: dict[str, float]) -> int:
     """Run the recipe to its end; its exit code. `seconds` takes how long that was, also when it is stopped."""
     started = time.monotonic()
-    tree = ProcessTree([sys.executable, "-m", MODULE, *overrides], output / LOG, environment(output / METRICS), ROOT)
     try:
-        while (code := tree.poll()) is None:
-            progress.update()
-            time.sleep(0.5)
-        progress.update()
-        return code
-    except Stopped:
-        progress.say("stopping the training (again: at once) ...")
-        raise
+        command = [sys.executable, "-m", MODULE, *overrides]
+        return follow(command, output / LOG, environment(output / METRICS), progress)
     finally:
-        tree.end()
         trains_since = progress.trains_since or time.monotonic()
         seconds |= {"start-up": trains_since - started, "training": time.monotonic() - trains_since}
 

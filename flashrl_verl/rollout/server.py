@@ -93,6 +93,9 @@ class FlashRLHttpServer(vLLMHttpServer):
         """verl's; counts what it returns, as the trainer sees only the groups that dynamic sampling kept."""
         output = await super().generate(*args, **kwargs)
         self._generated_tokens += len(output.token_ids)
+        if not output.token_ids and output.stop_reason in ("aborted", "abort"):
+            # Stopped for an update while it waited: the weights count that sample its first token.
+            output.extra_fields["global_steps"] = None
         return output
 
     async def flashrl_generated_tokens(self) -> int:

@@ -29,7 +29,7 @@ class Limit(NamedTuple):
     """One metric and its limit."""
 
     name: str
-    """As in ``flashrl/guard_<name>_steps``."""
+    """As in the settings."""
     metric: str
     beyond: Callable[[float, float], bool]
     """Of value and limit, both finite. What is not finite is beyond every limit."""
@@ -75,8 +75,9 @@ def limits(
     closer = _CLOSER[precision]
     table = []
     # In bypass mode with several updates verl's loss compares pi_theta, which moves with each of them, with pi_rollout:
-    # these metrics then tell the size of an update, not the rollout's distance from the trainer.
-    if not (correction.bypass and updates > 1):
+    # these metrics then tell the size of an update, not the rollout's distance from the trainer. Nor does it tell
+    # them by the age of trajectories.
+    if not (correction.bypass and (updates > 1 or asynchronous)):
         table += _mismatch(closer)[:1] if asynchronous else _mismatch(closer)
         table += _weights(closer, correction) if correction.level else []
     if correction.rejections:
@@ -229,12 +230,8 @@ class Guard:
         return not any(self._steps.values())
 
     def metrics(self) -> dict[str, int]:
-        """``flashrl/guard_events``, all so far, and ``flashrl/guard_<name>_steps``, consecutive steps beyond the
-        limit."""
-        if not self.settings.enable:
-            return {}
-        steps = {f"flashrl/guard_{name}_steps": count for name, count in self._steps.items()}
-        return {"flashrl/guard_events": self._events, **steps}
+        """``flashrl/guard_events``, all so far."""
+        return {"flashrl/guard_events": self._events} if self.settings.enable else {}
 
     def _count(self, limit: Limit, step: int, metrics: Mapping[str, Any]) -> int:
         """Take one step's value into account; returns the consecutive steps beyond the limit."""

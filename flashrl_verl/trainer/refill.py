@@ -6,10 +6,10 @@ such group, waits for all in flight and throws the surplus away: with 40 % of co
 generates. This buffer starts prompts until enough informative groups are to be expected, and draws the batch from all
 that it got, whenever they finished: a batch of the first to finish would be one of short responses.
 
-How many running groups will be informative is taken from the step before, all of whose groups were waited for: a rate
-counted while a step runs is one of short groups. Informative groups may be shorter or longer than the others, so it is
-the rate of those that finished in the same place of their step. The first step has no other rate than its own, and uses
-it when half a batch has finished.
+How many running groups will be informative is taken from the step before, all of whose groups were waited for. Long
+groups finish last, and may be informative more or less often than short ones: so the rate of groups that still run is
+that of the groups which finished as late in the step before. The first step has no other rate than its own, and uses it
+when half a batch has finished.
 """
 
 import math
@@ -25,18 +25,18 @@ from flashrl_verl.errors import DynamicSamplingError
 
 STARTED = "training/filter_groups/started_samples"
 THROWN_AWAY = "training/filter_groups/discarded_surplus_samples"
-"""Prompts of a step: all that were started; those of informative groups that the batch had no room for."""
+"""Groups of a step, in verl's words samples: all that were started; informative ones that the batch had no room for."""
 
 _MARGIN = 1.0
 """Standard deviations by which the expected number of informative groups has to exceed the batch."""
 _SMALLEST_RATE = 0.05
 """A step whose groups were all constant must not ask for infinitely many."""
-_WINDOW = 32
-"""Groups of the last step that a rate is taken from at least: the last few to finish would be no rate."""
+_FEWEST = 32
+"""Groups that a rate is taken from at least: the last few to finish would be no rate."""
 
 
-class Expectation:
-    """What the groups of one step tell of the next.
+class LastStep:
+    """How many groups were informative in a step, and so will be in the next.
 
     Args:
         outcomes: of each group in the order in which they finished, whether it was informative. If there are none, what
@@ -48,7 +48,7 @@ class Expectation:
         self.rate = max(_SMALLEST_RATE, sum(self._outcomes) / len(self._outcomes)) if self._outcomes else 1.0
         """Share of informative groups."""
 
-    def rate_of_running(self, finished: int, running: int) -> float:
+    def rate_among_running(self, finished: int, running: int) -> float:
         """The share of informative groups among those that are last to finish.
 
         Args:
@@ -56,10 +56,10 @@ class Expectation:
             running: groups that have not.
         """
         total = len(self._outcomes)
-        tail = self._outcomes[min(int(total * finished / (finished + running)), total - _WINDOW) :]
-        return sum(tail) / len(tail) if total >= _WINDOW else self.rate
+        tail = self._outcomes[min(int(total * finished / (finished + running)), total - _FEWEST) :]
+        return sum(tail) / len(tail) if total >= _FEWEST else self.rate
 
-    def missing(self, batch: int, informative: int, finished: int, running: int) -> int:
+    def prompts_to_start(self, batch: int, informative: int, finished: int, running: int) -> int:
         """Prompts to start now, so that a batch of informative groups is to be expected.
 
         Args:
@@ -68,7 +68,7 @@ class Expectation:
             finished: groups that have finished.
             running: groups that were started and have not finished.
         """
-        rate = self.rate_of_running(finished, running) if running else self.rate
+        rate = self.rate_among_running(finished, running) if running else self.rate
         mean, variance = informative + running * rate, running * rate * (1 - rate)
         more = max(0, math.ceil((batch - mean) / self.rate))
         while mean + more * self.rate - _MARGIN * math.sqrt(variance + more * self.rate * (1 - self.rate)) < batch:
@@ -92,7 +92,7 @@ class RefillBuffer(ReplayBuffer):
     def __init__(self, seed: int, max_prompts: float, **kwargs):
         super().__init__(**kwargs)
         self._seed, self._max_prompts = seed, max_prompts
-        self._last_step: Expectation | None = None
+        self._last_step: LastStep | None = None
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict]:
         """A batch of informative groups, and verl's metrics with `STARTED` and `THROWN_AWAY`.
@@ -128,8 +128,8 @@ class RefillBuffer(ReplayBuffer):
                 break
             last_debug_time = self._wait_for_next_poll(partition_id, last_debug_time)
 
-        self._last_step = Expectation(outcomes)
-        # Keys are random, so a seed without the order would do nothing; with it a replayed step draws the same.
+        self._last_step = LastStep(outcomes)
+        # Not the first to finish, whatever order keys have.
         drawn = random.Random(f"{self._seed} {global_steps}").sample(sorted(informative), batch_size)
         self._clear_groups(partition_id, informative.difference(drawn))
         metrics |= {STARTED: len(outcomes), THROWN_AWAY: len(informative) - batch_size}
@@ -144,8 +144,8 @@ class RefillBuffer(ReplayBuffer):
 
     def _may_start(self, batch_size: int, informative: int, outcomes: list[bool], running: int) -> int:
         finished = len(outcomes)
-        expected = self._last_step or Expectation(outcomes if 2 * finished >= batch_size else ())
-        more = expected.missing(batch_size, informative, finished, running)
+        expected = self._last_step or LastStep(outcomes if 2 * finished >= batch_size else ())
+        more = expected.prompts_to_start(batch_size, informative, finished, running)
         in_flight = self.max_inflight_gen_batches * self.train_batch_size - running
         left = self._max_prompts - finished - running
         return int(max(0, min(more, in_flight, left))) or int(not running)

@@ -8,7 +8,6 @@ step waits for its longest ones, and carries them over the update.
 """
 
 import inspect
-import json
 import logging
 import math
 import numbers
@@ -160,7 +159,6 @@ class FlashRLMixin:
 
     def _load_checkpoint(self) -> None:
         if folder := self._resumes_from():
-            require_same_ranks(folder, self.actor_rollout_wg.world_size)
             self.guard.last_checkpoint = folder
         super()._load_checkpoint()
 
@@ -183,9 +181,9 @@ class FlashRLMixin:
             metric = self.config.algorithm.filter_groups.metric
             raise DynamicSamplingError(
                 f"step {self.global_steps}: dynamic sampling drew more than {limit} x {batch} prompts and still lacks "
-                f"a batch of groups whose {metric!r} differs within the group: the policy solves all or none of them. "
-                "Check the reward and the data, raise actor_rollout_ref.rollout.n, or raise "
-                "flashrl.max_num_gen_batches (0: no limit)"
+                f"a batch of groups whose {metric!r} differs within the group: the policy solves all or none of them, "
+                "or they have failed, which the first error in the log says. Check the reward and the data, raise "
+                "actor_rollout_ref.rollout.n, or raise flashrl.max_num_gen_batches (0: no limit)"
             )
         return super()._add_prompts_to_generate(num_prompts)
 
@@ -202,6 +200,9 @@ class FlashRLMixin:
             batch.reorder(even_order(lengths, padding, mini_batches, ranks, f"{self._seed} {self.global_steps}"))
         lengths = [tag["seq_len"] for tag in batch.tags]
         metrics["flashrl/mini_batch_length_variation"] = length_variation(lengths, mini_batches, ranks)
+        tokens = torch.tensor(lengths).view(ranks, -1).sum(1)  # verl's metrics, of the order as it is now
+        metrics[f"{logging_prefix}/balanced_min"] = float(tokens.min())
+        metrics[f"{logging_prefix}/balanced_max"] = float(tokens.max())
         return batch
 
     def on_sample_end(self) -> None:
@@ -359,6 +360,14 @@ class FlashRLAsyncTrainer(FlashRLMixin, PPOTrainerColocateAsync):
 
     MODE = "colocate_async"
 
+    def _load_checkpoint(self) -> None:
+        super()._load_checkpoint()
+        # verl saves before it clears the batch of the step: rows that have no prompt, which nothing would ever take.
+        rows = (tq.kv_list("train") or {}).get("train", {})
+        if trained := [key for key in rows if key.split("_")[0] not in rows]:
+            tq.kv_clear(keys=trained, partition_id="train")
+            log.info("%d rows of the checkpoint had been trained on; they are dropped", len(trained))
+
     def on_step_end(self) -> None:
         # verl's method updates and resumes in one: nothing may be sampled from weights that have not been verified.
         with marked_timer("update_weights", self.timing_raw, color="red"):
@@ -374,26 +383,3 @@ class FlashRLAsyncTrainer(FlashRLMixin, PPOTrainerColocateAsync):
             keys=batch.keys, partition_id=batch.partition_id, fields=TensorDict({LAG: lags}, batch_size=len(batch))
         )
         return batch
-
-
-def require_same_ranks(folder: Path, ranks: int) -> None:
-    """Refuse a checkpoint of another number of ranks: every FSDP rank loads the shard of its own number.
-
-    Args:
-        folder: ``global_step_<N>``. One without verl's record of its ranks is left to verl.
-        ranks: of this run's actor.
-
-    Raises:
-        FlashRLError: there are more or fewer of them now.
-    """
-    try:
-        saved = json.loads((folder / "actor" / "fsdp_config.json").read_text())["world_size"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return
-    if saved != ranks:
-        raise FlashRLError(
-            f"{folder}/actor was saved by {saved} ranks and this run has {ranks}. Remedy: the same trainer.nnodes and "
-            "trainer.n_gpus_per_node; or a weights-only start from a merged model: python -m verl.model_merger merge "
-            f"--backend fsdp --local_dir {folder / 'actor'} --target_dir <model> (or `flashrl export`), then "
-            "actor_rollout_ref.model.path=<model> and trainer.resume_mode=disable"
-        )

@@ -56,7 +56,7 @@ def varlen_attention(
         scaling: of the scores; by default head size ** -0.5.
         sliding_window: keys that a query sees, itself among them; by default all before it.
         position_ids: [1, tokens] int64, 0 where a sequence begins.
-        others: what transformers passes and this does not take: none that changes the result may be set.
+        others: what transformers passes besides. `softcap`, `s_aux` and `head_mask` are refused, the rest is not read.
 
     Returns:
         [1, tokens, heads, head size], and no weights.

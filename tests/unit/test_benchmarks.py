@@ -163,10 +163,13 @@ def test_operations_are_those_that_pytorch_counts():
     from transformers import AutoModelForCausalLM
 
     from flashrl_verl.tools.engines.shapes import load_config
+    from flashrl_verl.tools.plan.shape import shape_of
+    from flashrl_verl.tools.plan.whole_step import forward_operations
 
     config, tokens = load_config("tiny"), 64
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(input_ids=torch.zeros(1, tokens, dtype=torch.long))
     attention = 2 * config.num_hidden_layers * config.hidden_size * tokens**2
-    assert counter.get_total_flops() - attention == pytest.approx(training.forward_operations(config, tokens), rel=0.02)
+    planned = forward_operations(shape_of(config), tokens, tokens)
+    assert counter.get_total_flops() - attention == pytest.approx(planned, rel=0.02)

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from flashrl_verl.cli import app
 from flashrl_verl.errors import ConfigError
-from flashrl_verl.quickstart import run
+from flashrl_verl.quickstart import progress, run
 from flashrl_verl.quickstart.assets import MANIFEST, AssetsConfig
 from flashrl_verl.quickstart.run import LATEST, QuickstartConfig, check, training_overrides
 from flashrl_verl.tools.process_tree import ProcessTree
@@ -99,7 +99,9 @@ def test_the_users_overrides_win_and_any_path_can_be_one(folder):
 def test_a_failed_training_ends_with_its_error_and_how_to_go_on(tmp_path, monkeypatch):
     program = "print('(pid=7) flashrl_verl.errors.RefitError: step 2: no receipt'); raise SystemExit(3)"
     monkeypatch.setattr(run, "_make_assets", lambda config, console: {})
-    monkeypatch.setattr(run, "ProcessTree", lambda command, *rest: ProcessTree([sys.executable, "-c", program], *rest))
+    monkeypatch.setattr(
+        progress, "ProcessTree", lambda command, *rest: ProcessTree([sys.executable, "-c", program], *rest)
+    )
     monkeypatch.setattr("flashrl_verl.tools.process_tree.GRACE", 0.1)
     result = CliRunner().invoke(app, ["quickstart", "--output", f"{tmp_path}/out", "hardware=cpu"])
     assert result.exit_code == 3 and json.loads((tmp_path / "out" / "run.json").read_text())["exit_code"] == 3

@@ -30,7 +30,7 @@ BEYOND = {
 
 
 def counts(guard: Guard) -> dict[str, int]:
-    return {key.removeprefix("flashrl/guard_").removesuffix("_steps"): value for key, value in guard.metrics().items()}
+    return {"events": guard.metrics()["flashrl/guard_events"], **guard._steps}
 
 
 # ---- limits ----

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from verl.trainer.ppo.v1 import replay_buffer as verls
 
 from flashrl_verl.errors import DynamicSamplingError
-from flashrl_verl.trainer.refill import STARTED, THROWN_AWAY, Expectation, RefillBuffer
+from flashrl_verl.trainer.refill import STARTED, THROWN_AWAY, LastStep, RefillBuffer
 
 BATCH, SLOTS = 512, 128  # groups of a batch, groups that the engines run at a time
 LENGTHS = {"none": 0.0, "informative groups are shorter": -1.0, "informative groups are longer": 1.0}
@@ -184,7 +184,7 @@ def test_a_step_of_constant_groups_asks_for_one_prompt_too_many_when_nothing_run
     ],
 )
 def test_the_missing_prompts_by_hand(outcomes, missing):
-    assert Expectation(outcomes).missing(batch=10, informative=5, finished=8, running=2) == missing
+    assert LastStep(outcomes).prompts_to_start(batch=10, informative=5, finished=8, running=2) == missing
 
 
 def test_validation_and_runs_without_a_filter_are_verls(monkeypatch):

@@ -88,7 +88,6 @@ CASES = [
     ({"trainer.v1.sampler.custom_sampler.path": "mine.py"}, "flashrl.sampling.refill=false"),
     ({MODE: ASYNC, f"{CORRECTION}.rollout_is": "sequence"}, "correction=tis"),
     ({MODE: ASYNC, f"{CORRECTION}.rollout_rs": "token_k1,seq_mean_k1"}, "correction=tis"),
-    ({MODE: ASYNC, f"{ROLLOUT}.checkpoint_engine.backend": "nccl"}, f"{ROLLOUT}.checkpoint_engine.backend=naive"),
     ({MODE: ASYNC, THRESHOLD: None}, f"{THRESHOLD}=8"),
     ({f"{ACTOR_MODEL}.lora_rank": 8}, f"{ACTOR_MODEL}.lora.merge=True"),
     ({f"{ACTOR_MODEL}.lora.rank": 8}, f"{ACTOR_MODEL}.lora.merge=True"),
@@ -352,6 +351,8 @@ def test_without_flash_attn_the_trainer_takes_pytorchs_own_and_says_so(monkeypat
     validation.validate_config(cfg)  # with sequence parallelism too
     with pytest.raises(ConfigError, match="flash-attn is not installed.*leave it out"):
         settle_packages(changed({ATTENTION: "flash_attention_2"}))
+    with pytest.raises(ConfigError, match=r"Remedy: \+critic\.model.*=sdpa"):
+        settle_packages(changed({"critic.enable": True}))
     with pytest.raises(ConfigError, match="liger-kernel is not installed.*use_liger=false"):
         settle_packages(changed({"actor_rollout_ref.model.use_liger": True}))
     for kept in (changed({}, "cpu"), changed({ATTENTION: "eager"})):

@@ -56,6 +56,12 @@ GPUS = {
 """Names that ``--gpu`` takes."""
 
 
+def of_device(device: str) -> GPU | None:
+    """The GPU that PyTorch calls ``device``, as ``NVIDIA H100 80GB HBM3``; None of one that is not written down."""
+    found = [name for name in GPUS if all(part in device.lower() for part in name.split("-"))]
+    return GPUS[max(found, key=len)] if found else None
+
+
 def find(name: str) -> GPU:
     """Return a GPU by name, whatever its case.
 
