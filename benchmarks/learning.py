@@ -65,6 +65,12 @@ START_S = 200.0
 """With less than this left nothing is started: start-up alone takes two minutes where runs share the cores."""
 SAMPLES = 8
 """Answers to each held-out chain when the last weights are asked."""
+EXTRAS = {
+    "int8kv": "flashrl.kv_cache=int8_per_token_head",
+    "async": "trainer.v1.trainer_mode=flashrl_colocate_async",
+    "verls_order": "flashrl.sampling.even_mini_batches=false",
+}
+"""Words of a variant beside precision and correction."""
 SCORE = re.compile(r"val-core/.*/acc/mean@\d+")
 SERIES = {
     "k3_kl": "rollout_corr/k3_kl",
@@ -157,7 +163,7 @@ def variant_overrides(variant: str) -> list[str]:
     """The recipe's words for a variant such as ``int8+int8kv+tis``.
 
     Raises:
-        ConfigError: it is not one precision, one correction, and perhaps int8kv.
+        ConfigError: it is not one precision, one correction, and perhaps words of ``EXTRAS``.
     """
     import flashrl_verl
 
@@ -170,10 +176,13 @@ def variant_overrides(variant: str) -> list[str]:
         if len(found) != 1:
             raise ConfigError(f"--variants {variant!r} needs one {kind} of {', '.join(known)}, such as int8+tis")
         chosen[kind] = found[0]
-    if rest := set(words) - set(chosen.values()) - {"int8kv"}:
-        raise ConfigError(f"--variants {variant!r}: {', '.join(rest)} is neither precision, int8kv nor correction")
-    kv_cache = ["flashrl.kv_cache=int8_per_token_head"] if "int8kv" in words else []
-    return [f"flashrl.precision={chosen['precision']}", f"correction={chosen['correction']}", *kv_cache]
+    extras = [word for word in words if word not in chosen.values()]
+    if rest := set(extras) - EXTRAS.keys():
+        raise ConfigError(
+            f"--variants {variant!r}: {', '.join(rest)} is no precision, no correction and none of {', '.join(EXTRAS)}"
+        )
+    fixed = [f"flashrl.precision={chosen['precision']}", f"correction={chosen['correction']}"]
+    return [*fixed, *(EXTRAS[word] for word in extras)]
 
 
 def run_overrides(this: Run, assets: Path, hardware: str, kv_cache_bytes: int, overrides: Sequence[str]) -> list[str]:
@@ -206,7 +215,8 @@ def run_overrides(this: Run, assets: Path, hardware: str, kv_cache_bytes: int, o
     if this.saved:
         words.append("trainer.val_before_train=false")  # it was asked before it was stopped
     if this.trained:
-        words += ["flashrl.precision=bf16", "flashrl.kv_cache=auto", "trainer.val_only=true"]
+        words += ["flashrl.precision=bf16", "flashrl.kv_cache=auto", "trainer.v1.trainer_mode=flashrl"]
+        words += ["trainer.val_only=true"]
         words += ["trainer.val_before_train=true", f"actor_rollout_ref.rollout.val_kwargs.n={SAMPLES}"]
         words += [f"actor_rollout_ref.model.path={recipe_process.quoted(str(this.weights))}"]
         words += ["trainer.resume_mode=disable"]
@@ -486,7 +496,7 @@ def make_model(output: Path, outliers: int | None, hardware: str, tell: Callable
 def learning(
     context: typer.Context,
     variants: Annotated[
-        str, typer.Option(help="precision[+int8kv]+correction, separated by commas; differences are to the first.")
+        str, typer.Option(help=f"precision+correction[+{'|'.join(EXTRAS)}],...: differences are to the first.")
     ] = "bf16+tis,int8+tis",
     seeds: Annotated[str, typer.Option(help="Seeds, separated by commas.")] = "0,1,2",
     steps: Annotated[int, typer.Option(min=1, help="Training steps of a run.")] = 60,

@@ -29,6 +29,7 @@ def test_every_table_of_the_results_and_the_readme_is_that_of_the_raw_data():
     [
         ("bf16+tis", {"flashrl.precision=bf16", "correction=tis"}),
         ("none+int8", {"flashrl.precision=int8", "correction=none"}),
+        ("fp8+bypass+async", {"flashrl.precision=fp8", "correction=bypass", learning.EXTRAS["async"]}),
         ("int8+int8kv+tis", {"flashrl.precision=int8", "correction=tis", "flashrl.kv_cache=int8_per_token_head"}),
     ],
 )
@@ -36,7 +37,7 @@ def test_a_variant_is_a_precision_and_a_correction_of_the_recipe(variant, expect
     assert set(learning.variant_overrides(variant)) == expected
 
 
-@pytest.mark.parametrize("variant", ["int8", "tis", "int8+tis+none", "int8+tis+int4kv", "int4+tis"])
+@pytest.mark.parametrize("variant", ["int8", "tis", "int8+tis+none", "int8+tis+int4kv", "int4+tis", "int8+async"])
 def test_a_variant_that_is_incomplete_or_not_known_is_refused(variant):
     with pytest.raises(ConfigError, match="--variants"):
         learning.variant_overrides(variant)
