@@ -109,8 +109,15 @@ class FlashRLHttpServer(vLLMHttpServer):
         args: tuple = (),
         kwargs: dict[str, Any] | None = None,
     ) -> list:
-        """verl's, returning the workers' results instead of dropping them."""
-        return await self.engine.collective_rpc(method=method, timeout=timeout, args=args, kwargs=kwargs)
+        """verl's, returning the workers' results instead of dropping them, and ending with the engine: vLLM never
+        answers a call that its process does not survive."""
+        call = asyncio.ensure_future(
+            self.engine.collective_rpc(method=method, timeout=timeout, args=args, kwargs=kwargs)
+        )
+        while not (await asyncio.wait({call}, timeout=1.0))[0]:
+            if self.engine.errored:
+                raise self.engine.dead_error
+        return call.result()
 
     async def flashrl_layers(self) -> list[dict]:
         """What each worker's model is (``FlashRLWorkerExtension.flashrl_layers``), read when the engine started."""
