@@ -24,7 +24,7 @@ def test_noise_in_the_rollouts_log_probs_is_stopped_with_the_patience_and_saved_
     assert re.search(stop, run.output), run.failure
     metrics = run.metrics()
     events = {step: values["flashrl/guard_events"] for step, values in metrics.items() if step}
-    assert events == {1: 0, 2: 0, 3: 1}, "the step that is stopped is logged"
+    assert sorted(events) == [1, 2, 3] and events[1] == events[2] == 0 < events[3], "the step that is stopped is logged"
     assert metrics[1]["rollout_corr/k3_kl"] < 1e-2 and metrics[2]["rollout_corr/k3_kl"] > 0.1
     saved = sorted(path.name for path in (tmp_path / "checkpoints").glob("global_step_*"))
     assert saved == ["global_step_1", "global_step_2"]
