@@ -207,6 +207,7 @@ _ULYSSES = (f"{ACTOR}.ulysses_sequence_parallel_size", f"{ACTOR}.fsdp_config.uly
 """verl's older key and its newer one."""
 _ATTENTION = "actor_rollout_ref.model.override_config.attn_implementation"
 _CRITIC_ATTENTION = "critic.model.override_config.attn_implementation"
+_PACKED = "actor_rollout_ref.model.use_remove_padding"
 _FLASH = "flash_attention_2"
 """verl's default."""
 _LIGER = "actor_rollout_ref.model.use_liger"
@@ -891,6 +892,8 @@ def settle_packages(cfg: DictConfig) -> None:
             "flash-attn is not installed in this environment",
             f"leave it out, which takes {TORCH_VARLEN}, or pip install flash-attn --no-build-isolation",
         )
+    if not get(cfg, _PACKED, True):
+        refuse(_PACKED, False, f"flash-attn is not installed, and {TORCH_VARLEN} packs", f"+{_ATTENTION}=sdpa")
     critic = get(cfg, "critic.enable")
     if critic is None:
         critic = get(cfg, "algorithm.adv_estimator") == "gae"

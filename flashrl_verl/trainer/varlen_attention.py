@@ -66,6 +66,7 @@ def varlen_attention(
     """
     refused = {"a mask (actor_rollout_ref.model.use_remove_padding=false)": attention_mask, "dropout": dropout or None}
     refused |= {name: others.get(name) for name in ("softcap", "s_aux", "head_mask")}
+    refused["more than one row (actor_rollout_ref.model.use_remove_padding=false)"] = query.shape[0] > 1 or None
     refused["position_ids of more than one kind"] = True if position_ids is None or position_ids.dim() != 2 else None
     if unfit := [name for name, value in refused.items() if value is not None]:
         raise ConfigError(

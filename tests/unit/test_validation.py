@@ -353,6 +353,8 @@ def test_without_flash_attn_the_trainer_takes_pytorchs_own_and_says_so(monkeypat
         settle_packages(changed({ATTENTION: "flash_attention_2"}))
     with pytest.raises(ConfigError, match=r"Remedy: \+critic\.model.*=sdpa"):
         settle_packages(changed({"critic.enable": True}))
+    with pytest.raises(ConfigError, match=r"use_remove_padding=false.*=sdpa"):
+        settle_packages(changed({f"{ACTOR_MODEL}.use_remove_padding": False}))
     with pytest.raises(ConfigError, match="liger-kernel is not installed.*use_liger=false"):
         settle_packages(changed({"actor_rollout_ref.model.use_liger": True}))
     for kept in (changed({}, "cpu"), changed({ATTENTION: "eager"})):

@@ -34,6 +34,12 @@ def test_what_it_does_not_compute_is_refused(settings, named):
         varlen_attention(LAYER, *tensors, **({"attention_mask": None, "position_ids": positions} | settings))
 
 
+def test_rows_that_are_not_packed_are_refused_and_none_is_left_out():
+    tensors, positions = packed_attention.inputs()
+    with pytest.raises(ConfigError, match="more than one row"):
+        varlen_attention(LAYER, *(t.expand(2, -1, -1, -1) for t in tensors), None, position_ids=positions)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [None, 7])
 def test_result_and_gradients_are_those_of_float64(window):
