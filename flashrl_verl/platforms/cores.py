@@ -38,7 +38,7 @@ def bind_ranks(ranks: int) -> None:
 
 def one_process(engine_kwargs: dict[str, Any]) -> None:
     """Have an engine of one rank compute in the process that schedules it. A worker of its own waits for its next step
-    in a loop, which takes a third of a core of two, and starts for ten seconds more.
+    in a loop, which takes a third of a core.
 
     Args:
         engine_kwargs: of vLLM; changed unless the user has chosen.

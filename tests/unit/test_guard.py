@@ -159,6 +159,11 @@ def test_an_asynchronous_mismatch_is_that_of_trajectories_of_the_last_update():
         guard.check(2, {**weights, "rollout_corr/k3_kl": 1e-4, "rollout_corr/k3_kl_lag_0": 0.5})
 
 
+def test_an_asynchronous_run_in_bypass_mode_does_not_claim_to_watch_a_mismatch(logged):
+    configured("correction=bypass", f"trainer.v1.trainer_mode={ASYNC}", "flashrl.precision=bf16")
+    assert "nothing to watch" in logged(logging.WARNING)[0]
+
+
 def test_while_only_the_critic_trains_the_actor_may_stand_still():
     guard = configured("trainer.critic_warmup=3")
     for step in (1, 2):
