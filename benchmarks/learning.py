@@ -50,8 +50,17 @@ CHAIN = ChainConfig()
 MODEL = ToyModelConfig(num_layers=3, rope_theta=1000.0)
 """The quickstart's with a layer more: half a million parameters, so that a checkpoint is 6 MB. The base of the rotary
 embedding is for sequences of 100 tokens instead of 17."""
-WARMUP = WarmupConfig(target_accuracy=0.34, max_steps=6000, batch_size=256, probe_every=20, lr_warmup_steps=50)
-"""A perfect reckoner that forgets 0.6 of its borrows samples 0.37 of the chains right."""
+WARMUP = WarmupConfig(
+    target_accuracy=0.34,
+    max_steps=6000,
+    batch_size=256,
+    probe_every=20,
+    lr=3e-3,
+    matrix_lr=5e-3,
+    lr_warmup_steps=50,
+)
+"""A perfect reckoner that forgets 0.6 of its borrows samples 0.37 of the chains right. AdamW alone took 800 updates to
+0.30 and jumped; Muon takes 480."""
 
 UNFINISHED = 3
 """Exit code where time was over first: rerun to resume."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which CPU cores an engine computes on.
+"""Which CPU cores an engine computes on, and in how many processes.
 
 vLLM's CPU backend binds each rank to a NUMA node of its own and stops where a machine has fewer nodes than ranks, as a
 laptop has. It takes the cores of each rank only from the environment.
@@ -36,13 +36,15 @@ def bind_ranks(ranks: int) -> None:
         os.environ.setdefault(VARIABLE, share_cores(sorted(os.sched_getaffinity(0)), ranks))
 
 
-def one_process(engine_kwargs: dict[str, Any]) -> None:
-    """Have an engine of one rank compute in the process that schedules it. A worker of its own waits for its next step
-    in a loop, which takes a third of a core.
+def one_process(engine_kwargs: dict[str, Any], device: str) -> None:
+    """Have an engine of one rank compute in the process that schedules it, as vLLM would by itself; verl asks for a
+    worker of its own. That is one more process to start (12 s of an H100 machine's imports), and on a CPU it waits for
+    its next step in a loop, which takes a third of a core.
 
     Args:
         engine_kwargs: of vLLM; changed unless the user has chosen.
+        device: where it computes, ``cpu`` or ``cuda``.
     """
-    if engine_kwargs.setdefault("distributed_executor_backend", "uni") == "uni":
+    if engine_kwargs.setdefault("distributed_executor_backend", "uni") == "uni" and device == "cpu":
         # vLLM's CPU platform takes "mp" instead otherwise (vllm/platforms/cpu.py); an AsyncLLM reads it nowhere else.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"

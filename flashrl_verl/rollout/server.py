@@ -52,8 +52,8 @@ class FlashRLHttpServer(vLLMHttpServer):
         from flashrl_verl.quantization.config import kv_cache_arguments
 
         super()._preprocess_engine_kwargs(engine_kwargs)
-        if vllm_device() == "cpu" and self.config.tensor_model_parallel_size == 1:
-            one_process(engine_kwargs)
+        if self.config.tensor_model_parallel_size * self.config.data_parallel_size == 1:
+            one_process(engine_kwargs, vllm_device())
         for name, value in kv_cache_arguments(self.flashrl.kv_cache).items():
             # vLLM takes attention's backend by this name or by that of its configuration, and not by both.
             if name != "attention_backend" or not (engine_kwargs.get("attention_config") or {}).get("backend"):

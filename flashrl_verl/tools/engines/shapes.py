@@ -37,6 +37,7 @@ def _qwen25(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: i
 SHAPES = {
     "tiny": lambda: _qwen25(64, 172, 2, 2, 1, vocab_size=512),  # heads of 32: vLLM's CPU attention has none smaller
     "qwen2.5-0.5b": lambda: _qwen25(896, 4864, 24, 14, 2, vocab_size=151936, tie_word_embeddings=True),
+    "qwen2.5-1.5b": lambda: _qwen25(1536, 8960, 28, 12, 2, vocab_size=151936, tie_word_embeddings=True),
     "qwen2.5-7b": lambda: _qwen25(3584, 18944, 28, 28, 4),
     "qwen2.5-14b": lambda: _qwen25(5120, 13824, 48, 40, 8),
     "qwen2.5-32b": lambda: _qwen25(5120, 27648, 64, 40, 8),
