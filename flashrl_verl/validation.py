@@ -37,6 +37,7 @@ from flashrl_verl.settings import (
     ROLLOUT,
     FlashRLConfig,
     KVCache,
+    Precision,
     get,
     positive_integer,
 )
@@ -76,7 +77,7 @@ def validate_config(cfg: DictConfig) -> FlashRLConfig:
     _check_engine_arguments(cfg)
     _check_lengths(cfg)
     _check_batches(cfg)
-    _check_head(cfg, settings)
+    _check_same_dtype(cfg, settings)
     _check_replicas(cfg, settings)
     _check_attention(cfg, settings)
     return settings
@@ -809,19 +810,21 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "16": "float16", "fp32": "floa
 """verl's other names for them (``PrecisionType``)."""
 
 
-def _check_head(cfg: DictConfig, settings: FlashRLConfig) -> None:
-    """``flashrl.fp32_lm_head`` promises the same product on both sides, so of the same operands."""
+def _check_same_dtype(cfg: DictConfig, settings: FlashRLConfig) -> None:
+    """What is to compute the same on both sides needs the same operands."""
     key = f"{ACTOR}.fsdp_config.mixed_precision"
     written = ((get(cfg, key) or {}).get("param_dtype", "bf16"), get(cfg, f"{ROLLOUT}.dtype", "bfloat16"))
     trainer, rollout = (_DTYPES.get(str(name), str(name)) for name in written)
-    if settings.fp32_lm_head and trainer != rollout:
+    asked, off = ("flashrl.fp32_lm_head=true", "flashrl.fp32_lm_head=false") if settings.fp32_lm_head else ("", "")
+    if settings.trainer_forward is not Precision.BF16:
+        asked, off = f"flashrl.trainer_forward={settings.trainer_forward.value}", "flashrl.trainer_forward=bf16"
+    if asked and trainer != rollout:
         refuse(
             f"{key}.param_dtype",
             trainer,
-            f"the trainer would round lm_head's weight and input differently from {ROLLOUT}.dtype={rollout}, and "
-            "flashrl.fp32_lm_head=true promises the same product on both sides",
-            f"{key}.param_dtype={rollout}, flashrl.fp32_lm_head=false"
-            + (f", or {ROLLOUT}.dtype={trainer}" if trainer != "float32" else ""),
+            f"the trainer would round weights and inputs differently from {ROLLOUT}.dtype={rollout}, and {asked} "
+            "promises the same product on both sides",
+            f"{key}.param_dtype={rollout}, {off}" + (f", or {ROLLOUT}.dtype={trainer}" if trainer != "float32" else ""),
         )
 
 

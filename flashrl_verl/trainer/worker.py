@@ -14,7 +14,7 @@ from flashrl_verl.plugins import patches
 from flashrl_verl.quantization.lm_head import compute_head_in_fp32
 from flashrl_verl.refit.scan import non_finite
 from flashrl_verl.settings import FlashRLConfig
-from flashrl_verl.trainer import varlen_attention
+from flashrl_verl.trainer import forward_8bit, varlen_attention
 
 
 class FlashRLWorker(ActorRolloutRefWorker):
@@ -95,6 +95,26 @@ class FlashRLWorker(ActorRolloutRefWorker):
     def flashrl_self_check_next(self) -> None:
         """Have the engine look for layers with stale copies before it takes the next update."""
         self.rollout.self_check_next = True
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def flashrl_compute_in_8_bits(self, names: list[str]) -> None:
+        """``compute_in_8_bits`` of actor and reference, of the weights that the engines quantized."""
+        settings = FlashRLConfig.from_mapping(self.config.rollout.custom["flashrl"])
+        for trained in (getattr(self, "actor", None), getattr(self, "ref", None)):
+            if trained is not None:
+                forward_8bit.compute_in_8_bits(
+                    trained.engine.module, names, settings.trainer_forward, settings.trainer_backward
+                )
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def flashrl_note_codes(self) -> None:
+        """Have the actor note the codes that it computes with the next time."""
+        forward_8bit.note_codes(self.actor.engine.module)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def flashrl_noted_codes(self) -> dict[str, int]:
+        """Their digests by weight."""
+        return forward_8bit.noted_codes(self.actor.engine.module)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def flashrl_non_finite(self) -> list[str]:

@@ -108,6 +108,7 @@ CASES = [
     ({f"{ACTOR_MODEL}.use_fused_kernels": True}, f"{ACTOR}.strategy=fsdp"),
     ({"flashrl.fp32_lm_head": True, f"{MIXED}.param_dtype": "float32"}, f"{MIXED}.param_dtype=bfloat16"),
     ({"flashrl.fp32_lm_head": True, f"{ROLLOUT}.dtype": "float16"}, f"{ROLLOUT}.dtype=bfloat16"),
+    ({"flashrl.trainer_forward": "int8", f"{MIXED}.param_dtype": "float32"}, f"{MIXED}.param_dtype=bfloat16"),
     # monitors that have no key
     ({f"{ROLLOUT}.prometheus.enable": True}, f"{ROLLOUT}.prometheus.enable=false"),
     ({"trainer.logger": ["console", "rl_insight"]}, "trainer.logger without rl_insight"),
@@ -286,6 +287,7 @@ ACCEPTED = [
     {f"{ROLLOUT}.val_kwargs.top_p": 0.7, f"{ROLLOUT}.val_kwargs.top_k": 20, f"{ROLLOUT}.val_kwargs.temperature": 0},
     {**NO_WEIGHTS, f"{ROLLOUT}.top_p": 0.9, f"{ROLLOUT}.calculate_log_probs": False},
     {"flashrl.fp32_lm_head": True, MIXED: {"reduce_dtype": "fp32"}},
+    {"flashrl.trainer_forward": "int8", "flashrl.trainer_backward": "int8"},
     {"flashrl.fp32_lm_head": True, MIXED: {"param_dtype": "fp16"}, f"{ROLLOUT}.dtype": "float16"},
     {"trainer.nnodes": 2, "trainer.n_gpus_per_node": 8, f"{ROLLOUT}.tensor_model_parallel_size": 4, FRACTION: 0.25},
 ]
