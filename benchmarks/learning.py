@@ -4,10 +4,11 @@
     python -m benchmarks.learning --variants bf16+tis,int8+tis --seeds 0,1,2 --outliers 32 --steps 60 --parallel 6
 
 Every (variant, seed) is the recipe in a process of its own: ``experiment=chain``, from one warmed-up toy model. A seed
-gives the order of the prompts and vLLM's seed, the same in every variant. Runs share a GPU (or a CPU; there each takes
-about 8 GiB of memory). Before the deadline they are stopped just behind a checkpoint; the same command resumes them,
-on another machine too: the folder of six toy runs is some 40 MiB. When a run has made its last step, its last weights
-are merged and validated in BF16 by the same recipe, so that variants differ in what was trained, not in who is asked.
+gives the order of the prompts and vLLM's seed, the same in every variant. Runs share a GPU, or a CPU: each takes
+about 9 GiB of memory and 1,700 threads. Before the deadline they are stopped just behind a checkpoint; the same command
+resumes them, on another machine too: the folder of six toy runs is some 40 MiB. When a run has made its last step, its
+last weights are merged and validated in BF16 by the same recipe, so that variants differ in what was trained, not in
+who is asked.
 """
 
 from __future__ import annotations

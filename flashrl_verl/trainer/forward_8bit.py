@@ -155,15 +155,10 @@ def note_codes(model: nn.Module) -> None:
 
 
 def noted_codes(model: nn.Module) -> dict[str, int]:
-    """Digest by weight of the codes that were computed with.
-
-    Raises:
-        FlashRLError: a layer has not computed since ``note_codes``.
-    """
+    """Digest by weight of the codes that were computed with; empty where no forward pass was made since
+    ``note_codes``."""
     layers = {name: layer for name, layer in linear_layers(model).items() if isinstance(layer, Linear8Bit)}
-    if silent := [name for name, layer in layers.items() if layer.flashrl_digest is None]:
-        raise FlashRLError(f"{_KEY}: the trainer computed no forward pass with {listed(silent)}. Set {_KEY}=bf16")
-    return {name: int(layer.flashrl_digest) for name, layer in layers.items()}
+    return {name: int(layer.flashrl_digest) for name, layer in layers.items() if layer.flashrl_digest is not None}
 
 
 class _Watch:

@@ -176,8 +176,10 @@ class FlashRLMixin:
         batch = super().step(metrics, timing_raw)
         self._step_metrics = metrics
         if self._codes is not None:  # what this step computed first, with the weights that its batch was sampled with
-            noted, self._codes, held = self.actor_rollout_wg.flashrl_noted_codes(), None, self._codes
-            metrics["flashrl/codes_verified"] = require_same_codes(noted, held, self.global_steps)
+            noted = self.actor_rollout_wg.flashrl_noted_codes()
+            if any(noted):  # in bypass mode nothing is computed while a critic warms up
+                metrics["flashrl/codes_verified"] = require_same_codes(noted, self._codes, self.global_steps)
+                self._codes = None
         self._check_guard()  # before verl saves: what it stops is in no checkpoint
         return batch
 

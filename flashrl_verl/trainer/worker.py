@@ -14,7 +14,7 @@ from flashrl_verl.plugins import patches
 from flashrl_verl.quantization.lm_head import compute_head_in_fp32
 from flashrl_verl.refit.scan import non_finite
 from flashrl_verl.settings import FlashRLConfig
-from flashrl_verl.trainer import forward_8bit, varlen_attention
+from flashrl_verl.trainer import varlen_attention
 
 
 class FlashRLWorker(ActorRolloutRefWorker):
@@ -99,6 +99,8 @@ class FlashRLWorker(ActorRolloutRefWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def flashrl_compute_in_8_bits(self, names: list[str]) -> None:
         """``compute_in_8_bits`` of actor and reference, of the weights that the engines quantized."""
+        from flashrl_verl.trainer import forward_8bit  # it imports vLLM, which takes seconds
+
         settings = FlashRLConfig.from_mapping(self.config.rollout.custom["flashrl"])
         for trained in (getattr(self, "actor", None), getattr(self, "ref", None)):
             if trained is not None:
@@ -109,11 +111,15 @@ class FlashRLWorker(ActorRolloutRefWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def flashrl_note_codes(self) -> None:
         """Have the actor note the codes that it computes with the next time."""
+        from flashrl_verl.trainer import forward_8bit
+
         forward_8bit.note_codes(self.actor.engine.module)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def flashrl_noted_codes(self) -> dict[str, int]:
         """Their digests by weight."""
+        from flashrl_verl.trainer import forward_8bit
+
         return forward_8bit.noted_codes(self.actor.engine.module)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -157,8 +157,7 @@ def test_a_forward_pass_past_a_layer_stops():
 def test_codes_are_noted_once_and_compared_with_the_engines():
     torch.manual_seed(5)
     model, x = made(Two(False).bfloat16()), torch.randn(5, 48, dtype=torch.bfloat16)
-    with pytest.raises(FlashRLError, match=r"no forward pass with first\.weight"):
-        noted_codes(model)
+    assert noted_codes(model) == {}
     model(x)
     noted = noted_codes(model)
     with torch.no_grad():
