@@ -14,8 +14,10 @@ help_if_asked "$@"
 cd "$root"
 
 selection="not gpu and not slow"
+workers=2
 if [ "${1:-}" = --slow ]; then
   selection="not gpu"
+  workers=0 # whole runs of the recipe, each of which needs the machine
   shift
 fi
 
@@ -28,4 +30,5 @@ fi
 # Tests make their own models: nothing is fetched, nothing is reported anywhere, plots need no display.
 export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
 export RAY_USAGE_STATS_ENABLED=0 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 MPLBACKEND=Agg TOKENIZERS_PARALLELISM=false
-exec "$python" -m pytest -m "$selection" --durations=15 --durations-min=5 "$@"
+# Two at a time, each file's tests in one process: fixtures of a file are made once.
+exec "$python" -m pytest -n $workers --dist loadfile -m "$selection" --durations=15 --durations-min=5 "$@"
