@@ -73,6 +73,12 @@ def time_passes(words: list[str], folder: str, length: int, sequences: int, repe
 
     worker = FlashRLWorker(config.actor_rollout_ref, role="actor")
     worker.init_model()
+    if config.flashrl.trainer_forward != "bf16":  # no engine says which weights it quantizes: the decoder layers'
+        from flashrl_verl.trainer.forward_8bit import linear_layers
+
+        layers = linear_layers(worker.actor.engine.module).items()
+        names = [name for name, layer in layers if ".layers." in name and isinstance(layer, torch.nn.Linear)]
+        worker.flashrl_compute_in_8_bits(names)
     prompt, random = length // 4, torch.Generator().manual_seed(0)
     vocabulary = worker.actor.engine.module.config.vocab_size
 

@@ -30,5 +30,5 @@ fi
 # Tests make their own models: nothing is fetched, nothing is reported anywhere, plots need no display.
 export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
 export RAY_USAGE_STATS_ENABLED=0 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1 MPLBACKEND=Agg TOKENIZERS_PARALLELISM=false
-# Two at a time, each file's tests in one process: fixtures of a file are made once.
-exec "$python" -m pytest -n $workers --dist loadfile -m "$selection" --durations=15 --durations-min=5 "$@"
+# Two at a time, each file's tests in one process, whose fixtures are made once; the long ones of e2e first.
+exec "$python" -m pytest -n $workers --dist loadfile --no-loadscope-reorder -m "$selection" --durations=15 --durations-min=5 "$@"
