@@ -6,9 +6,9 @@
 Every (variant, seed) is the recipe in a process of its own: ``experiment=chain``, from one warmed-up toy model. A seed
 gives the order of the prompts and vLLM's seed, the same in every variant. Runs share a GPU, or a CPU: each takes
 about 9 GiB of memory and 1,700 threads. Before the deadline they are stopped just behind a checkpoint; the same command
-resumes them, on another machine too: the folder of six toy runs is some 40 MiB. When a run has made its last step, its
-last weights are merged and validated in BF16 by the same recipe, so that variants differ in what was trained, not in
-who is asked.
+resumes them, on another machine too: the folder of six toy runs is some 40 MiB. When all have made their last step, the
+last weights are merged, and Transformers answers the held-out chains with them in BF16, so that variants differ in what
+was trained, not in who is asked.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import typer
 
 from benchmarks.common import environment, interval, show, words_of, write_json
 from benchmarks.common import run as run_command
-from benchmarks.toy.chain import ChainConfig
+from benchmarks.toy.chain import ChainConfig, compute_score
 from benchmarks.toy.outliers import OutlierConfig
 from flashrl_verl.errors import ConfigError, FlashRLError
 from flashrl_verl.quickstart.assets import MANIFEST, AssetsConfig, make_assets
@@ -73,12 +73,13 @@ CLOSING_S = 20.0
 """Before that: a run that has just saved a step is stopped, as it might not reach its next checkpoint."""
 START_S = 200.0
 """With less than this left nothing is started: start-up alone takes two minutes where runs share the cores."""
-SAMPLES = 8
-"""Answers to each held-out chain when the last weights are asked."""
+SAMPLES, ANSWER = 8, 128
+"""Answers to each held-out chain when the last weights are asked, and tokens of one at most."""
 EXTRAS = {
     "int8kv": "flashrl.kv_cache=int8_per_token_head",
     "async": "trainer.v1.trainer_mode=flashrl_colocate_async",
     "verls_order": "flashrl.sampling.even_mini_batches=false",
+    "forward8": "flashrl.trainer_forward={precision}",
 }
 """Words of a variant beside precision and correction."""
 SCORE = re.compile(r"val-core/.*/acc/mean@\d+")
@@ -102,8 +103,6 @@ class Run:
     process: ProcessTree | None = None
     gpu: str | None = None
     log_start: int = 0
-    asking: bool = False
-    """Whether its process is the validation in BF16."""
     stopped: bool = False
     failures: int = 0
     """Since this command began."""
@@ -125,35 +124,30 @@ class Run:
         """Whether its last step is saved."""
         return self.saved >= self.steps
 
-    def rows(self, file: str = "metrics.jsonl") -> dict[int, dict[str, float]]:
+    def rows(self) -> dict[int, dict[str, float]]:
         """What verl logged, by step."""
         with suppress(FlashRLError):  # nothing yet
-            return read_metrics(self.folder / file).rows
+            return read_metrics(self.folder / "metrics.jsonl").rows
         return {}
-
-    @property
-    def weights(self) -> Path:
-        """Folder of the last step's weights, merged; verl cannot resume a GPU's checkpoint on a CPU."""
-        return self.folder / "weights"
 
     @property
     def final_bf16(self) -> float | None:
         """Score of the last weights, asked in BF16; None: not asked yet."""
-        return next(iter(scores(self.rows("evaluation.jsonl")).values()), None)
+        with suppress(OSError, ValueError):
+            return json.loads((self.folder / "final_bf16.json").read_text())["score"]
+        return None
 
     def start(self, words: Sequence[str], gpu: str | None) -> None:
         """Start the recipe with its overrides, on a GPU in the words of ``CUDA_VISIBLE_DEVICES`` (None: on all)."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        if self.trained and not self.weights.exists():
-            merge(find(self.folder), self.weights)
-        env = recipe_process.environment(self.folder / ("evaluation.jsonl" if self.trained else "metrics.jsonl"))
+        env = recipe_process.environment(self.folder / "metrics.jsonl")
         if gpu is not None:
             env["CUDA_VISIBLE_DEVICES"] = gpu
         log = self.folder / "train.log"
         self.log_start = log.stat().st_size if log.is_file() else 0
         command = [sys.executable, "-m", recipe_process.MODULE, *words]
         self.process, self.gpu = ProcessTree(command, log, env, recipe_process.ROOT), gpu
-        self.asking, self.stopped = self.trained, False
+        self.stopped = False
 
     def error(self) -> str:
         """What a person needs of its log."""
@@ -192,18 +186,18 @@ def variant_overrides(variant: str) -> list[str]:
             f"--variants {variant!r}: {', '.join(rest)} is no precision, no correction and none of {', '.join(EXTRAS)}"
         )
     fixed = [f"flashrl.precision={chosen['precision']}", f"correction={chosen['correction']}"]
-    return [*fixed, *(EXTRAS[word] for word in extras)]
+    return [*fixed, *(EXTRAS[word].format(**chosen) for word in extras)]
 
 
 def run_overrides(this: Run, assets: Path, hardware: str, kv_cache_bytes: int, overrides: Sequence[str]) -> list[str]:
-    """The recipe's words for a run: to train, or, when it is trained, to ask its last weights in BF16.
+    """The recipe's words for a run.
 
     Args:
         this: the run.
         assets: folder of model and data.
         hardware: ``cuda`` or ``cpu``.
         kv_cache_bytes: on a GPU.
-        overrides: the user's; they win, but over what makes it an evaluation.
+        overrides: the user's; they win.
     """
     words = [
         "experiment=chain",
@@ -224,12 +218,6 @@ def run_overrides(this: Run, assets: Path, hardware: str, kv_cache_bytes: int, o
     words += overrides
     if this.saved:
         words.append("trainer.val_before_train=false")  # it was asked before it was stopped
-    if this.trained:
-        words += ["flashrl.precision=bf16", "flashrl.kv_cache=auto", "trainer.v1.trainer_mode=flashrl"]
-        words += ["trainer.val_only=true"]
-        words += ["trainer.val_before_train=true", f"actor_rollout_ref.rollout.val_kwargs.n={SAMPLES}"]
-        words += [f"actor_rollout_ref.model.path={recipe_process.quoted(str(this.weights))}"]
-        words += ["trainer.resume_mode=disable"]
     return words
 
 
@@ -237,7 +225,7 @@ def run_overrides(this: Run, assets: Path, hardware: str, kv_cache_bytes: int, o
 
 
 class Schedule:
-    """Carries out runs until all are done or time is over.
+    """Carries out runs until all are trained or time is over.
 
     Args:
         runs: all that are wanted.
@@ -257,7 +245,7 @@ class Schedule:
     ):
         self.runs, self.parallel, self.end, self.overrides, self.tell = runs, parallel, end, overrides, tell
         # What has begun first: its checkpoint is worth more than another beginning.
-        self.waiting = sorted((r for r in runs if r.final_bf16 is None), key=lambda r: (r.trained, not r.saved))
+        self.waiting = sorted((r for r in runs if not r.trained), key=lambda r: not r.saved)
         self.going: list[Run] = []
         self.next_start = self.next_word = 0.0
         self.gpus = visible_gpus()
@@ -291,20 +279,16 @@ class Schedule:
         self.next_start = now + max(3.0, 160.0 / (os.cpu_count() or 1))
         run.start(self.overrides(run), min(self.gpus, key=[run.gpu for run in self.going].count))
         self.going.append(run)
-        self.tell(
-            f"{run.name}: " + ("asked in BF16" if run.asking else f"from step {run.saved}" if run.saved else "started")
-        )
+        self.tell(f"{run.name}: " + (f"from step {run.saved}" if run.saved else "started"))
 
     def _collect(self) -> None:
         for run in [run for run in self.going if run.process.poll() is not None]:
             self.going.remove(run)
             prune(run)
-            if run.final_bf16 is not None:
-                self.tell(f"{run.name}: finished, score {run.final_bf16:.3f} in BF16")
+            if run.trained:
+                self.tell(f"{run.name}: trained")
             elif run.stopped:
                 self.tell(f"{run.name}: stopped, resumes from step {run.saved}")
-            elif run.trained and not run.asking:
-                self.waiting.append(run)
             else:
                 run.failures += 1
                 self.tell(f"{run.name}: failed, log in {run.folder}\n{run.error()}")
@@ -322,7 +306,7 @@ class Schedule:
         if time.monotonic() < self.next_word or not self.going:
             return
         self.next_word = time.monotonic() + 20.0
-        steps = ", ".join(f"{r.name} {'asked' if r.asking else max(r.rows(), default='starts')}" for r in self.going)
+        steps = ", ".join(f"{run.name} {max(run.rows(), default='starts')}" for run in self.going)
         more = f", {left / 60:.1f} minutes left" if math.isfinite(left) else ""
         self.tell(f"{len(self.waiting)} waiting{more}; at step: {steps}")
 
@@ -337,16 +321,48 @@ def visible_gpus() -> list[str | None]:
 
 
 def prune(run: Run) -> None:
-    """Keep the newest checkpoint alone; of a run that has been asked, no optimizer state."""
+    """Keep the newest checkpoint alone; of a run that is trained, no optimizer state."""
     for folder in (run.folder / "checkpoints").glob("global_step_*"):
         if folder.name != f"global_step_{run.saved}":
             shutil.rmtree(folder, ignore_errors=True)
-    if run.final_bf16 is not None:
+    if run.trained:
         for file in (run.folder / "checkpoints").rglob("optim_*.pt"):
             file.unlink()
 
 
 # ---- what it came to ----
+
+
+def ask(run: Run, chains: Path, device: str) -> None:
+    """Have the last weights answer the held-out chains in BF16 at temperature 1, and keep their score.
+
+    Args:
+        run: a trained one.
+        chains: parquet file of verl's rows.
+        device: of PyTorch.
+    """
+    import pyarrow.parquet
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    weights = run.folder / "weights"
+    if not weights.exists():
+        merge(find(run.folder), weights)
+    tokenizer = AutoTokenizer.from_pretrained(weights, padding_side="left")
+    # The weights are BF16; most CPUs compute in it slowly.
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    model = AutoModelForCausalLM.from_pretrained(weights, dtype=dtype).to(device)
+    rows = [row for row in pyarrow.parquet.read_table(chains).to_pylist() for _ in range(SAMPLES)]
+    texts = [tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False) for row in rows]
+    prompts = tokenizer(texts, add_special_tokens=False, padding=True, return_tensors="pt").to(device)
+    torch.manual_seed(0)
+    out = model.generate(**prompts, do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=ANSWER)
+    answers = tokenizer.batch_decode(out[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
+    right = [
+        compute_score(row["data_source"], answer, row["reward_model"]["ground_truth"])["acc"]
+        for row, answer in zip(rows, answers, strict=True)
+    ]
+    write_json(run.folder / "final_bf16.json", {"score": statistics.fmean(right), "answers": len(right)})
 
 
 def collect(runs: Sequence[Run], settings: dict[str, Any], environments: list[dict[str, str]]) -> dict[str, Any]:
@@ -566,6 +582,10 @@ def learning(
         code = 0
         try:
             Schedule(runs, parallel, end, overrides, tell).carry_out()
+            for run in runs:
+                if run.trained and run.final_bf16 is None and time.monotonic() < end:
+                    ask(run, assets / "test.parquet", hardware)
+                    tell(f"{run.name}: score {run.final_bf16:.3f} in BF16")
         except KeyboardInterrupt:
             code = 130
         report(runs, settings, environments, output)

@@ -30,6 +30,7 @@ VARIANTS = {
     "bf16": ("flashrl.precision=bf16",),
     "int8": ("flashrl.precision=int8",),
     "int8+kv": ("flashrl.precision=int8", "flashrl.kv_cache=int8_per_token_head"),
+    "int8+forward8": ("flashrl.precision=int8", "flashrl.trainer_forward=int8"),
     "fp8": ("flashrl.precision=fp8",),
     "async": ("flashrl.precision=int8", "trainer.v1.trainer_mode=flashrl_colocate_async"),
 }

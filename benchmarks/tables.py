@@ -78,10 +78,6 @@ class Rollout:
         return [self.workload[0] * self.workload[2] / seconds for seconds in self.seconds]
 
     @property
-    def decode_tokens_per_second(self) -> float:
-        return self.workload[0] * (self.workload[2] - 1) / self.decode_seconds
-
-    @property
     def step_ms(self) -> float:
         return 1e3 * self.decode_seconds / (self.workload[2] - 1)
 
@@ -126,17 +122,6 @@ def speed_ups(one: Rollout, among: Iterable[Rollout]) -> tuple[str, str]:
     return "-", "-"
 
 
-def rollout(*files: str) -> Rows:
-    """Speed, by measurement, workload and variant."""
-    rows = [["workload", "variant", "tokens/s (range)", "x BF16", "decode tokens/s", "decode x BF16", "step ms", "n"]]
-    for of in map(rollouts, files):
-        for one in of:
-            whole, decode = speed_ups(one, of)
-            speed = ranged(one.tokens_per_second, ".0f"), whole, f"{one.decode_tokens_per_second:.0f}", decode
-            rows.append([one.what, one.variant, *speed, f"{one.step_ms:.2f}", f"{len(one.seconds)}"])
-    return rows
-
-
 def rollout_memory(*files: str) -> Rows:
     """Weights and KV cache, by variant."""
     rows = [["variant", "weights GB", "KV GB", "KV tokens"]]
@@ -173,22 +158,6 @@ def rollout_steps(*files: str) -> Rows:
     return rows
 
 
-def inductor() -> Rows:
-    """Activations quantized by vLLM's custom op, or by Inductor."""
-    rows = [["workload", "quantized by", "tokens/s (range)", "step ms", "norms, SiLU and quantization ms", "launches"]]
-    measured = [
-        (name, rollouts(f"rollout/inductor/{f}")) for name, f in (("vLLM", "custom-op"), ("Inductor", "inductor"))
-    ]
-    for index, _ in enumerate(measured[0][1]):
-        for name, of in measured:
-            one = of[index]
-            kinds = "activation quantization", "norms, rope, activation"
-            taken, launches = (sum(one.profile[of][kind] for kind in kinds) for of in ("milliseconds", "launches"))
-            speed = ranged(one.tokens_per_second, ".0f"), f"{one.step_ms:.2f}"
-            rows.append([one.what, name, *speed, f"{taken:.2f}", f"{launches:.0f}"])
-    return rows
-
-
 def throughput(*files: str) -> Rows:
     """Speed by model, memory, workload and variant."""
     header = ["measurement", "memory GiB", "workload", "variant", "tokens/s (range)", "x BF16", "decode x BF16"]
@@ -198,22 +167,6 @@ def throughput(*files: str) -> Rows:
             fit = one.memory["kv_tokens"] // sum(one.workload[1:])
             speed = ranged(one.tokens_per_second, ".0f"), *speed_ups(one, of)
             rows.append([one.measurement, f"{one.memory_gib:.0f}", one.what, one.variant, *speed, f"{fit}"])
-    return rows
-
-
-def throughput_again(*pairs: str) -> Rows:
-    """Two measurements of the same; a pair is ``first[,first]:again``, and the first that has a variant counts."""
-    header = ["model", "memory GiB", "workload", "variant", "tokens/s, first", "again"]
-    rows = [[*header, "x BF16, first", "again", "decode x BF16, first", "again"]]
-    for pair in pairs:
-        before, again = ([rollouts(file) for file in side.split(",")] for side in pair.split(":"))
-        for one in again[0]:
-            same = ((o, of) for of in before for o in of if (o.workload, o.variant) == (one.workload, one.variant))
-            first, of = next(same)
-            ratios = zip(speed_ups(first, of), speed_ups(one, again[0]), strict=True)
-            speeds = (ranged(o.tokens_per_second, ".0f") for o in (first, one))
-            what = one.model, f"{one.memory_gib:.0f}", one.what, one.variant
-            rows.append([*what, *speeds, *(cell for both in ratios for cell in both)])
     return rows
 
 
@@ -270,14 +223,14 @@ def training(*files: str) -> Rows:
     for file in files:
         record = load(file)
         changed = " ".join(word.split(".")[-1] for word in record["settings"]["overrides"][1:]) or "FlashAttention 2"
-        tokens, (few, many) = record["settings"]["tokens"], record["settings"]["layers"]
+        few, many = record["settings"]["layers"]
         for one in record["passes"]:
             low, high = (one["seconds"][f"{depth}"] for depth in (few, many))
             wholes = [a + (64 - few) * (b - a) / (many - few) for a in low for b in high]
             least, most = (one["share"] * one["whole_s"] / seconds for seconds in (max(wholes), min(wholes)))
             each = f"{one['layer_s'] * 1e3:.2f}", f"{one['head_s'] * 1e3:.2f}", f"{one['whole_s']:.2f}"
             share = f"{one['share']:.0%} ({least:.0%}-{most:.0%})"
-            rows.append([one["name"], changed, *each, f"{tokens / one['whole_s']:.0f}", share])
+            rows.append([one["name"], changed, *each, f"{one['tokens'] / one['whole_s']:.0f}", share])
     return [[*header, "of the data sheet's BF16 (range)"], *sorted(rows, key=lambda row: row[0])]
 
 
@@ -436,18 +389,6 @@ def learning_summary(*files: str) -> Rows:
     return rows
 
 
-def asked_in_int8(file: str) -> Rows:
-    """The same last weights asked in BF16 and in INT8."""
-    rows = [["experiment", "variant", "in BF16", "in INT8", "INT8 minus BF16"]]
-    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for one in load(file)["runs"]:
-        found.setdefault((one["experiment"], one["variant"]), []).append(one)
-    for place, of in found.items():
-        means = (f"{statistics.fmean(one[p] for one in of):.3f}" for p in ("bf16", "int8"))
-        rows.append([*place, *means, plus_minus([one["int8"] - one["bf16"] for one in of], "+.3f")])
-    return rows
-
-
 # ---- the README's ----
 
 
@@ -475,9 +416,9 @@ def readme() -> Rows:
 TABLES: dict[str, Callable[..., Rows]] = {
     function.__name__: function
     for function in (
-        rollout, rollout_memory, rollout_steps, inductor, throughput, throughput_again, refit, step, levers, training,
+        rollout_memory, rollout_steps, throughput, refit, step, levers, training,
         mismatch, noise, outliers, quickstart, recipe, recipe_costs, learning, learning_summary,
-        asked_in_int8, readme,
+        readme,
     )
 }  # fmt: skip
 

@@ -12,8 +12,10 @@ operations from it (docs/results/step.md).
 
 from __future__ import annotations
 
+import gc
 import os
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -49,36 +51,61 @@ def one_rank(words: list[str], folder: Path) -> list[str]:
     ]
 
 
-def time_passes(words: list[str], folder: str, length: int, sequences: int, repeats: int) -> dict[str, Any]:
+def time_passes(
+    words: dict[int, list[str]], folder: str, lengths: list[int], sequences: int, repeats: int
+) -> dict[str, Any]:
     """Of a process of its own: seconds of both passes, after one of each that is not counted, and GiB at most.
 
     Args:
-        words: Hydra's, of one rank.
-        folder: takes the process group's file.
-        length: tokens of each sequence, a quarter of them prompt.
+        words: Hydra's, of one rank, by the model's depth.
+        folder: takes the process groups' files.
+        lengths: tokens of each sequence, a quarter of them prompt.
         sequences: of one mini-batch.
         repeats: how often each pass is timed.
+
+    Returns:
+        ``seconds`` by length, pass and depth; ``gib`` by depth (None on a CPU).
     """
-    config = compose(words)
-    settle_packages(config)
-    here = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    os.environ.update(here, DIST_INIT_METHOD=f"file://{folder}/process-group-{os.getpid()}")
-    if config.trainer.device == "cpu":
-        os.environ["VERL_PLATFORM"] = "cpu"
+    seconds: dict[int, dict[str, dict[int, list[float]]]] = {n: {name: {} for name in PASSES} for n in lengths}
+    gib: dict[int, float | None] = {}
+    for depth, of_depth in words.items():
+        config = compose(of_depth)
+        settle_packages(config)
+        here = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+        os.environ.update(here, DIST_INIT_METHOD=f"file://{folder}/process-group-{os.getpid()}-{depth}")
+        if config.trainer.device == "cpu":
+            os.environ["VERL_PLATFORM"] = "cpu"
+        import flashrl_verl.plugins.verl  # noqa: F401 - the CPU platform, before verl picks one
+        from flashrl_verl.trainer.worker import FlashRLWorker
+
+        worker = FlashRLWorker(config.actor_rollout_ref, role="actor")
+        worker.init_model()
+        if config.flashrl.trainer_forward != "bf16":  # no engine says which weights it quantizes: the decoder layers'
+            from flashrl_verl.trainer.forward_8bit import linear_layers
+
+            layers = linear_layers(worker.actor.engine.module).items()
+            names = [name for name, layer in layers if ".layers." in name and isinstance(layer, torch.nn.Linear)]
+            worker.flashrl_compute_in_8_bits(names)
+        for length in lengths:
+            work = passes_of(worker, config, length, sequences)
+            for name, one in zip(PASSES, work, strict=True):
+                seconds[length][name][depth] = [timed(one) for _ in range(1 + repeats)][1:]
+        gib[depth] = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
+        torch.distributed.destroy_process_group()
+        del worker, work, one
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+    return {"seconds": seconds, "gib": gib}
+
+
+def passes_of(worker: Any, config: Any, length: int, sequences: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """Old log-probs and the update of one mini-batch of random tokens, as verl's driver asks for them
+    (trainer/ppo/v1/trainer_base.py, ``_compute_old_log_prob`` and ``_update_actor``)."""
     from tensordict import TensorDict
     from verl.utils import tensordict_utils as tu
 
-    import flashrl_verl.plugins.verl  # noqa: F401 - the CPU platform, before verl picks one
-    from flashrl_verl.trainer.worker import FlashRLWorker
-
-    worker = FlashRLWorker(config.actor_rollout_ref, role="actor")
-    worker.init_model()
-    if config.flashrl.trainer_forward != "bf16":  # no engine says which weights it quantizes: the decoder layers'
-        from flashrl_verl.trainer.forward_8bit import linear_layers
-
-        layers = linear_layers(worker.actor.engine.module).items()
-        names = [name for name, layer in layers if ".layers." in name and isinstance(layer, torch.nn.Linear)]
-        worker.flashrl_compute_in_8_bits(names)
     prompt, random = length // 4, torch.Generator().manual_seed(0)
     vocabulary = worker.actor.engine.module.config.vocab_size
 
@@ -117,15 +144,10 @@ def time_passes(words: list[str], folder: str, length: int, sequences: int, repe
         seed=1,
         dataloader_kwargs={"shuffle": False},
     )
-    # As verl's driver asks (trainer/ppo/v1/trainer_base.py, _compute_old_log_prob and _update_actor).
-    work = (
+    return (
         lambda: worker.compute_log_prob(batch(calculate_entropy=True, compute_loss=False)),
         lambda: worker.update_actor(batch(**settings)),
     )
-    seconds = {name: [timed(one) for _ in range(1 + repeats)][1:] for name, one in zip(PASSES, work, strict=True)}
-    most = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
-    torch.distributed.destroy_process_group()
-    return {"seconds": seconds, "gib": most}
 
 
 def by_part(name: str, seconds: dict[int, list[float]], layers: int) -> dict[str, Any]:
@@ -140,7 +162,7 @@ def by_part(name: str, seconds: dict[int, list[float]], layers: int) -> dict[str
     if min(layer, head) <= 0:
         raise FlashRLError(
             f"{name}: {low:.4f} s with {few} layers and {high:.4f} s with {many} are too noisy to tell a layer from "
-            "the head. Remedy: --layers further apart, more --tokens or --repeats"
+            "the head. Remedy: --layers further apart, more --lengths or --repeats"
         )
     whole = head + layers * layer
     return {"name": name, "seconds": seconds, "layer_s": layer, "head_s": head, "whole_s": whole}
@@ -150,51 +172,58 @@ def training(
     context: typer.Context,
     model: Annotated[str, typer.Option(help="A name (qwen2.5-32b, ...), a config.json, or its folder.")] = "tiny",
     layers: Annotated[str, typer.Option(help="Depths of the two models that are timed.")] = "1,2",
-    length: Annotated[int, typer.Option(min=8, help="Tokens of each sequence, a quarter of them prompt.")] = 8192,
+    lengths: Annotated[str, typer.Option(help="Tokens of each sequence, a quarter of them prompt.")] = "8192",
     sequences: Annotated[int, typer.Option(min=1, help="Of one mini-batch.")] = 4,
     repeats: Annotated[int, typer.Option(min=1, help="After one that is not measured.")] = 3,
-    output: Annotated[Path, typer.Option(help="Folder for training.json, models and logs.")] = Path("outputs/training"),
+    output: Annotated[Path, typer.Option(help="Folder for training.json, models and the log.")] = Path(
+        "outputs/training"
+    ),
 ) -> None:
     """Time old log-probs and policy updates of a model's shape on one GPU, or on the CPU (hardware=cpu)."""
     from flashrl_verl.tools.engines.shapes import load_config
 
-    depths = [int(word) if word.strip().isdecimal() else 0 for word in layers.split(",")]
+    depths, tokens = (
+        [int(word) if word.strip().isdecimal() else 0 for word in text.split(",")] for text in (layers, lengths)
+    )
     if len(depths) != 2 or not 0 < depths[0] < depths[1]:
         raise ConfigError(f"--layers {layers!r} is not two numbers, the second greater, such as 2,6")
+    if min(tokens) < 8:
+        raise ConfigError(f"--lengths {lengths!r} is not numbers from 8 on, such as 8192,22528")
     words = context.args or ["experiment=smoke"]
     compose(words)
     whole, output = load_config(model), output.expanduser().resolve()
-    seconds: dict[str, dict[int, list[float]]] = {name: {} for name in PASSES}
-    memory = {}
+    log, by_depth = output / "training.log", {}
     for depth in depths:
-        folder, log = output / f"{Path(model).name}-{depth}", output / f"layers-{depth}.log"
+        folder = output / f"{Path(model).name}-{depth}"
         make_model(model, depth, folder)
-        print(f"{model} with {depth} layers; log: {log}", flush=True)
-        found = in_own_process(time_passes, one_rank(words, folder), str(output), length, sequences, repeats, log=log)
-        memory[depth] = found["gib"]
-        for name in PASSES:
-            seconds[name][depth] = found["seconds"][name]
+        by_depth[depth] = one_rank(words, folder)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    print(f"{model} with {layers} layers; log: {log}", flush=True)
+    found = in_own_process(time_passes, by_depth, str(output), tokens, sequences, repeats, log=log)
     here = environment()
     gpu = of_device(here["device"])
-    forward = whole_step.forward_operations(shape_of(whole), length * sequences, length)
     passes = []
-    for name, times in PASSES.items():
-        one = by_part(name, seconds[name], whole.num_hidden_layers)
-        passes.append(one | {"share": times * forward / one["whole_s"] / gpu.bf16 if gpu else None})
-    settings = {"overrides": words, "model": model, "layers": depths, "tokens": length * sequences, "length": length}
-    settings["repeats"] = repeats
-    record = {"settings": settings, "environment": here, "gib_allocated": memory, "passes": passes}
+    for length in tokens:
+        forward = whole_step.forward_operations(shape_of(whole), length * sequences, length)
+        for name, times in PASSES.items():
+            one = by_part(name, found["seconds"][length][name], whole.num_hidden_layers)
+            share = times * forward / one["whole_s"] / gpu.bf16 if gpu else None
+            passes.append({"length": length, "tokens": length * sequences} | one | {"share": share})
+    settings = {"overrides": words, "model": model, "layers": depths, "sequences": sequences, "repeats": repeats}
+    record = {"settings": settings, "environment": here, "gib_allocated": found["gib"], "passes": passes}
     write_json(output / "training.json", record)
     rows = [
         [
             one["name"],
+            str(one["length"]),
             *(f"{1e3 * one[part]:.2f}" for part in ("layer_s", "head_s", "whole_s")),
             "-" if one["share"] is None else f"{one['share']:.0%}",
         ]
         for one in passes
     ]
-    header = ("pass", "layer ms", "head ms", "whole model ms", "of the data sheet's BF16")
-    show(f"{model} on {here['device']}, {sequences} sequences of {length} tokens", header, rows)
+    header = ("pass", "length", "layer ms", "head ms", "whole model ms", "of the data sheet's BF16")
+    show(f"{model} on {here['device']}, {sequences} sequences", header, rows)
     print(f"written: {output / 'training.json'}")
 
 

@@ -86,9 +86,21 @@ def quantize_rows(
     return codes.clamp_(-fmt.code_max, fmt.code_max).to(fmt.dtype), scales
 
 
-def dequantize(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return ``codes * scales``: [..., N, K] codes and [..., N, 1] scales to [..., N, K] float32."""
-    return codes.float() * scales
+def dequantize(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """``codes * scales`` in float32, rounded to ``dtype``.
+
+    Args:
+        codes: [..., N, K].
+        scales: [..., N, 1] float32.
+        dtype: float32, or a 16-bit one.
+
+    Returns:
+        [..., N, K].
+    """
+    if codes.is_floating_point():
+        codes = codes.to(torch.bfloat16)  # exact, and torch multiplies no 8-bit floats
+    # One pass: the kernel converts as it reads and writes.
+    return torch.mul(codes, scales, out=torch.empty(codes.shape, dtype=dtype, device=codes.device))
 
 
 def as_bytes(codes: torch.Tensor) -> torch.Tensor:

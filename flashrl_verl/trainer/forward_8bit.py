@@ -46,16 +46,23 @@ def quantize_weight(weight: torch.Tensor, fmt: WeightFormat) -> tuple[torch.Tens
     return codes, scales
 
 
+def quantize_tokens(x: torch.Tensor, flat: torch.Tensor, fmt: WeightFormat) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes [T, K] and scales [T, 1] of ``flat``, which is ``x`` by tokens. They stay with the tensor, for q, k and v
+    have one input, and so have gate and up: it is quantized once, and kept once for their backward passes."""
+    key = fmt, flat.dtype, None if x.is_inference() else x._version
+    if getattr(x, "flashrl_codes", (None,))[0] != key:
+        x.flashrl_codes = key, w8a8(fmt)[0](flat.detach().contiguous())
+    return x.flashrl_codes[1]
+
+
 class _Linear(torch.autograd.Function):
     """y = x W^T + b of tokens [T, K], in 8 bits; ``backward_fmt`` None: a 16-bit backward."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, codes, scales, fmt, backward_fmt):
-        quantize, multiply = w8a8(fmt)
-        tokens, token_scales = quantize(x.contiguous())
+    def forward(ctx, x, weight, bias, tokens, token_scales, codes, scales, fmt, backward_fmt):
         ctx.save_for_backward(tokens, token_scales, weight)
         ctx.formats = fmt, backward_fmt
-        return multiply(tokens, codes.t(), token_scales, scales, x.dtype, bias)
+        return w8a8(fmt)[1](tokens, codes.t(), token_scales, scales, x.dtype, bias)
 
     @staticmethod
     def backward(ctx, grad):
@@ -66,17 +73,16 @@ class _Linear(torch.autograd.Function):
         with torch.autocast(grad.device.type, enabled=False):
             grad = grad.to(dtype).contiguous()
             if of_x and backward_fmt is None:
-                dx = grad @ numerics.dequantize(*quantize_weight(weight, fmt)).to(dtype)
+                dx = grad @ numerics.dequantize(*quantize_weight(weight, fmt), dtype)
             elif of_x:
                 quantize, multiply = w8a8(backward_fmt)
-                codes, scales = quantize_weight(
-                    weight.t(), backward_fmt
-                )  # a scale for each input, which g W' sums over
+                # A scale for each input, which g W' sums over.
+                codes, scales = quantize_weight(weight.t().contiguous(), backward_fmt)
                 grad_codes, grad_scales = quantize(grad)
                 dx = multiply(grad_codes, codes.t(), grad_scales, scales, dtype, None)
             if of_weight:
-                dw = grad.t() @ numerics.dequantize(tokens, token_scales).to(dtype)
-        return dx, dw, grad.sum(0) if of_bias else None, None, None, None, None
+                dw = grad.t() @ numerics.dequantize(tokens, token_scales, dtype)
+        return dx, dw, grad.sum(0) if of_bias else None, *[None] * 6
 
 
 class Linear8Bit:
@@ -99,8 +105,9 @@ class Linear8Bit:
             if self.flashrl_digest is None:
                 self.flashrl_digest = code_digest(codes, scales)
             # Rounded as autocast does, and as the rollout's activations are.
-            tokens = x.reshape(-1, x.shape[-1]).to(self.weight.dtype)
-            out = _Linear.apply(tokens, self.weight, self.bias, codes, scales, fmt, backward_fmt)
+            flat = x.reshape(-1, x.shape[-1]).to(self.weight.dtype)
+            tokens = quantize_tokens(x, flat, fmt)
+            out = _Linear.apply(flat, self.weight, self.bias, *tokens, codes, scales, fmt, backward_fmt)
         return out.reshape(*x.shape[:-1], -1)
 
 

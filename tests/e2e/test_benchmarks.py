@@ -14,8 +14,8 @@ pytestmark = [pytest.mark.cpu_e2e, pytest.mark.slow, pytest.mark.timeout(2400)]
 
 
 def run(name: str, output: Path, *words: str, code: str = "", status: int = 0) -> subprocess.CompletedProcess:
-    """``python -m benchmarks NAME``, or other code that reads the same words."""
-    start = ["-c", code] if code else ["-m", "benchmarks", name]
+    """``python -m benchmarks.NAME``, or other code that reads the same words."""
+    start = ["-c", code] if code else ["-m", f"benchmarks.{name}"]
     command = [sys.executable, *start, *words, "--output", str(output)]
     done = subprocess.run(
         command, cwd=ROOT, env=dict(os.environ, HF_HUB_OFFLINE="1"), capture_output=True, text=True, timeout=2000

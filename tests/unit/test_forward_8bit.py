@@ -5,8 +5,10 @@ import copy
 
 import numpy as np
 import pytest
+import sharded_forward
 import torch
 from references import quantize
+from tiny_models import CONFIGS, make
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, Qwen2Config
@@ -15,6 +17,7 @@ from flashrl_verl.errors import ConfigError, FlashRLError, RefitError
 from flashrl_verl.quantization.formats import FP8, INT8
 from flashrl_verl.refit.code_digest import code_digest, require_same_codes
 from flashrl_verl.settings import Precision
+from flashrl_verl.trainer import forward_8bit
 from flashrl_verl.trainer.forward_8bit import compute_in_8_bits, note_codes, noted_codes, quantize_weight
 
 FORMATS = {"int8": (Precision.INT8, INT8), "fp8": (Precision.FP8, FP8)}
@@ -101,6 +104,19 @@ def test_a_recomputed_forward_pass_is_the_first_bit_for_bit():
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), again.parameters(), strict=True))
 
 
+def test_layers_with_one_input_quantize_it_once_and_again_when_it_has_changed(monkeypatch):
+    torch.manual_seed(7)
+    q, k = (made(nn.Sequential(nn.Linear(48, 16).bfloat16()), names=["0.weight"]) for _ in range(2))
+    x, counted = torch.randn(5, 48, dtype=torch.bfloat16), []
+    quantize, multiply = forward_8bit.w8a8(INT8)
+    monkeypatch.setattr(forward_8bit, "w8a8", lambda fmt: (lambda t: counted.append(1) or quantize(t), multiply))
+    alone = k(x.clone())
+    q(x)
+    assert torch.equal(k(x), alone) and len(counted) == 2
+    x[0, 0] = 50.0
+    assert not torch.equal(k(x), alone) and len(counted) == 3
+
+
 def test_autocast_changes_nothing():
     torch.manual_seed(3)
     model, x = made(Two(True).bfloat16()), torch.randn(5, 48)
@@ -133,6 +149,31 @@ def test_a_whole_model_learns_and_only_its_named_layers_change():
         optimizer.zero_grad()
     assert losses[-1] < losses[0] - 0.5
     assert sorted(noted_codes(model)) == sorted(names)
+
+
+@pytest.mark.parametrize("precision", FORMATS)
+@pytest.mark.parametrize("name", [name for name in CONFIGS if not name.endswith("moe")])
+def test_a_models_logits_are_those_of_a_float64_model_that_quantizes(name, precision):
+    model = make(name)
+    reference, ids = copy.deepcopy(model).double(), torch.arange(40)[None] + 3
+    names = [name for name, p in model.named_parameters() if name.endswith("_proj.weight")]
+    for layer in (reference.get_submodule(name.removesuffix(".weight")) for name in names):
+        layer.weight.data = dequantized(layer.weight, precision)
+        layer.register_forward_pre_hook(lambda _, inputs: dequantized(inputs[0][0], precision)[None])
+    with torch.no_grad():
+        wanted, plain = reference(input_ids=ids).logits, model(input_ids=ids).logits
+        found = made(model, precision, names=names)(input_ids=ids).logits
+
+    def distance(logits: torch.Tensor) -> torch.Tensor:
+        """Relative, of the median token: some have an activation whose float32 value is rounded to the next code."""
+        return ((logits - wanted).norm(dim=-1) / wanted.norm(dim=-1)).median()
+
+    assert distance(found) < 1e-6 < 1e-2 < distance(plain)
+
+
+@pytest.mark.parametrize("fsdp", [1, 2])
+def test_sharded_over_two_ranks_codes_and_gradients_are_those_of_the_whole(tmp_path, fsdp):
+    torch.multiprocessing.spawn(sharded_forward.on_a_rank, args=(2, str(tmp_path), fsdp), nprocs=2)
 
 
 def test_what_is_no_plain_linear_layer_is_refused():

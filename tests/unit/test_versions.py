@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Versions are read without importing anything heavy; what is missing or untested is named (test_check_versions.py has
-more); README, requirement files and recipe tell the same versions."""
+"""Versions are read without importing anything heavy; what is missing or untested is named; README, requirement files
+and recipe tell the same versions."""
 
 import importlib.metadata
 import re

@@ -53,6 +53,8 @@ _NOT_PLANNED = {
     "flashrl.keep_last_layers": 0,
     "flashrl.bf16_replica_fraction": 0.0,
     "flashrl.fp32_lm_head": False,
+    "flashrl.trainer_forward": "bf16",
+    "trainer.v1.trainer_mode": "flashrl",
     "algorithm.use_kl_in_reward": False,
     "actor_rollout_ref.actor.use_kl_loss": False,
     "actor_rollout_ref.actor.ppo_epochs": 1,
@@ -109,7 +111,7 @@ def plan(
 ) -> None:
     """Compute memory and seconds of a training step in each precision, and say which to take. No GPU is needed.
 
-    Options win over the run that the overrides describe. How good it is: docs/precision_and_correction.md.
+    Options win over the run that the overrides describe. How good it is: docs/results/throughput.md.
     """
     from rich.console import Console
 

@@ -201,7 +201,6 @@ def _by_lever(outcome_of: Callable[[Choice, Levers], Outcome], levers: Levers) -
     steps.append(("+ INT8 KV cache", choice, now))
     now = replace(now, liger=True)
     steps.append(("+ Liger's kernels", choice, now))
-    steps.append(("+ bypass", choice, replace(now, bypass=True)))
     for name, choice, now in steps:
         if (whole := outcome_of(choice, now).whole) is not None:
             yield name, whole

@@ -4,7 +4,7 @@ parts.
 
 The constants are fitted to profiles of decode steps of Qwen2.5-32B's shape on H200s (three machines), 128 and 256
 sequences of some 450 tokens and 28 of 8300, with CUDA graphs in vLLM 0.24.0 (docs/results/throughput.md). They were
-last revised when steps of 7B and 14B were known; docs/precision_and_correction.md says how far off they are. Other GPUs
+last revised when steps of 7B and 14B were known; docs/results/throughput.md says how far off they are. Other GPUs
 are extrapolated by data sheet.
 """
 
