@@ -171,6 +171,7 @@ def test_a_models_logits_are_those_of_a_float64_model_that_quantizes(name, preci
     assert distance(found) < 1e-6 < 1e-2 < distance(plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fsdp", [1, 2])
 def test_sharded_over_two_ranks_codes_and_gradients_are_those_of_the_whole(tmp_path, fsdp):
     torch.multiprocessing.spawn(sharded_forward.on_a_rank, args=(2, str(tmp_path), fsdp), nprocs=2)
