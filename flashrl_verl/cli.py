@@ -68,7 +68,7 @@ def report(
     ] = None,
     group: Annotated[bool, typer.Option("--group", help="Show runs of one name (seeds) as mean and range.")] = False,
 ) -> None:
-    """Compare runs: a table, and report.html, report.md and curves.png."""
+    """Compare runs: a table, and the same as report.md with curves.png."""
     from flashrl_verl.tools import report as reports
 
     result = reports.load(*paths, names=name or (), group=group)

@@ -1,19 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report's files: five curves in one picture, a Markdown page, and an HTML page that is complete in itself."""
+"""The report's files: five curves in one picture, and a Markdown page that shows it."""
 
 from __future__ import annotations
 
-import base64
 import io
 import json
 import math
 from collections.abc import Sequence
-from html import escape
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from flashrl_verl import __version__
 from flashrl_verl.errors import FlashRLError
 from flashrl_verl.tools.report.metrics import HELD_OUT, MISMATCH_KL, SCORE
 from flashrl_verl.tools.report.palette import BLUE, FAINT, GREEN, HEALTHY_KL, INK, ORANGE, PURPLE, SKY, TITLE, VERMILION
@@ -23,7 +20,7 @@ from flashrl_verl.trainer.atomic_write import write_whole
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-PAGE_FILE, REPORT_FILE, CURVES_FILE = "report.html", "report.md", "curves.png"
+REPORT_FILE, CURVES_FILE = "report.md", "curves.png"
 
 COLOURS, LINES = (BLUE, VERMILION, GREEN, "#000000", PURPLE, ORANGE, SKY), ("-", "--", "-.", ":")
 """Of the groups; 7 and 4 have no common factor, so 28 groups differ."""
@@ -34,16 +31,9 @@ sampling kept, neither all right nor all wrong, so it stays near the middle whil
 compares the rollout's probabilities with the trainer's for the sampled tokens: look closer above 0.01. ESS is the
 effective sample size of the importance weights, as a share. Times are means over all steps."""
 
-CSS = """\
-:root { color-scheme: light dark }
-body { font: 16px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 90rem; padding: 1.5rem }
-table { border-collapse: collapse; font-size: .875rem } th, td { padding: .25rem .7rem; text-align: left }
-tr { border-bottom: 1px solid #8885 } div { overflow-x: auto }
-img { background: #fff; margin: 1rem 0; width: 100% } pre { overflow-x: auto; font-size: .8rem }"""
-
 
 def write(report: Report, folder: Path | None = None) -> list[Path]:
-    """Write `report.md`, `report.html` (one file, needs no network) and `curves.png`; returns their paths.
+    """Write `report.md` and `curves.png`; returns their paths.
 
     Args:
         report: what to write.
@@ -55,10 +45,8 @@ def write(report: Report, folder: Path | None = None) -> list[Path]:
     folder = report.runs[0].path.parent if folder is None else folder
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / REPORT_FILE, _markdown(report).encode())
-    picture = draw(report)
-    write_whole(folder / CURVES_FILE, picture)
-    write_whole(folder / PAGE_FILE, _html(report, picture).encode())
-    return [folder / name for name in (REPORT_FILE, PAGE_FILE, CURVES_FILE)]
+    write_whole(folder / CURVES_FILE, draw(report))
+    return [folder / name for name in (REPORT_FILE, CURVES_FILE)]
 
 
 # ---- words ----
@@ -82,36 +70,6 @@ def _markdown(report: Report) -> str:
     for name, runs in report.groups.items():
         parts += [f"### {name}", *("\n".join(f"    {line}" for line in _facts(run).splitlines()) for run in runs)]
     return "\n\n".join(parts) + "\n"
-
-
-def _html(report: Report, picture: bytes) -> str:
-    head = "".join(f"<th>{escape(name)}</th>" for name in report.groups)
-    rows = "\n".join(
-        f"<tr><th>{escape(label)}</th>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
-        for label, cells in report.rows()
-    )
-    runs = "\n".join(
-        f"<h2>{escape(name)}</h2>\n" + "\n".join(f"<pre>{escape(_facts(run))}</pre>" for run in them)
-        for name, them in report.groups.items()
-    )
-    image = base64.b64encode(picture).decode("ascii")
-    return f"""\
-<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><title>FlashRL runs</title>
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<style>{CSS}</style></head>
-<body>
-<h1>FlashRL runs</h1>
-<div><table>
-<tr><th></th>{head}</tr>
-{rows}
-</table></div>
-<img alt="Curves of every run; their last values are in the table." src="data:image/png;base64,{image}">
-<p>{NOTES}</p>
-{runs}
-<p>flashrl-verl {escape(__version__)}</p>
-</body></html>
-"""
 
 
 # ---- curves ----
