@@ -27,12 +27,12 @@ IGNORE = -100
 class WarmupConfig:
     """How the warm-up is run."""
 
-    target_accuracy: float = 0.4
+    target_accuracy: float = 0.45
     """Sampled probe accuracy at which to stop; the greedy one is a few points above it then. The sampled one
     decides because it is an expectation over the policy and does not jump. A perfect adder with a slip rate
     of 0.6 would reach 0.70."""
     max_steps: int = 1500
-    """Give up after this many updates; 250 to 380 are needed."""
+    """Give up after this many updates; 280 to 390 are needed."""
     batch_size: int = 64
     """Problems an update."""
     probe_every: int = 10

@@ -82,8 +82,8 @@ def test_a_run_is_not_resumed_with_another_seed_or_past_its_end(tmp_path):
     assert resume(3).trainer.resume_mode == "auto"
     with pytest.raises(ConfigError, match="was not made with --seed 4"):
         resume(4)
-    latest.write_text("26")
-    with pytest.raises(ConfigError, match="is finished: its last checkpoint is of step 26 of 26"):
+    latest.write_text("28")
+    with pytest.raises(ConfigError, match="is finished: its last checkpoint is of step 28 of 28"):
         resume(3)
 
 
