@@ -49,7 +49,9 @@ def quantize_weight(weight: torch.Tensor, fmt: WeightFormat) -> tuple[torch.Tens
 def quantize_tokens(x: torch.Tensor, flat: torch.Tensor, fmt: WeightFormat) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes [T, K] and scales [T, 1] of ``flat``, which is ``x`` by tokens. They stay with the tensor, for q, k and v
     have one input, and so have gate and up: it is quantized once, and kept once for their backward passes."""
-    key = fmt, flat.dtype, None if x.is_inference() else x._version
+    if x.is_inference():  # such a tensor does not tell that it has changed
+        return w8a8(fmt)[0](flat.contiguous())
+    key = fmt, flat.dtype, x._version
     if getattr(x, "flashrl_codes", (None,))[0] != key:
         x.flashrl_codes = key, w8a8(fmt)[0](flat.detach().contiguous())
     return x.flashrl_codes[1]
