@@ -588,7 +588,8 @@ def learning(
                     tell(f"{run.name}: score {run.final_bf16:.3f} in BF16")
         except KeyboardInterrupt:
             code = 130
-        report(runs, settings, environments, output)
+        finally:  # of what there is, if a run cannot be asked too
+            report(runs, settings, environments, output)
     left = [run for run in runs if run.final_bf16 is None]
     if code == 0 and left:
         code = 1 if any(run.failures > 1 for run in left) else UNFINISHED
