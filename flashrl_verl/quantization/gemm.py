@@ -6,7 +6,7 @@ parameter after loading, which an in-place refit cannot have; the custom ops und
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 import torch
 from vllm import _custom_ops as ops
@@ -61,6 +61,7 @@ def device_kernel(fmt: WeightFormat) -> Kernel:
     return choose_kernel(fmt, device, cuda_capability() if device == "cuda" else 0)
 
 
+@cache  # asked at every layer's pass
 def w8a8(fmt: WeightFormat) -> tuple[TokenQuantizer, ScaledProduct]:
     """How the device this process runs on quantizes tokens, and multiplies them with a weight's codes.
 

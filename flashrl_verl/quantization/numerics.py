@@ -97,10 +97,7 @@ def dequantize(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = t
     Returns:
         [..., N, K].
     """
-    if codes.is_floating_point():
-        codes = codes.to(torch.bfloat16)  # exact, and torch multiplies no 8-bit floats
-    # One pass: the kernel converts as it reads and writes.
-    return torch.mul(codes, scales, out=torch.empty(codes.shape, dtype=dtype, device=codes.device))
+    return (codes.float() * scales).to(dtype)
 
 
 def as_bytes(codes: torch.Tensor) -> torch.Tensor:

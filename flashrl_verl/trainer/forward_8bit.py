@@ -25,10 +25,9 @@ from torch import nn
 from verl.utils.model import convert_weight_keys
 
 from flashrl_verl.errors import ConfigError, FlashRLError, listed
-from flashrl_verl.quantization import numerics
 from flashrl_verl.quantization.formats import weight_format
 from flashrl_verl.quantization.gemm import w8a8
-from flashrl_verl.quantization.kernels import quantize_rows_into
+from flashrl_verl.quantization.kernels import dequantize_rows, quantize_rows_into
 from flashrl_verl.quantization.numerics import WeightFormat
 from flashrl_verl.refit.code_digest import code_digest
 from flashrl_verl.settings import Precision
@@ -75,7 +74,7 @@ class _Linear(torch.autograd.Function):
         with torch.autocast(grad.device.type, enabled=False):
             grad = grad.to(dtype).contiguous()
             if of_x and backward_fmt is None:
-                dx = grad @ numerics.dequantize(*quantize_weight(weight, fmt), dtype)
+                dx = grad @ dequantize_rows(*quantize_weight(weight, fmt), dtype)
             elif of_x:
                 quantize, multiply = w8a8(backward_fmt)
                 # A scale for each input, which g W' sums over.
@@ -83,7 +82,7 @@ class _Linear(torch.autograd.Function):
                 grad_codes, grad_scales = quantize(grad)
                 dx = multiply(grad_codes, codes.t(), grad_scales, scales, dtype, None)
             if of_weight:
-                dw = grad.t() @ numerics.dequantize(tokens, token_scales, dtype)
+                dw = grad.t() @ dequantize_rows(tokens, token_scales, dtype)
         return dx, dw, grad.sum(0) if of_bias else None, *[None] * 6
 
 
