@@ -218,7 +218,7 @@ def levers(*files: str) -> Rows:
 
 def training(*files: str) -> Rows:
     """The trainer's passes; the range is that of each time at one depth with each at the other."""
-    header = ["pass", "settings", "layer ms", "head ms", "whole model s", "tokens/s"]
+    header = ["pass", "length", "settings", "layer ms", "head ms", "whole model s", "tokens/s"]
     rows = []
     for file in files:
         record = load(file)
@@ -230,8 +230,9 @@ def training(*files: str) -> Rows:
             least, most = (one["share"] * one["whole_s"] / seconds for seconds in (max(wholes), min(wholes)))
             each = f"{one['layer_s'] * 1e3:.2f}", f"{one['head_s'] * 1e3:.2f}", f"{one['whole_s']:.2f}"
             share = f"{one['share']:.0%} ({least:.0%}-{most:.0%})"
-            rows.append([one["name"], changed, *each, f"{one['tokens'] / one['whole_s']:.0f}", share])
-    return [[*header, "of the data sheet's BF16 (range)"], *sorted(rows, key=lambda row: row[0])]
+            speed = f"{one['tokens'] / one['whole_s']:.0f}"
+            rows.append([one["name"], str(one["length"]), changed, *each, speed, share])
+    return [[*header, "of the data sheet's BF16 (range)"], *sorted(rows, key=lambda row: (row[0], int(row[1])))]
 
 
 # ---- mismatch ----

@@ -33,7 +33,7 @@ DEFAULTS: dict[str, Any] = {
     "refill": True,
     "even_mini_batches": True,
     "liger": False,
-    "bypass": False,
+    "eight_bit_forward": False,
     "gpu_memory_utilization": 0.9,
     "max_num_seqs": 1024,
     "max_num_batched_tokens": 8192,
@@ -53,8 +53,9 @@ _NOT_PLANNED = {
     "flashrl.keep_last_layers": 0,
     "flashrl.bf16_replica_fraction": 0.0,
     "flashrl.fp32_lm_head": False,
-    "flashrl.trainer_forward": "bf16",
+    "flashrl.trainer_backward": "bf16",
     "trainer.v1.trainer_mode": "flashrl",
+    "algorithm.rollout_correction.bypass_mode": False,
     "algorithm.use_kl_in_reward": False,
     "actor_rollout_ref.actor.use_kl_loss": False,
     "actor_rollout_ref.actor.ppo_epochs": 1,
@@ -169,7 +170,8 @@ def plan_of(values: dict[str, Any], gpu: GPU) -> Plan:
         spread=values["spread"],
         limit=limit if limit is not None and limit > response else None,
     )
-    levers = Levers(**{name: values[name] for name in ("constant", "refill", "even_mini_batches", "liger", "bypass")})
+    names = ("constant", "refill", "even_mini_batches", "liger", "eight_bit_forward")
+    levers = Levers(**{name: values[name] for name in names})
     shape = shape_of(load_config(values["model"]))
     return make_plan(
         values["model"], shape, gpu, values["gpus"], engine, work, values["not_planned"], values["samples"], levers
@@ -212,7 +214,7 @@ def of_run(overrides: list[str], *, with_model: bool = True) -> dict[str, Any]:
         "refill": cfg.flashrl.sampling.refill,
         "even_mini_batches": cfg.flashrl.sampling.even_mini_batches,
         "liger": cfg.actor_rollout_ref.model.use_liger,
-        "bypass": bool(OmegaConf.select(cfg, "algorithm.rollout_correction.bypass_mode")),
+        "eight_bit_forward": cfg.flashrl.trainer_forward != "bf16",
         "not_planned": tuple(f"{key}={values[key]}" for key in changed),
     }
 

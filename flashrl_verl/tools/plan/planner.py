@@ -143,7 +143,9 @@ def make_plan(
         outcome = _outcome(choice, shape, gpu, there, share, max(1.0, samples * size / gpus))
         if outcome.timeline is None:
             return outcome
-        whole = whole_step(shape, gpu, gpus, outcome.timeline.seconds, tokens, length, levers)
+        eight = levers.eight_bit_forward and choice.precision is not Precision.BF16
+        now = replace(levers, eight_bit_forward=eight)
+        whole = whole_step(shape, gpu, gpus, outcome.timeline.seconds, tokens, length, now)
         return replace(outcome, whole=whole)
 
     outcomes, layouts = [], []
@@ -201,6 +203,8 @@ def _by_lever(outcome_of: Callable[[Choice, Levers], Outcome], levers: Levers) -
     steps.append(("+ INT8 KV cache", choice, now))
     now = replace(now, liger=True)
     steps.append(("+ Liger's kernels", choice, now))
+    now = replace(now, eight_bit_forward=True)
+    steps.append(("+ INT8 forward pass", choice, now))
     for name, choice, now in steps:
         if (whole := outcome_of(choice, now).whole) is not None:
             yield name, whole

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from flashrl_verl.tools.plan.gpus import GIB
 from flashrl_verl.tools.plan.planner import Plan
-from flashrl_verl.tools.plan.whole_step import FORWARD, REFIT_RATE, UPDATE, WholeStep
+from flashrl_verl.tools.plan.whole_step import EIGHT_BITS, FORWARD, REFIT_RATE, UPDATE, WholeStep
 
 TRAINER_BYTES = 16
 """A parameter: weight, gradient, and AdamW's two moments, in FP32."""
@@ -20,7 +20,8 @@ ASSUMPTIONS = (
     "Estimates from data sheets and decode steps of a 32B model on one H200; other GPUs, mixtures of experts and "
     "all-reduces are extrapolated. Lengths are lognormal, engines work alike. The trainer reaches "
     f"{FORWARD[False]:.0%} (old log-probs) and {UPDATE[False]:.0%} (update, gradient checkpointing) of the data "
-    f"sheet's BF16 operations, with Liger's kernels {FORWARD[True]:.0%} and {UPDATE[True]:.0%}, and sends weights at "
+    f"sheet's BF16 operations, with Liger's kernels {FORWARD[True]:.0%} and {UPDATE[True]:.0%}; a forward pass "
+    f"in 8 bits makes them {EIGHT_BITS[0]} and {EIGHT_BITS[1]} times as fast. Weights are sent at "
     f"{REFIT_RATE / 1e9:.0f} GB/s (a guess)."
 )
 

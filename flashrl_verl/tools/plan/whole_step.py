@@ -15,6 +15,10 @@ communicated there: shards that arrive too late for their layer take longer."""
 UPDATE = {False: 0.48, True: 0.53}
 """The same share for the policy's update, with gradient checkpointing and the optimizer's step."""
 
+EIGHT_BITS = 1.35, 1.07
+"""How many times as fast old log-probs and update are with ``flashrl.trainer_forward=int8``: 1.26 to 1.46 and 1.07 to
+1.11 of a layer (docs/results/step.md). Of FP8 it is assumed."""
+
 PASSES = 4
 """Forward passes that an update takes as long as: one, its repetition (gradient checkpointing), and a backward pass of
 two. The head is not repeated, which is 0.6 % of 32 billion parameters' operations."""
@@ -45,8 +49,8 @@ class Levers:
     """``flashrl.sampling.even_mini_batches``."""
     liger: bool = False
     """``actor_rollout_ref.model.use_liger``."""
-    bypass: bool = False
-    """``correction=bypass``: no old log-probs."""
+    eight_bit_forward: bool = False
+    """``flashrl.trainer_forward``, where the rollout has 8 bits too."""
 
     @property
     def started(self) -> float:
@@ -98,9 +102,11 @@ def whole_step(
         levers: of the run.
     """
     forward = forward_operations(shape, tokens, length) / (gpus * gpu.bf16)
+    log_probs_x, update_x = EIGHT_BITS if levers.eight_bit_forward else (1.0, 1.0)
+    waits = 1.0 if levers.even_mini_batches else WAITS
     return WholeStep(
         rollout=rollout,
-        log_probs=0.0 if levers.bypass else forward / FORWARD[levers.liger],
-        update=PASSES * forward / UPDATE[levers.liger] * (1.0 if levers.even_mini_batches else WAITS),
+        log_probs=forward / FORWARD[levers.liger] / log_probs_x,
+        update=PASSES * forward / UPDATE[levers.liger] / update_x * waits,
         refit=shape.sent * BF16 / REFIT_RATE,
     )
