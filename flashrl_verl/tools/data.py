@@ -130,7 +130,7 @@ class Published:
     """What it is for: train or test."""
     hub_id: str
     revision: str
-    """Commit that is loaded unless another is named: a branch could change between two runs."""
+    """Commit that is loaded: a branch could change between two runs."""
     config: str | None = None
     """On the hub, for a repository that has several."""
     hub_split: str
@@ -139,7 +139,7 @@ class Published:
     columns: tuple[str, ...]
     convert: Callable[[Row], Row]
     keep_duplicates: bool
-    """Whether copies of a prompt stay, unless the user says otherwise."""
+    """Whether copies of a prompt stay, those with another answer too."""
     output: str
     """Name of the prepared file: what the experiments' `data.train_files` or `data.val_files` say."""
 
@@ -193,9 +193,8 @@ CATALOG = {
     ],
 }
 
-# For the command line.
 Name = Enum("Name", {name: name for name in CATALOG}, type=str)
-Split = Enum("Split", {"train": "train", "test": "test"}, type=str)
+"""For the command line."""
 
 
 # ---- loading ----
@@ -203,42 +202,31 @@ Split = Enum("Split", {"train": "train", "test": "test"}, type=str)
 _ENDINGS = (".parquet", ".jsonl", ".json")
 
 
-def load(wanted: Published, source: str | None = None, revision: str | None = None) -> tuple[Dataset, str]:
+def load(wanted: Published, source: Path | None = None) -> tuple[Dataset, str]:
     """Load a split.
 
     Args:
         wanted: of the catalog.
-        source: a file, a folder, or a repository of the hub; None for where the data set is published.
-        revision: of the repository; None for the catalog's commit (`main` of another repository).
+        source: a file, or a folder with the files as published; None for the hub.
 
     Returns:
         Its rows, and in words where they are from.
 
     Raises:
-        ConfigError: a revision of a local path.
         DataError: it cannot be had, or lacks a column.
     """
     import datasets
 
-    path = Path(source).expanduser() if source is not None else None
-    if path is not None and path.exists():
-        if revision is not None:
-            raise ConfigError(f"--revision {revision} is for repositories of the hub, and {source} is a local path.")
-        path = _local_file(path, wanted)
+    if source is not None:
+        path = _local_file(source, wanted)
         kind = "parquet" if path.suffix == ".parquet" else "json"
         words: Row = {"path": kind, "data_files": glob.escape(str(path)), "split": "train"}
         name, remedy = str(path), "a whole file, parquet or one JSON object a line"
     else:
-        if source is not None and (not re.fullmatch(r"\w[\w.-]*/[\w.-]+", source) or source.endswith(_ENDINGS)):
-            raise DataError(f"--source {source} is not on this machine, and no repository of the hub has such a name.")
-        repository, config = source or wanted.hub_id, None
-        if repository == wanted.hub_id:
-            revision, config = revision or wanted.revision, wanted.config
-        revision = revision or "main"
-        words = {"path": repository, "name": config, "revision": revision, "split": wanted.hub_split}
-        name = f"{repository} at {revision}"
+        words = {"path": wanted.hub_id, "name": wanted.config, "revision": wanted.revision, "split": wanted.hub_split}
+        name = f"{wanted.hub_id} at {wanted.revision}"
         remedy = (
-            f"where there is a network, `hf download {repository} --repo-type dataset --revision {revision} "
+            f"where there is a network, `hf download {wanted.hub_id} --repo-type dataset --revision {wanted.revision} "
             "--local-dir FOLDER`; then here --source FOLDER"
         )
     if not sys.stderr.isatty():
@@ -262,9 +250,7 @@ def _local_file(path: Path, wanted: Published) -> Path:
     for name in names:
         if (path / name).is_file():
             return path / name
-    raise DataError(
-        f"--source {path} has no {wanted.split} file: none of {', '.join(names)}. --split prepares one split alone."
-    )
+    raise DataError(f"--source {path} has no {wanted.split} file: none of {', '.join(names)}.")
 
 
 # ---- preparing ----
@@ -273,16 +259,12 @@ SHOWN = 10
 """Bad rows that an error shows; the rest are counted."""
 
 
-def prepare(
-    rows: Dataset, wanted: Published, where: str, *, keep_duplicates: bool, drop_invalid: bool
-) -> tuple[list[Row], list[str]]:
+def prepare(rows: Dataset, wanted: Published, where: str) -> tuple[list[Row], list[str]]:
     """Check every row, and make verl's of those that stay, in their order. Copies of a prompt share their `index`.
 
     Args:
         rows, where: as `load` returns them.
         wanted: what they are.
-        keep_duplicates: whether copies of a prompt stay, those with another answer too.
-        drop_invalid: whether rows that verl could not use are left out, instead of refusing all.
 
     Returns:
         The rows, and what was made of how many in words.
@@ -304,21 +286,21 @@ def prepare(
             continue
         prompt = tuple((message["role"], message["content"]) for message in example["prompt"])
         made.append(prompts.setdefault(prompt, {}).setdefault(example["reward_model"]["ground_truth"], example))
-    if bad and not drop_invalid:
+    if bad:
         shown = [*bad[:SHOWN], f"and {len(bad) - SHOWN:,} more"] if len(bad) > SHOWN else bad
         raise DataError(
             f"verl cannot use {len(bad):,} of {len(rows):,} rows of {where} (counted from 0); nothing was written:\n  "
             + "\n  ".join(shown)
-            + "\nRemedy: another --source, or --drop-invalid to leave these rows out."
+            + "\nRemedy: mend or remove them, and name the file in --source."
         )
-    kept = [examples for examples in prompts.values() if keep_duplicates or len(examples) == 1]
+    kept = [examples for examples in prompts.values() if wanted.keep_duplicates or len(examples) == 1]
     if not kept:
         raise DataError(f"{where}: none of its {len(rows):,} rows stays; nothing was written.")
     for index, examples in enumerate(kept):
         for example in examples.values():
             example["extra_info"] = {"split": wanted.split, "index": index}
-    dropped = {f"rows that verl cannot use; the first: {bad[0] if bad else None}": len(bad)}
-    if not keep_duplicates:
+    dropped = {}
+    if not wanted.keep_duplicates:
         conflicting = sum("extra_info" not in example for example in made)
         dropped["rows, because copies of their prompt have different answers"] = conflicting
         dropped["copies of a prompt"] = len(made) - conflicting - len(kept)
@@ -364,50 +346,28 @@ def write(path: Path, rows: list[Row]) -> None:
 def data(
     name: Annotated[Name, typer.Argument(help="The data set.", show_default=False)],
     source: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PATH_OR_HUB_ID",
-            help="A file (.parquet, .jsonl) or folder here, or a repository of the hub; else where it is published.",
-        ),
+        Path | None,
+        typer.Option(exists=True, help="A file (.parquet, .jsonl) or folder here; else where it is published."),
     ] = None,
     output: Annotated[Path, typer.Option(help="Folder for the parquet files.")] = Path("data"),
-    revision: Annotated[
-        str | None, typer.Option(help="Commit, tag or branch on the hub; else the commit that this version knows.")
-    ] = None,
-    split: Annotated[Split | None, typer.Option(help="One split only (gsm8k has both).")] = None,
-    keep_duplicates: Annotated[
-        bool | None,
-        typer.Option(
-            "--keep-duplicates/--unique",
-            help="Keep copies of a prompt, or the first only (default: dapo-math-17k is made unique).",
-            show_default=False,
-        ),
-    ] = None,
-    drop_invalid: Annotated[
-        bool, typer.Option("--drop-invalid", help="Leave out rows that verl cannot use, instead of refusing all.")
-    ] = False,
 ) -> None:
-    """Prepare a data set for verl: check every row, drop copies of a prompt, write parquet.
+    """Prepare a data set for verl: check every row, keep one copy of each prompt of dapo-math-17k, write parquet.
 
     A folder for --source has the files as published, or train.jsonl and test.jsonl (or .parquet). Their columns are
     question and answer (gsm8k), or data_source, prompt, ability and reward_model (the others).
     """
-    splits = [wanted for wanted in CATALOG[name.value] if split is None or wanted.split == split.value]
-    if not splits:
-        raise ConfigError(f"--split {split.value}: {name.value} has {CATALOG[name.value][0].split} only.")
-    local = Path(source).expanduser() if source is not None else None
-    if local is not None and local.is_file() and len(splits) > 1:
-        raise ConfigError(f"--source {source} is one file. Add --split train or --split test.")
+    splits = CATALOG[name.value]
+    if source is not None and source.is_file() and len(splits) > 1:
+        raise ConfigError(f"--source {source} is one file, and {name.value} has {len(splits)}. Name their folder")
     paths = [output.expanduser() / wanted.output for wanted in splits]
     for wanted, path in zip(splits, paths, strict=True):
-        if local is not None and local.exists() and path.exists() and _local_file(local, wanted).samefile(path):
+        if source is not None and path.exists() and _local_file(source, wanted).samefile(path):
             raise ConfigError(f"{path} is the source and the output. Choose another --output.")
 
     made = []  # all splits are read and checked before the first is written
     for wanted in splits:
-        rows, where = load(wanted, source, revision)
-        keep = wanted.keep_duplicates if keep_duplicates is None else keep_duplicates
-        made.append(prepare(rows, wanted, where, keep_duplicates=keep, drop_invalid=drop_invalid))
+        rows, where = load(wanted, source)
+        made.append(prepare(rows, wanted, where))
     for path, (rows, words) in zip(paths, made, strict=True):
         write(path, rows)
         typer.echo(f"{path}: " + "\n  ".join(words))
