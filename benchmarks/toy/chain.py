@@ -101,18 +101,6 @@ class ChainConfig:
     data_source: str = DATA_SOURCE
     """verl groups its validation metrics by this name."""
 
-    def __post_init__(self) -> None:
-        for name in ("steps", "train", "probe", "test"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} of a chain must be at least 1.")
-        for name in ("subtraction_rate", "slip_rate"):
-            if not 0.0 <= getattr(self, name) <= 1.0:
-                raise ConfigError(f"{name}={getattr(self, name)} is not a probability. Set it between 0 and 1.")
-        if not 1 <= self.max_term <= _LARGEST // 2:
-            raise ConfigError(
-                f"max_term={self.max_term} must be from 1 to {_LARGEST // 2}, or some number has no next step."
-            )
-
     def split(self, seed: int) -> Split:
         """Draw the chains; a function of the configuration and the seed only.
 
