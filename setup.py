@@ -29,7 +29,7 @@ INSTALL_REQUIRES = [
 setup(
     name="flashrl-verl",
     version=VERSION,
-    description="FlashRL for verl: INT8 rollouts on vLLM with truncated importance sampling",
+    description="FlashRL for verl: INT8 and FP8 rollouts on vLLM with truncated importance sampling",
     long_description=README.read_text(encoding="utf-8") if README.is_file() else "",
     long_description_content_type="text/markdown",
     license="Apache-2.0",

@@ -71,6 +71,7 @@ def _launch(
 
 def dequantize_rows(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """``numerics.dequantize`` of contiguous codes [N, K] and scales [N, 1], in one pass."""
+    assert codes.is_contiguous() and scales.is_contiguous()
     if not codes.is_cuda:
         return numerics.dequantize(codes, scales, dtype)
     from flashrl_verl.quantization import triton_rows  # Triton is only where a GPU is

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fused row kernel: absmax, scale, round and store in one pass over a weight row, as ``numerics.py`` defines them.
+"""The fused row kernel: absmax, scale, round and store in one pass over a weight row, as ``numerics.py`` defines them;
+and the way back.
 
 One program a row, which lies in registers as two pieces (a power of two of columns, and the rest rounded up to one), so
 that few lanes are idle. Three things make it as fast as memory allows:

@@ -50,7 +50,7 @@ class QuickstartConfig:
     """Of the model, the split, and the order of the prompts. Sampling in vLLM is not deterministic across
     batches."""
     resume: bool = False
-    """Go on from the last checkpoint; from the start, if there is none."""
+    """Resume from the last checkpoint; from the start, if there is none."""
     overrides: tuple[str, ...] = ()
     """Hydra overrides for the training; they win over what the quickstart sets."""
 

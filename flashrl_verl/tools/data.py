@@ -347,11 +347,13 @@ def data(
     name: Annotated[Name, typer.Argument(help="The data set.", show_default=False)],
     source: Annotated[
         Path | None,
-        typer.Option(exists=True, help="A file (.parquet, .jsonl) or folder here; else where it is published."),
+        typer.Option(exists=True, help="A file (.parquet, .jsonl, .json) or folder here; else the Hugging Face hub."),
     ] = None,
     output: Annotated[Path, typer.Option(help="Folder for the parquet files.")] = Path("data"),
 ) -> None:
-    """Prepare a data set for verl: check every row, keep one copy of each prompt of dapo-math-17k, write parquet.
+    """Prepare a data set for verl: check every row, write parquet.
+
+    Of dapo-math-17k each prompt stays once, and none with several answers.
 
     A folder for --source has the files as published, or train.jsonl and test.jsonl (or .parquet). Their columns are
     question and answer (gsm8k), or data_source, prompt, ability and reward_model (the others).

@@ -53,7 +53,7 @@ from flashrl_verl.trainer.metrics import (
 from flashrl_verl.trainer.mini_batches import even_order, length_variation
 from flashrl_verl.trainer.node_watch import needed_nodes, watching
 from flashrl_verl.trainer.refill import RefillBuffer
-from flashrl_verl.validation import check_paths, validate_config
+from flashrl_verl.validation import check_paths, settle_packages, validate_config
 
 # Under "verl", whose handler verl keeps apart from the root logger: imported libraries silence that one.
 log = logging.getLogger("verl.flashrl")
@@ -81,6 +81,7 @@ class FlashRLMixin:
         self.flashrl = validate_config(config)
         check_cluster(config)
         check_paths(config)
+        settle_packages(config)  # here too, for verl's own entry point
         for finding in check_versions():
             if finding.status is not Status.OK:
                 log.warning("%s", finding)

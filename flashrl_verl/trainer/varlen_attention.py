@@ -2,7 +2,7 @@
 """The trainer's attention where the package flash-attn is missing: FlashAttention 2 as PyTorch brings it.
 
 verl packs a micro-batch's sequences into one row. SDPA then needs a mask and attends over the whole row's square: at
-sequences of 8,192 tokens a layer of Qwen2.5-32B takes twice as long with it (docs/LOG.md).
+sequences of 8,192 tokens a layer of Qwen2.5-32B takes twice as long with it (docs/results/step.md).
 """
 
 import inspect

@@ -10,7 +10,7 @@ import planted
 import pytest
 from local_cluster import LocalCluster
 
-pytestmark = [pytest.mark.cpu_e2e, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.timeout(1800)]
 
 ROOT = Path(__file__).parents[2]
 

@@ -17,8 +17,6 @@ from transformers import PreTrainedModel
 
 from flashrl_verl.errors import RefitError
 
-pytestmark = pytest.mark.cpu_e2e
-
 NORM = "model.norm.weight"
 DOWN_PROJ = "model.layers.0.mlp.down_proj.weight"
 K_PROJ = "model.layers.0.self_attn.k_proj.weight"

@@ -18,7 +18,7 @@ from flashrl_verl.settings import Precision
 from flashrl_verl.tools.evaluate.evaluate import EvalConfig, run
 from flashrl_verl.tools.export.checkpoint import find
 
-pytestmark = [pytest.mark.cpu_e2e, pytest.mark.slow, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 SAMPLES = 4
 KEPT = "re:.*o_proj"

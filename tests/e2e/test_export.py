@@ -14,7 +14,7 @@ from tiny_models import VOCAB, make, wire
 from flashrl_verl.cli import app
 from flashrl_verl.refit.sender import cast_for_rollout
 
-pytestmark = [pytest.mark.cpu_e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.slow]
 
 TOKENS = 12
 _DRAW = random.Random(0)

@@ -9,7 +9,7 @@ import time
 import pytest
 from recipe_runs import TWO_RANKS, command, finish, make_assets, start
 
-pytestmark = [pytest.mark.cpu_e2e, pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 NO_FILTER = "algorithm.filter_groups.enable=false"
 

@@ -10,7 +10,7 @@ from engines import CUDA, Refit, engine, greedy, in_own_process, parallel_engine
 from tiny_models import LAYERS, VOCAB, make, wire
 from transformers import PreTrainedModel
 
-pytestmark = [pytest.mark.cpu_e2e, pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 SEQUENCES = [torch.randint(VOCAB, (24,), generator=torch.Generator().manual_seed(i)).tolist() for i in range(3)]
 INT8 = {"precision": "int8", "fp32_lm_head": True}

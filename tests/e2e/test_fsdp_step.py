@@ -10,7 +10,7 @@ import pytest
 import torch
 from recipe_runs import PROGRAMS, make_assets
 
-pytestmark = [pytest.mark.cpu_e2e, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.timeout(1200)]
 RANKS = 2
 
 

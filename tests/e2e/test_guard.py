@@ -10,7 +10,7 @@ import sys
 import pytest
 from recipe_runs import finish, start
 
-pytestmark = [pytest.mark.cpu_e2e, pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 def test_noise_in_the_rollouts_log_probs_is_stopped_with_the_patience_and_saved_by_no_checkpoint(recipe, tmp_path):

@@ -18,7 +18,7 @@ from flashrl_verl.refit.code_digest import require_same_codes
 from flashrl_verl.settings import Precision
 from flashrl_verl.trainer.forward_8bit import compute_in_8_bits, noted_codes
 
-pytestmark = [pytest.mark.cpu_e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.slow]
 
 PROMPTS = ((5, 6, 7, 8), (100, 3, 50), tuple(range(20, 60)))
 SEEDS = (0, 1, 0, 1)

@@ -12,7 +12,7 @@ import pytest
 
 from flashrl_verl.tools.recipe_process import ROOT
 
-pytestmark = [pytest.mark.cpu_e2e, pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 def quickstart(folder, *words):

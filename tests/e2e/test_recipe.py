@@ -16,7 +16,7 @@ LAYERS = 2
 PADDED_VOCABULARY = 320
 """The tokenizer's 262 entries, padded by vLLM to a multiple of 64."""
 
-pytestmark = [pytest.mark.cpu_e2e, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.timeout(1200)]
 
 
 @pytest.fixture(scope="module")

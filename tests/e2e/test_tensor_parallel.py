@@ -12,7 +12,6 @@ from references import Rank, assert_storage
 from tiny_models import LAYERS, VOCAB, make, wire
 
 pytestmark = [
-    pytest.mark.cpu_e2e,
     pytest.mark.slow,
     pytest.mark.timeout(1800),
     pytest.mark.skipif(CUDA and torch.cuda.device_count() < 2, reason="needs two GPUs"),

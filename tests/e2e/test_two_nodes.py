@@ -14,7 +14,7 @@ import pytest
 from local_cluster import LocalCluster, can_hide, our_folders
 from recipe_runs import ROOT, command, finish, start
 
-pytestmark = [pytest.mark.cpu_e2e, pytest.mark.slow, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 
 TWO_NODES = (
     "trainer.nnodes=2",

@@ -143,7 +143,7 @@ def make_plan(
         outcome = _outcome(choice, shape, gpu, there, share, max(1.0, samples * size / gpus))
         if outcome.timeline is None:
             return outcome
-        eight = levers.eight_bit_forward and choice.precision is not Precision.BF16
+        eight = levers.eight_bit_forward and choice.precision is not Precision.BF16 and not shape.experts
         now = replace(levers, eight_bit_forward=eight)
         whole = whole_step(shape, gpu, gpus, outcome.timeline.seconds, tokens, length, now)
         return replace(outcome, whole=whole)
@@ -182,12 +182,14 @@ def make_plan(
         sent_bytes=shape.sent * BF16,
         advice=advise(layouts),
         levers=levers,
-        by_lever=tuple(_by_lever(lambda choice, now: outcome_of(choice, engine.tensor_parallel, now), levers)),
+        by_lever=tuple(_by_lever(lambda choice, now: outcome_of(choice, engine.tensor_parallel, now), levers, shape)),
         not_planned=tuple(not_planned),
     )
 
 
-def _by_lever(outcome_of: Callable[[Choice, Levers], Outcome], levers: Levers) -> Iterator[tuple[str, WholeStep]]:
+def _by_lever(
+    outcome_of: Callable[[Choice, Levers], Outcome], levers: Levers, shape: ModelShape
+) -> Iterator[tuple[str, WholeStep]]:
     """Stock verl, and what each lever makes of the step before it; what does not fit is left out."""
     choice = Choice(precision=Precision.BF16)
     stock = now = Levers(constant=levers.constant, refill=False, even_mini_batches=False)
@@ -199,12 +201,15 @@ def _by_lever(outcome_of: Callable[[Choice, Levers], Outcome], levers: Levers) -
     steps.append(("+ even mini-batches", choice, now))
     choice = Choice(precision=Precision.INT8)
     steps.append(("+ INT8 weights", choice, now))
-    choice = Choice(precision=Precision.INT8, kv_cache=KVCache.INT8_PER_TOKEN_HEAD)
-    steps.append(("+ INT8 KV cache", choice, now))
+    with_kv = Choice(precision=Precision.INT8, kv_cache=KVCache.INT8_PER_TOKEN_HEAD)
+    if outcome_of(with_kv, now).whole is not None:
+        choice = with_kv
+        steps.append(("+ INT8 KV cache", choice, now))
     now = replace(now, liger=True)
     steps.append(("+ Liger's kernels", choice, now))
-    now = replace(now, eight_bit_forward=True)
-    steps.append(("+ INT8 forward pass", choice, now))
+    if not shape.experts:  # which the trainer computes in 16 bits only
+        now = replace(now, eight_bit_forward=True)
+        steps.append(("+ INT8 forward pass", choice, now))
     for name, choice, now in steps:
         if (whole := outcome_of(choice, now).whole) is not None:
             yield name, whole
