@@ -321,10 +321,6 @@ class FlashRLConfig(Settings):
     """Whether the driver's copy of this package goes to every node with Ray's runtime environment
     (``trainer/cluster.py``); false where each node has it installed. verl's own entry point never ships it."""
 
-    padded_vocab_mass_limit: float = _number(1e-3, lambda v: 0 <= v <= 1, "a probability between 0 and 1")
-    """Probability mass on token ids past the tokenizer's last above which a run is refused. Real models have next to
-    none."""
-
     server_address: ServerAddress = _choice(
         ServerAddress.LOOPBACK, "loopback (this machine only) or node (the node's address in the Ray cluster)"
     )

@@ -141,13 +141,8 @@ class FlashRLHttpServer(vLLMHttpServer):
             request_id=uuid.uuid4().hex,
         )
         workers = await self.collective_rpc("flashrl_digest")
-        await self.collective_rpc("flashrl_forget_padded_vocab_mass")  # of a prompt that means nothing
         await self.clear_kv_cache()
         return EngineState(workers=workers, token_ids=output.token_ids, log_probs=output.log_probs)
-
-    async def flashrl_padded_vocab_mass(self) -> float:
-        """The largest over the workers."""
-        return max(await self.collective_rpc("flashrl_padded_vocab_mass"))
 
 
 class FlashRLReplica(vLLMReplica):

@@ -96,7 +96,6 @@ class FlashRLMixin:
         self._seed = config.actor_rollout_ref.actor.data_loader_seed
         self._tracking = None
         self._own_file = False
-        self._warned_padding = False
         self._prompts_this_step = 0
         self._codes: list | None = None
         super().__init__(config)
@@ -222,7 +221,6 @@ class FlashRLMixin:
         return batch
 
     def on_sample_end(self) -> None:
-        self._check_padded_vocabulary()  # before the engine sleeps
         super().on_sample_end()
         now = self._ask_servers("flashrl_generated_tokens")
         self._generated_tokens = [after - before for after, before in zip(now, self._generated_before, strict=True)]
@@ -344,24 +342,6 @@ class FlashRLMixin:
             event,
             len(before[0].token_ids),
         )
-
-    def _check_padded_vocabulary(self) -> None:
-        mass = max(self._ask_servers("flashrl_padded_vocab_mass"), key=lambda mass: (mass != mass, mass))  # NaN first
-        if mass <= 0.0:
-            return
-        limit = self.flashrl.padded_vocab_mass_limit
-        text = (
-            f"step {self.global_steps}: the model puts {mass:.2e} of its probability on tokens past len(tokenizer), "
-            "which the rollout masks and the trainer does not, so that every importance ratio is smaller by that share"
-        )
-        if not mass <= limit:
-            raise FlashRLError(
-                f"{text}; the limit is flashrl.padded_vocab_mass_limit={limit:g}. Resize the model's vocabulary to its "
-                "tokenizer, or raise the limit"
-            )
-        if not self._warned_padding:
-            self._warned_padding = True
-            log.warning("%s (allowed: flashrl.padded_vocab_mass_limit=%g)", text, limit)
 
 
 @register_trainer("flashrl")

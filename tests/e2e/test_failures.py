@@ -7,7 +7,7 @@ import signal
 import time
 
 import pytest
-from recipe_runs import TWO_RANKS, command, finish, make_assets, start
+from recipe_runs import TWO_RANKS, command, finish, start
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -107,24 +107,10 @@ def test_constant_groups_end_dynamic_sampling_with_an_error_that_says_so(recipe)
     assert_says(r"DynamicSamplingError: step 1: .*more than 3 x 4 prompts.*flashrl\.max_num_gen_batches", run.output)
 
 
-@pytest.fixture(scope="module")
-def padded_assets(tmp_path_factory):
-    return make_assets(tmp_path_factory.mktemp("padded"), vocabulary_padding=58)
-
-
 def test_a_reward_worker_that_cannot_be_made_ends_the_run_with_its_own_error(recipe):
     run = recipe("reward.reward_kwargs.max_resp_len=null")
     assert run.returncode != 0 and not run.metrics_file.exists()
     assert_says(r"a reward worker ended when it was made: .*max_resp_len", run.output)
-
-
-def test_a_padded_vocabulary_is_refused_above_the_limit_with_its_mass(recipe, padded_assets):
-    run = recipe(NO_FILTER, assets=padded_assets)
-    assert run.returncode != 0
-    assert_says(
-        r"puts \d\.\d+e-0\d of its probability on tokens past len\(tokenizer\).*flashrl\.padded_vocab_mass_limit",
-        run.output,
-    )
 
 
 @pytest.mark.parametrize("mode", ["flashrl", "flashrl_colocate_async"])

@@ -57,12 +57,11 @@ class Run:
         return [json.loads(line)["step"] for line in self.metrics_file.read_text().splitlines()]
 
 
-def make_assets(folder: Path, *, vocabulary_padding: int = 0, moe: bool = False, **sizes: int) -> Path:
+def make_assets(folder: Path, *, moe: bool = False, **sizes: int) -> Path:
     """An untrained toy model with its tokenizer and data, in the layout of the quickstart experiment.
 
     Args:
         folder: where they go.
-        vocabulary_padding: rows of the embedding past the tokenizer.
         moe: make it a Qwen3-MoE of ``tiny_models``'s sizes.
         **sizes: of ``ToyModelConfig``.
     """
@@ -82,8 +81,6 @@ def make_assets(folder: Path, *, vocabulary_padding: int = 0, moe: bool = False,
         )
     else:
         model = build_model(tokenizer, ToyModelConfig(**sizes), seed=3)
-    if vocabulary_padding:
-        model.resize_token_embeddings(len(tokenizer) + vocabulary_padding, mean_resizing=False)
     model.to(torch.bfloat16).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     split = split_problems(TaskConfig(), seed=3)

@@ -24,7 +24,6 @@ RANGES = {
     "keep_last_layers": ([0, 3], [-1, 0.5]),
     "max_num_gen_batches": ([0, 1], [-1, 6.5]),
     "update_timeout_s": ([0.1, 5], [0, -1.5, math.inf]),
-    "padded_vocab_mass_limit": ([0, 1], [-0.1, 1.5]),
     "bf16_replica_fraction": ([0, 0.99], [-0.5, 1.0]),
     "guard.patience": ([1, 7], [0, 1.5]),
     "guard.k3_kl_max": ([1e-6, 9], [0, math.inf]),
