@@ -5,16 +5,22 @@ vocabulary, of a real model's width and of any depth; prompts; overrides."""
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 import torch
+from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
+from flashrl_verl.errors import FlashRLError
+from flashrl_verl.quickstart.progress import Progress, follow, read_rows
 from flashrl_verl.tools.engines.shapes import load_config
-from flashrl_verl.tools.recipe_process import quoted
+from flashrl_verl.tools.log_excerpt import last_error
+from flashrl_verl.tools.process_tree import Stopped, stoppable
+from flashrl_verl.tools.recipe_process import environment, quoted
 
 EOS, PAD = 0, 1
 
@@ -94,3 +100,37 @@ def short_run(model: Path, folder: Path, steps: int) -> list[str]:
         "trainer.resume_mode=disable",
         "trainer.logger=[console,file]",
     ]
+
+
+def train(
+    command: Sequence[str], folder: Path, steps: int, variables: Mapping[str, str] | None = None
+) -> dict[int, dict[str, float]]:
+    """Run the recipe and show how it goes.
+
+    Args:
+        command: one that starts it.
+        folder: takes train.log and metrics.jsonl.
+        steps: how many it is to make.
+        variables: of its environment, beside this process's.
+
+    Returns:
+        What verl logged, by step.
+
+    Raises:
+        FlashRLError: it ended before its last step.
+        SystemExit: it was stopped.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    log, metrics = folder / "train.log", folder / "metrics.jsonl"
+    for file in (log, metrics):
+        file.unlink(missing_ok=True)
+    progress = Progress(Console(), steps, log, 0, metrics)
+    with stoppable():
+        try:
+            code = follow(list(command), log, environment(metrics) | dict(variables or {}), progress)
+        except Stopped as stopped:
+            raise SystemExit(stopped.exit_code) from None
+    rows = dict(sorted(read_rows(metrics).items()))
+    if code or max(rows, default=0) < steps:
+        raise FlashRLError("\n".join([f"exit code {code}; log: {log}", *last_error(log.read_text(errors="replace"))]))
+    return rows

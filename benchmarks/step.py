@@ -19,10 +19,9 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.common import environment, run, show, words_of, write_json
-from benchmarks.random_model import make_model, make_prompts, short_run
+from benchmarks.random_model import make_model, make_prompts, short_run, train
 from benchmarks.step_workload import SETTINGS, response_length
-from flashrl_verl.errors import FlashRLError
-from flashrl_verl.tools.recipe_process import compose, quoted
+from flashrl_verl.tools.recipe_process import MODULE, compose, quoted
 
 STOCK = ("flashrl.sampling.refill=false", "flashrl.sampling.even_mini_batches=false", "flashrl.precision=bf16")
 VARIANTS = {
@@ -75,30 +74,9 @@ def run_variant(name: str, words: list[str], folder: Path, steps: int, settings:
     Raises:
         FlashRLError: the run ended before its last step.
     """
-    from rich.console import Console
-
-    from flashrl_verl.quickstart.progress import Progress, follow, read_rows
-    from flashrl_verl.tools import recipe_process
-    from flashrl_verl.tools.log_excerpt import last_error
-    from flashrl_verl.tools.process_tree import Stopped, stoppable
-
-    folder.mkdir(parents=True, exist_ok=True)
-    log, metrics = folder / "train.log", folder / "metrics.jsonl"
-    for file in (log, metrics):
-        file.unlink(missing_ok=True)
-    began, progress = time.monotonic(), Progress(Console(), steps, log, 0, metrics)
-    variables = recipe_process.environment(metrics) | {SETTINGS: json.dumps(settings)}
-    with stoppable():
-        try:
-            code = follow([sys.executable, "-m", recipe_process.MODULE, *words], log, variables, progress)
-        except Stopped as stopped:
-            raise typer.Exit(stopped.exit_code) from None
-    rows = read_rows(metrics)
-    if code or max(rows, default=0) < steps:
-        raise FlashRLError(
-            "\n".join([f"{name}: exit code {code}; log: {log}", *last_error(log.read_text(errors="replace"))])
-        )
-    found = [{key: row.get(metric) for key, metric in COLUMNS.items()} for _, row in sorted(rows.items())]
+    began = time.monotonic()
+    rows = train([sys.executable, "-m", MODULE, *words], folder, steps, {SETTINGS: json.dumps(settings)})
+    found = [{key: row.get(metric) for key, metric in COLUMNS.items()} for row in rows.values()]
     return {"variant": name, "overrides": words, "seconds": time.monotonic() - began, "steps": found}
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -185,35 +185,35 @@ def refit(*files: str) -> Rows:
     return rows
 
 
-def step(*files: str) -> Rows:
-    """A step of DAPO as `flashrl plan --json` computed it."""
+def step_rows(files: Sequence[str], what: str, base: str, named: Callable[[Any], Iterator[tuple[str, Any]]]) -> Rows:
+    """Seconds of a step as `flashrl plan --json` computed them: what is compared, over what, and which of a record."""
     parts = "rollout", "log_probs", "update", "refit", "seconds"
-    header = ["GPUs", "variant", "rollout s", "old log-probs s", "policy update s", "weight update s", "step s"]
-    rows = [[*header, "steps an hour", "x BF16"]]
+    header = ["GPUs", what, "rollout s", "old log-probs s", "policy update s", "weight update s", "step s"]
+    rows = [[*header, "steps an hour", f"x {base}"]]
     for record in map(load, files):
-        bf16 = record["outcomes"][0]["whole"]["seconds"]
-        for outcome in record["outcomes"]:
-            if whole := outcome["whole"]:
-                choice = outcome["choice"]
-                variant = choice["precision"] + " + INT8 KV" * (choice["kv_cache"] != "auto")
-                seconds = [f"{whole[part]:.0f}" for part in parts]
-                speed = f"{3600 / whole['seconds']:.3g}", f"{bf16 / whole['seconds']:.2f}"
-                rows.append([f"{record['gpus']} x {record['gpu']['name']}", variant, *seconds, *speed])
+        found = list(named(record))
+        for name, whole in found:
+            seconds = [f"{whole[part]:.0f}" for part in parts]
+            speed = f"{3600 / whole['seconds']:.3g}", f"{found[0][1]['seconds'] / whole['seconds']:.2f}"
+            rows.append([f"{record['gpus']} x {record['gpu']['name']}", name, *seconds, *speed])
     return rows
+
+
+def step(*files: str) -> Rows:
+    """By number format."""
+
+    def named(record: Any) -> Iterator[tuple[str, Any]]:
+        for outcome in record["outcomes"]:
+            if outcome["whole"]:
+                choice = outcome["choice"]
+                yield choice["precision"] + " + INT8 KV" * (choice["kv_cache"] != "auto"), outcome["whole"]
+
+    return step_rows(files, "variant", "BF16", named)
 
 
 def levers(*files: str) -> Rows:
-    """A step of stock verl, and what each lever makes of it, as `flashrl plan --json` computed it."""
-    parts = "rollout", "log_probs", "update", "refit", "seconds"
-    header = ["GPUs", "levers", "rollout s", "old log-probs s", "policy update s", "weight update s", "step s"]
-    rows = [[*header, "steps an hour", "x stock"]]
-    for record in map(load, files):
-        stock = record["by_lever"][0]["seconds"]
-        for one in record["by_lever"]:
-            seconds = [f"{one[part]:.0f}" for part in parts]
-            speed = f"{3600 / one['seconds']:.3g}", f"{stock / one['seconds']:.2f}"
-            rows.append([f"{record['gpus']} x {record['gpu']['name']}", one["name"], *seconds, *speed])
-    return rows
+    """Stock verl, and what each lever makes of it."""
+    return step_rows(files, "levers", "stock", lambda record: ((one["name"], one) for one in record["by_lever"]))
 
 
 def training(*files: str) -> Rows:
@@ -226,7 +226,8 @@ def training(*files: str) -> Rows:
         few, many = record["settings"]["layers"]
         for one in record["passes"]:
             low, high = (one["seconds"][f"{depth}"] for depth in (few, many))
-            wholes = [a + (64 - few) * (b - a) / (many - few) for a in low for b in high]
+            layers = (one["whole_s"] - one["head_s"]) / one["layer_s"]
+            wholes = [a + (layers - few) * (b - a) / (many - few) for a in low for b in high]
             least, most = (one["share"] * one["whole_s"] / seconds for seconds in (max(wholes), min(wholes)))
             each = f"{one['layer_s'] * 1e3:.2f}", f"{one['head_s'] * 1e3:.2f}", f"{one['whole_s']:.2f}"
             share = f"{one['share']:.0%} ({least:.0%}-{most:.0%})"
@@ -249,9 +250,7 @@ def mismatch(*files: str) -> Rows:
     rows = [[*header, "probs diff mean, common", "correlation, common"]]
     for record in map(load, files):
         for one in record["results"]:
-            far = (
-                f"{p['rollout_corr/k3_kl']:.1e} ± {p['k3_kl_standard_error']:.0e}" for p in (one["own"], one["common"])
-            )
+            far = (far_off(p["rollout_corr/k3_kl"], p) for p in (one["own"], one["common"]))
             probs = f"{one['common']['training/rollout_probs_diff_mean']:.2e}"
             correlation = f"{one['common']['training/rollout_actor_probs_pearson_corr']:.5f}"
             what = (

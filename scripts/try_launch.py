@@ -13,14 +13,11 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from benchmarks.random_model import make_model, make_prompts, short_run
+from benchmarks.random_model import make_model, make_prompts, short_run, train
 from flashrl_verl.errors import ConfigError, FlashRLError
-from flashrl_verl.quickstart.progress import Progress, follow, read_rows
 from flashrl_verl.tools import recipe_process
 from flashrl_verl.tools.engines.shapes import SHAPES
-from flashrl_verl.tools.log_excerpt import last_error
 from flashrl_verl.tools.plan.gpus import of_device
-from flashrl_verl.tools.process_tree import Stopped, stoppable
 
 PROMPTS_PER_GPU = 8
 
@@ -85,8 +82,12 @@ def scaled(experiment: str, output: Path, layers: int, response: int, steps: int
     return [*words, *user]
 
 
-def main() -> int:
-    """Run it; the launch script's exit code."""
+def main() -> None:
+    """Run it.
+
+    Raises:
+        FlashRLError: it ended before its last step.
+    """
     parser = argparse.ArgumentParser(usage="bash scripts/try_launch.sh EXPERIMENT [options] [hydra.key=value ...]")
     parser.add_argument("experiment")
     parser.add_argument("--layers", type=int, default=4)
@@ -110,43 +111,22 @@ def main() -> int:
     make_prompts("openai/gsm8k" if args.experiment.startswith("gsm8k") else "math_dapo", 256, output)
     console.print(f"[{time.monotonic() - began:.0f} s] model and data made", markup=False, highlight=False)
 
-    log, metrics = output / "train.log", output / "metrics.jsonl"
-    for file in (log, metrics):
-        file.unlink(missing_ok=True)
-    progress = Progress(console, args.steps, log, 0, metrics)
-    with stoppable():
-        try:
-            code = follow(["bash", str(script), *words], log, recipe_process.environment(metrics), progress)
-        except Stopped as stopped:
-            code = stopped.exit_code
-    for step, row in sorted(read_rows(metrics).items()):
+    for step, row in train(["bash", str(script), *words], output, args.steps).items():
         figures = [f"{name} {row[key]:.4g}" for name, key in SHOWN.items() if key in row]
         console.print(f"step {step}: {', '.join(figures)}", markup=False, highlight=False, soft_wrap=True)
-    if code:
-        console.print(
-            f"failed, exit code {code}:",
-            *last_error(log.read_text(errors="replace")),
-            sep="\n",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
-        )
     console.print(f"log and metrics: {output}", markup=False, highlight=False)
-    if not code:
-        sys.stdout.flush()
-        planned = [word for word in words if not word.startswith("actor_rollout_ref.model.path=")]
-        command = [sys.executable, "-m", "flashrl_verl", "plan", f"experiment={args.experiment}", *planned, "--explain"]
-        command += ["--model", str(output / f"model-{args.layers}")]
-        command += ["--response-length", str(response)]
-        if torch.cuda.is_available() and (gpu := of_device(torch.cuda.get_device_name())):
-            command.append(f"--gpu={gpu.name}")
-        subprocess.run(command, check=False)
-    return code
+    sys.stdout.flush()
+    planned = [word for word in words if not word.startswith("actor_rollout_ref.model.path=")]
+    command = [sys.executable, "-m", "flashrl_verl", "plan", f"experiment={args.experiment}", *planned, "--explain"]
+    command += ["--model", str(output / f"model-{args.layers}"), "--response-length", str(response)]
+    if torch.cuda.is_available() and (gpu := of_device(torch.cuda.get_device_name())):
+        command.append(f"--gpu={gpu.name}")
+    subprocess.run(command, check=False)
 
 
 if __name__ == "__main__":
     try:
-        sys.exit(main())
+        main()
     except FlashRLError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(1)
