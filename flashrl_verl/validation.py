@@ -10,10 +10,12 @@ verl 0.9.1 tests the rollout's name for some of these; one called flashrl slips 
     utils/config.py                 the LoRA rank is checked for vllm only
 """
 
+import dataclasses
 import json
 import math
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from difflib import get_close_matches
 from importlib.util import find_spec
@@ -79,7 +81,7 @@ def validate_config(cfg: DictConfig) -> FlashRLConfig:
     _check_batches(cfg)
     _check_same_dtype(cfg, settings)
     _check_replicas(cfg, settings)
-    _check_attention(cfg, settings)
+    _check_attention(cfg)
     return settings
 
 
@@ -93,6 +95,7 @@ def validate_by_verl(cfg: DictConfig) -> None:
     """
     from hydra.errors import HydraException
     from verl.experimental.reward_loop.reward_manager.registry import REWARD_MANAGER
+    from verl.trainer.config.algorithm import RolloutCorrectionConfig
     from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import validate_config as verls
@@ -103,6 +106,11 @@ def validate_by_verl(cfg: DictConfig) -> None:
         known[_LOSS_MODE] = POLICY_LOSS_REGISTRY
     if get(cfg, "reward.reward_manager.source", "register") == "register":
         known["reward.reward_manager.name"] = REWARD_MANAGER
+    fields = {field.name for field in dataclasses.fields(RolloutCorrectionConfig)}
+    for key in get(cfg, CORRECTION) or ():
+        if key not in fields | {"_target_"}:
+            reason = f"verl knows no such key, only {', '.join(sorted(fields))}"
+            refuse(f"{CORRECTION}.{key}", get(cfg, f"{CORRECTION}.{key}"), reason, "one of them")
     for key, names in known.items():
         value = get(cfg, key)
         for name in value if isinstance(value, list) else [value]:
@@ -110,7 +118,9 @@ def validate_by_verl(cfg: DictConfig) -> None:
                 near = get_close_matches(str(name), map(str, names)) or map(str, names)
                 refuse(key, name, "verl knows no such name", f"{key}={' or '.join(near)}")
     try:
-        verls(config=cfg, use_reference_policy=need_reference_policy(cfg), use_critic=need_critic(cfg))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Disabled critic")  # as DAPO means it
+            verls(config=cfg, use_reference_policy=need_reference_policy(cfg), use_critic=need_critic(cfg))
     except (AssertionError, ValueError, TypeError, KeyError, OmegaConfBaseException, HydraException) as error:
         raise ConfigError(f"verl refuses the configuration: {' '.join(str(error).split())}") from error
 
@@ -857,32 +867,37 @@ def _model_config(cfg: DictConfig) -> dict[str, Any]:
     return model if isinstance(model, dict) else {}
 
 
-def _check_attention(cfg: DictConfig, settings: FlashRLConfig) -> None:
+def _check_attention(cfg: DictConfig) -> None:
     """Our attention does not take every model's heads. A model that cannot be read here is left to the engine."""
-    if settings.kv_cache is not KVCache.INT8_PER_TOKEN_HEAD:
-        return
-    if any(get(cfg, f"{ENGINE}.{key}") for key in ("attention_backend", "attention_config.backend")):  # not ours
+    if not _has_our_attention(cfg):
         return
     model = _model_config(cfg)
     if model and (reason := why_not_model(model)):
-        kv_cache = settings.kv_cache.value
+        kv_cache = get(cfg, "flashrl.kv_cache")
         raise ConfigError(
             f"flashrl.kv_cache={kv_cache}: its attention does not take {get(cfg, MODEL)}, which has {reason}. {REMEDY}"
         )
-    if find_spec("vllm"):
-        require_shaped_caches()
+
+
+def _has_our_attention(cfg: DictConfig) -> bool:
+    others = (f"{ENGINE}.attention_backend", f"{ENGINE}.attention_config.backend")
+    ours = get(cfg, "flashrl.kv_cache") == KVCache.INT8_PER_TOKEN_HEAD.value
+    return ours and not any(get(cfg, key) for key in others)
 
 
 def settle_packages(cfg: DictConfig) -> None:
-    """Packages that the trainer's workers import a minute after Ray has started. Where verl's default wants flash-attn
-    and the environment lacks it, PyTorch's own FlashAttention is taken, and said.
+    """What this environment has and lacks, which workers would find out a minute after Ray has started; a dry run may
+    be made elsewhere. Where verl's default wants flash-attn and it is not there, PyTorch's own FlashAttention is
+    taken, and said.
 
     Args:
         cfg: changed in place.
 
     Raises:
-        ConfigError: the run asks for one by name that is not there.
+        ConfigError: the run asks for what is not there.
     """
+    if _has_our_attention(cfg):
+        require_shaped_caches()
     if get(cfg, _LIGER) and find_spec("liger_kernel") is None:
         refuse(_LIGER, True, "liger-kernel is not installed in this environment", f"pip install it, or {_LIGER}=false")
     asked = get(cfg, _ATTENTION)

@@ -46,7 +46,7 @@ find_python() { # sets python and version
 }
 
 pip_install() {
-  "$venv/bin/python" -m pip --disable-pip-version-check --no-input install --progress-bar off --root-user-action=ignore "$@"
+  "$venv/bin/python" -m pip --disable-pip-version-check --no-input install --quiet --progress-bar off --root-user-action=ignore "$@"
 }
 
 create_venv() {

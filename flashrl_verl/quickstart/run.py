@@ -243,6 +243,8 @@ def _conclude(output: Path, code: int, total: int, log_from: int, record: dict[s
             _say(console, "report: " + ", ".join(map(str, report.write(result))))
         except FlashRLError as error:  # no matplotlib; the training is what was asked for
             _say(console, str(error), style="red")
+    if not code:
+        _say(console, f"the trained model: flashrl eval {output}, or flashrl export {output} --format int8")
     return code
 
 

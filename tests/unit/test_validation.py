@@ -332,6 +332,7 @@ def test_a_users_fault_is_one_error_that_names_the_key(word, parts):
         ({LOSS_MODE: "vanila"}, f"{LOSS_MODE}=vanilla"),
         ({"trainer.logger": ["console", "wandbb"]}, "trainer.logger=wandb"),
         ({"reward.reward_manager.name": "dappo"}, "reward.reward_manager.name=dapo"),
+        ({"algorithm.rollout_correction.rollout_is_treshold": 3}, "rollout_is, rollout_is_batch_normalize"),
         ({f"{ACTOR}.loss_agg_mode": "mean"}, "verl refuses the configuration"),
     ],
 )
@@ -339,7 +340,7 @@ def test_names_that_verl_does_not_know_are_refused_before_ray_starts(settings, r
     cfg = compose(["experiment=quickstart"])
     validate_by_verl(cfg)
     for key, value in settings.items():
-        OmegaConf.update(cfg, key, value)
+        OmegaConf.update(cfg, key, value, force_add=True)
     with pytest.raises(ConfigError, match=re.escape(remedy)):
         validate_by_verl(cfg)
 

@@ -49,11 +49,11 @@ def _steps(plan: Plan) -> Table:
         + (f", {plan.levers.constant:.0%} of groups constant" if plan.levers.constant else "")
         + ": seconds, computed"
     )
-    names = ["rollout", "old log-probs", "update", "refit", "step", "x best BF16"]
-    table = _table(title, "variant", names)
     # The best of its layouts, as in the advice: a BF16 that hardly fits is no measure.
     layouts = [layout for layout in plan.layouts if layout.choice == plan.outcomes[0].choice]
     bf16 = min(layouts, key=lambda layout: layout.rollout_s, default=None)
+    names = ["rollout", "old log-probs", "update", "refit", "step", f"x {bf16 or 'BF16'}"]
+    table = _table(title, "variant", names)
     for outcome in plan.outcomes:
         whole = outcome.whole
         if whole is None:
