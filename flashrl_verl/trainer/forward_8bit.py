@@ -56,14 +56,16 @@ def quantize_tokens(x: torch.Tensor, flat: torch.Tensor, fmt: WeightFormat) -> t
     return x.flashrl_codes[1]
 
 
-class _Linear(torch.autograd.Function):
-    """y = x W^T + b of tokens [T, K], in 8 bits; ``backward_fmt`` None: a 16-bit backward."""
+class _Gradients(torch.autograd.Function):
+    """Of y = x W^T + b for tokens [T, K]; ``backward_fmt`` None: in 16 bits. The forward pass only keeps what they
+    need, and returns a place for y, [T, N] without storage: a repeated forward pass (gradient checkpointing) ends where
+    the last tensor has been kept, which here is before a layer's last product."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, tokens, token_scales, codes, scales, fmt, backward_fmt):
+    def forward(ctx, x, weight, bias, tokens, token_scales, fmt, backward_fmt):
         ctx.save_for_backward(tokens, token_scales, weight)
         ctx.formats = fmt, backward_fmt
-        return w8a8(fmt)[1](tokens, codes.t(), token_scales, scales, x.dtype, bias)
+        return x.new_empty(()).expand(len(x), len(weight))
 
     @staticmethod
     def backward(ctx, grad):
@@ -83,7 +85,20 @@ class _Linear(torch.autograd.Function):
                 dx = multiply(grad_codes, codes.t(), grad_scales, scales, dtype, None)
             if of_weight:
                 dw = grad.t() @ dequantize_rows(tokens, token_scales, dtype)
-        return dx, dw, grad.sum(0) if of_bias else None, *[None] * 6
+        return dx, dw, grad.sum(0) if of_bias else None, *[None] * 4
+
+
+class _Product(torch.autograd.Function):
+    """y, whose gradient is its place's."""
+
+    @staticmethod
+    def forward(ctx, place, multiply, *arguments):
+        ctx.arguments = len(arguments)
+        return multiply(*arguments)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, *[None] * (1 + ctx.arguments)
 
 
 class Linear8Bit:
@@ -102,13 +117,15 @@ class Linear8Bit:
         self.flashrl_calls += 1
         fmt, backward_fmt = self.flashrl_formats
         with torch.autocast(x.device.type, enabled=False):
+            # Rounded as autocast does, and as the rollout's activations are.
+            flat = x.reshape(-1, x.shape[-1]).to(self.weight.dtype)
+            tokens, token_scales = quantize_tokens(x, flat, fmt)
+            place = _Gradients.apply(flat, self.weight, self.bias, tokens, token_scales, fmt, backward_fmt)
             codes, scales = quantize_weight(self.weight, fmt)
             if self.flashrl_digest is None:
                 self.flashrl_digest = code_digest(codes, scales)
-            # Rounded as autocast does, and as the rollout's activations are.
-            flat = x.reshape(-1, x.shape[-1]).to(self.weight.dtype)
-            tokens = quantize_tokens(x, flat, fmt)
-            out = _Linear.apply(flat, self.weight, self.bias, *tokens, codes, scales, fmt, backward_fmt)
+            bias = None if self.bias is None else self.bias.detach()
+            out = _Product.apply(place, w8a8(fmt)[1], tokens, codes.t(), token_scales, scales, flat.dtype, bias)
         return out.reshape(*x.shape[:-1], -1)
 
 
