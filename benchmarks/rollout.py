@@ -54,7 +54,9 @@ def measure(variant: str, model: str, settings: dict[str, Any]) -> dict[str, Any
         pairs = [(generate(1), generate(response)) for _ in range(settings["repeats"])]
         prefill, whole = map(list, zip(*pairs, strict=True))
         timings.append({"workload": [sequences, prompt, response], "seconds": whole, "prefill_seconds": prefill})
-    return {"variant": variant, "memory": llm.collective_rpc("bench_memory")[0], "timings": timings}
+    memory = llm.collective_rpc("bench_memory")[0]
+    llm.llm_engine.engine_core.shutdown()  # newer vLLMs leave it to the end of this process, which waits for it
+    return {"variant": variant, "memory": memory, "timings": timings}
 
 
 def _seconds(llm: Any, prompts: list[list[int]], tokens: int) -> float:
