@@ -3,6 +3,7 @@
 
     python -m benchmarks.mismatch --variants int8,int8+int8kv,fp8
     python -m benchmarks.mismatch --model /shared/models/Qwen2.5-7B-Instruct --data gsm8k.parquet --tokens 512
+    python -m benchmarks.mismatch --model qwen2.5-0.5b --layers 6 --variants int8      # random weights
 
 One vLLM engine after another, BF16 first, gets the model's weights as a run sends them and samples at temperature 1.
 The trainer's side is the Hugging Face model with BF16 weights under autocast to BF16, as verl's FSDP engine computes,
@@ -18,6 +19,7 @@ import math
 import random
 import re
 import statistics
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,11 +27,13 @@ import torch
 import typer
 
 from benchmarks.common import environment, in_own_process, run, show, words_of, write_json
+from benchmarks.random_model import make_model
 from flashrl_verl.errors import ConfigError
 
 K3_KL = "rollout_corr/k3_kl"
 PROBS_DIFF = "training/rollout_probs_diff_mean"
 CORRELATION = "training/rollout_actor_probs_pearson_corr"
+ESS = "rollout_corr/rollout_is_eff_sample_size"
 LOGIT_BYTES = 2 << 30
 """Room for the logits of one batch of the trainer's."""
 NOISE_TOKENS = 2048
@@ -42,7 +46,7 @@ LogProbs = list[list[float]]
 
 
 def sample(model: str, variant: str, job: dict[str, Any]) -> dict[str, Any]:
-    """Start an engine, sample a response to each prompt, and score the common ones (None: its own)."""
+    """Start an engine, sample a response to each prompt, and score its own and the common ones (None: its own)."""
     from vllm import SamplingParams
 
     from benchmarks.engine import formats_of, start
@@ -70,21 +74,25 @@ def sample(model: str, variant: str, job: dict[str, Any]) -> dict[str, Any]:
     ]
     responses = [list(output.token_ids) for output in outputs]
     own = [[step[t].logprob for t, step in zip(o.token_ids, o.logprobs, strict=True)] for o in outputs]
-    common = responses if job["common"] is None else job["common"]
     # vLLM's prompt log-probs are of the raw logits, which at temperature 1 without top-k or top-p are the processed.
     params = SamplingParams(temperature=1.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-    whole = [[*prompt, *response] for prompt, response in zip(prompts, common, strict=True)]
-    results = llm.generate([{"prompt_token_ids": ids} for ids in whole], params, use_tqdm=False)
-    scored = [
-        [result.prompt_logprobs[i][ids[i]].logprob for i in range(len(prompt), len(ids))]
-        for result, prompt, ids in zip(results, prompts, whole, strict=True)
-    ]
+
+    def scored(responses: Tokens) -> LogProbs:
+        whole = [[*prompt, *response] for prompt, response in zip(prompts, responses, strict=True)]
+        results = llm.generate([{"prompt_token_ids": ids} for ids in whole], params, use_tqdm=False)
+        return [
+            [result.prompt_logprobs[i][ids[i]].logprob for i in range(len(prompt), len(ids))]
+            for result, prompt, ids in zip(results, prompts, whole, strict=True)
+        ]
+
+    again = scored(responses)
     layers = llm.collective_rpc("flashrl_layers")[0]
     fmt = weight_format(formats_of(variant).precision)
     return {
         "responses": responses,
         "own": own,
-        "common": scored,
+        "again": again,
+        "common": again if job["common"] is None else scored(job["common"]),
         "kernel": "unquantized" if fmt is None else device_kernel(fmt).value,
         "quantized_layers": layers["quantized_layers"],
         "unquantized": list(layers["unquantized_layers"]),
@@ -99,14 +107,30 @@ class Trainer:
 
     Args:
         model: folder of the checkpoint.
+        precision: of its decoder layers' products; bf16, or as ``flashrl.trainer_forward``.
+        skipped: layers that stay in BF16 all the same.
     """
 
-    def __init__(self, model: str):
+    def __init__(self, model: str, precision: str = "bf16", skipped: Collection[str] = ()):
         from transformers import AutoModelForCausalLM
+
+        from flashrl_verl.settings import Precision
+        from flashrl_verl.trainer.forward_8bit import compute_in_8_bits
 
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16, attn_implementation="sdpa")
         self.module = loaded.to(self.device).eval()
+        if precision != "bf16":
+            weights = [f"{name}.weight" for name, _ in self.linear_layers(skipped)]
+            compute_in_8_bits(self.module, weights, Precision(precision), Precision.BF16)
+
+    def linear_layers(self, skipped: Collection[str]) -> list[tuple[str, torch.nn.Linear]]:
+        """Those of decoder layers that engines quantize; packed experts are none."""
+        return [
+            (name, module)
+            for name, module in self.module.named_modules()
+            if isinstance(module, torch.nn.Linear) and re.search(r"layers\.\d+\.", name) and name not in skipped
+        ]
 
     @torch.no_grad()
     def log_probs(self, prompts: Tokens, responses: Tokens) -> LogProbs:
@@ -144,7 +168,7 @@ class Trainer:
         Args:
             sequences: tokens whose activations are used; they run as one batch.
             precisions: 8-bit ones.
-            skipped: layers that the engines keep in BF16. Packed experts are not measured.
+            skipped: layers that the engines keep in BF16.
         """
         from flashrl_verl.quantization.formats import weight_format
         from flashrl_verl.quantization.gemm import emulated_multiply
@@ -171,8 +195,7 @@ class Trainer:
 
         handles = [
             module.register_forward_pre_hook(lambda m, arguments, name=name: measure(name, m, arguments[0]))
-            for name, module in self.module.named_modules()
-            if isinstance(module, torch.nn.Linear) and re.search(r"layers\.\d+\.", name) and name not in skipped
+            for name, module in self.linear_layers(skipped)
         ]
         with torch.autocast(self.device.type, dtype=torch.bfloat16):
             self.module(input_ids=ids, attention_mask=mask.long(), use_cache=False)
@@ -196,11 +219,14 @@ def compare(trainer: LogProbs, rollout: LogProbs) -> dict[str, float]:
     of which float32 would lose most digits.
 
     Returns:
-        verl's ``rollout_corr/*`` and ``training/rollout_*`` metrics, ``tokens``, ``responses``, and
-        ``k3_kl_standard_error``, for which responses are the independent draws.
+        verl's ``rollout_corr/*`` and ``training/rollout_*`` metrics (effective sample size: of TIS a token, cap 2),
+        ``tokens``, ``responses``, and ``k3_kl_standard_error``, for which responses are the independent draws.
     """
     from verl.protocol import DataProto
-    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_corr_metrics_from_logprobs
+    from verl.trainer.ppo.rollout_corr_helper import (
+        compute_rollout_corr_metrics_from_logprobs,
+        compute_rollout_correction_weights,
+    )
     from verl.utils.debug.metrics import calculate_debug_metrics
 
     lengths = torch.tensor([len(row) for row in trainer])
@@ -214,11 +240,13 @@ def compare(trainer: LogProbs, rollout: LogProbs) -> dict[str, float]:
     residuals = sums - sums.sum() / total * lengths  # of a ratio of sums, linearized
     rows = len(trainer)
     error = float((residuals.square().sum() * rows / (rows - 1)).sqrt() / total) if rows > 1 else math.nan
+    _, weights = compute_rollout_correction_weights(d * mask, mask.double(), "token", 2.0)
     tensors = {"old_log_probs": old, "rollout_log_probs": other, "response_mask": mask, "responses": mask.long()}
     return {
         "tokens": int(total),
         "responses": rows,
         "k3_kl_standard_error": error,
+        ESS: float(weights["rollout_is_eff_sample_size"]),
         **compute_rollout_corr_metrics_from_logprobs(old, other, mask),
         **calculate_debug_metrics(DataProto.from_dict(tensors=tensors)),
     }
@@ -265,8 +293,13 @@ def prompts_of(model: str, data: Path | None, count: int, seed: int) -> dict[str
 
 def mismatch(
     model: Annotated[
-        str, typer.Option(help="A Hugging Face folder in high precision, or toy: the quickstart's model, made here.")
+        str,
+        typer.Option(
+            help="A Hugging Face folder in high precision; toy: the quickstart's model, made here; or a name such as "
+            "qwen2.5-0.5b: random weights."
+        ),
     ] = "toy",
+    layers: Annotated[int | None, typer.Option(min=1, help="Decoder layers of random weights.")] = None,
     variants: Annotated[
         str, typer.Option(help="precision[+int8kv], separated by commas; bf16 is measured in any case.")
     ] = "int8,fp8",
@@ -279,9 +312,12 @@ def mismatch(
 ) -> None:
     """Compare the rollout's log-probs with the trainer's, by variant, and say where the difference arises."""
     from benchmarks.engine import formats_of
+    from flashrl_verl.tools.engines.shapes import SHAPES, load_config
 
     names = ["bf16", *(name for name in words_of(variants, option="--variants") if name != "bf16")]
     formats = {name: formats_of(name) for name in names}
+    if layers and model not in SHAPES:
+        raise ConfigError(f"--layers {layers} is of random weights, and --model {model} is none of {', '.join(SHAPES)}")
     output = output.expanduser().resolve()
     if model == "toy":
         from flashrl_verl.quickstart.assets import AssetsConfig, make_assets
@@ -290,8 +326,14 @@ def mismatch(
         folder = str(make_assets(output / "assets", AssetsConfig(seed=seed)).model)
     elif (Path(model) / "config.json").is_file():
         folder = str(Path(model).resolve())
+    elif model in SHAPES:
+        layers = layers or load_config(model).num_hidden_layers
+        folder = str(output / f"{model}-{layers}")
+        make_model(model, layers, Path(folder))
     else:
-        raise ConfigError(f"--model {model} is neither toy nor a folder with a config.json")
+        raise ConfigError(
+            f"--model {model} is neither toy, a folder with a config.json, nor one of {', '.join(SHAPES)}"
+        )
     job = prompts_of(folder, data, prompts, seed)
     job |= {"tokens": tokens, "gpu_memory_utilization": gpu_memory_utilization, "common": None}
     answers = {}
@@ -307,9 +349,12 @@ def mismatch(
     precisions = list(dict.fromkeys(f.precision.value for f in formats.values() if f.precision.value != "bf16"))
     skipped = set.intersection(*(set(answers[name]["unquantized"]) for name in names))
     noise = trainer.noise(few or whole[:1], precisions, skipped) if precisions else {}
+    in_8_bits = {precision: Trainer(folder, precision, skipped) for precision in precisions}
     results = []
     for name, answer in answers.items():
         theirs = common if name == "bf16" else trainer.log_probs(job["prompts"], answer["responses"])
+        same = in_8_bits.get(formats[name].precision.value)
+        eight = {} if same is None else {"own_8bit_trainer": same.log_probs(job["prompts"], answer["responses"])}
         results.append(
             {
                 "variant": name,
@@ -319,16 +364,22 @@ def mismatch(
                 "quantized_layers": answer["quantized_layers"],
                 "own": compare(theirs, answer["own"]),
                 "common": compare(common, answer["common"]),
+                "own_again": compare(answer["again"], answer["own"]),
+                **{key: compare(log_probs, answer["own"]) for key, log_probs in eight.items()},
                 "noise": noise.get(formats[name].precision.value, []),
             }
         )
     here = environment()
-    record = {"model": model, "prompts": str(data or "additions of the toy task"), "device": here["device"]}
+    record = {"model": model, "layers": layers, "prompts": str(data or "additions of the toy task")}
+    record["device"] = here["device"]
     write_json(output / "mismatch.json", record | {"versions": here, "seed": seed, "results": results})
     rows = [
         [
             one["variant"],
-            *(f"{one[s][K3_KL]:.1e} ± {one[s]['k3_kl_standard_error']:.0e}" for s in ("own", "common")),
+            *(
+                f"{one[s][K3_KL]:.1e} ± {one[s]['k3_kl_standard_error']:.0e}" if s in one else "-"
+                for s in ("own", "common", "own_8bit_trainer", "own_again")
+            ),
             f"{one['common'][PROBS_DIFF]:.2e}",
             f"{one['common'][CORRELATION]:.5f}",
         ]
@@ -336,7 +387,11 @@ def mismatch(
     ]
     show(
         f"Mismatch of {model} on {here['device']}",
-        ("variant", "k3 KL, own tokens", "k3 KL, common tokens", "probs diff", "correlation"),
+        (
+            "variant",
+            *("k3 KL, own tokens", "common tokens", "own, 8-bit trainer", "own, engine again"),
+            *("probs diff", "correlation"),
+        ),
         rows,
     )
     for precision, kinds in noise.items():

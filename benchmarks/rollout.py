@@ -4,8 +4,8 @@
     python -m benchmarks.rollout --model qwen2.5-32b --variants bf16,int8,int8+int8kv --workloads 256x256+384
 
 Random weights that a weight update loads; vLLM's ``LLM`` with CUDA graphs, no prefix cache, log-probs of what is
-sampled. Each variant is an engine in a process of its own, one after another. What is measured is written at once: the
-same command resumes behind it.
+sampled. With ``--spread`` lengths have a long tail, those that `flashrl plan` computes with. Each variant is an engine
+in a process of its own, one after another. What is measured is written at once: the same command resumes behind it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import typer
 
 from benchmarks.common import environment, in_own_process, run, show, words_of
 from flashrl_verl.errors import ConfigError
+from flashrl_verl.tools.plan.schedule import Work, response_lengths
 from flashrl_verl.trainer.atomic_write import write_whole
 
 RESULTS = "rollout.jsonl"
@@ -31,43 +32,49 @@ def measure(variant: str, model: str, settings: dict[str, Any]) -> dict[str, Any
     """One engine: a line of ``rollout.jsonl``."""
     from benchmarks.engine import start
 
-    workloads = settings["workloads"]
+    works = [
+        Work(sequences=number, prompt=prompt, response=response, spread=settings["spread"], limit=settings["limit"])
+        for number, prompt, response in settings["workloads"]
+    ]
     llm = start(
         model,
         variant,
         in_process=False,  # scheduling overlaps with the GPU's work, as in a run
         enable_prefix_caching=False,
-        max_model_len=max(prompt + response for _, prompt, response in workloads) + 1,
+        max_model_len=max(work.prompt + max(response_lengths(work)) for work in works) + 1,
         tensor_parallel_size=settings["tensor_parallel"],
         **{name: settings[name] for name in ("gpu_memory_utilization", "max_num_batched_tokens", "max_num_seqs")},
     )
     vocabulary = json.loads((Path(model) / "config.json").read_text())["vocab_size"]
     draw, timings = random.Random(0), []
-    for sequences, prompt, response in workloads:
+    for work in works:
 
-        def generate(tokens: int) -> float:
-            prompts = [[draw.randrange(vocabulary) for _ in range(prompt)] for _ in range(sequences)]  # noqa: B023
-            return _seconds(llm, prompts, tokens)
+        def generate(most: int | None = None) -> float:
+            prompts = [[draw.randrange(vocabulary) for _ in range(work.prompt)] for _ in range(work.sequences)]  # noqa: B023
+            lengths = response_lengths(work)  # noqa: B023
+            return _seconds(llm, prompts, [min(length, most or length) for length in lengths])
 
         generate(1)  # kernels of these sizes are chosen or compiled
-        generate(min(response, 8))
-        pairs = [(generate(1), generate(response)) for _ in range(settings["repeats"])]
+        generate(8)
+        pairs = [(generate(1), generate()) for _ in range(settings["repeats"])]
         prefill, whole = map(list, zip(*pairs, strict=True))
-        timings.append({"workload": [sequences, prompt, response], "seconds": whole, "prefill_seconds": prefill})
+        sizes = [work.sequences, work.prompt, work.response]
+        timings.append({"workload": sizes, "seconds": whole, "prefill_seconds": prefill})
     memory = llm.collective_rpc("bench_memory")[0]
     llm.llm_engine.engine_core.shutdown()  # newer vLLMs leave it to the end of this process, which waits for it
     return {"variant": variant, "memory": memory, "timings": timings}
 
 
-def _seconds(llm: Any, prompts: list[list[int]], tokens: int) -> float:
-    """Until every prompt has so many tokens."""
+def _seconds(llm: Any, prompts: list[list[int]], lengths: list[int]) -> float:
+    """Until every prompt has its tokens."""
     from vllm import SamplingParams
 
-    params = SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True, logprobs=0, detokenize=False)
+    fixed = {"temperature": 1.0, "ignore_eos": True, "logprobs": 0, "detokenize": False}
+    params = [SamplingParams(max_tokens=length, **fixed) for length in lengths]
     started = time.perf_counter()
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
     seconds = time.perf_counter() - started
-    assert {len(output.outputs[0].token_ids) for output in outputs} == {tokens}
+    assert [len(output.outputs[0].token_ids) for output in outputs] == lengths
     return seconds
 
 
@@ -106,6 +113,8 @@ def rollout(
     model: Annotated[str, typer.Option(help="A name (qwen2.5-32b, tiny, ...), a config.json, or its folder.")] = "tiny",
     variants: Annotated[str, typer.Option(help="precision[+int8kv], separated by commas.")] = "bf16,int8",
     workloads: Annotated[str, typer.Option(help="SEQUENCESxPROMPT+RESPONSE, separated by commas.")] = "64x64+64",
+    spread: Annotated[float, typer.Option(min=0, help="Of the logarithm of lognormal responses; 0: all alike.")] = 0.0,
+    limit: Annotated[int | None, typer.Option(min=2, help="Tokens that cut a response off; above the mean.")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Measured rollouts of each.")] = 2,
     layers: Annotated[int | None, typer.Option(min=1, help="Decoder layers instead of the model's.")] = None,
     gpu_memory_utilization: Annotated[float, typer.Option(help="vLLM's share of the GPU.")] = 0.9,
@@ -124,9 +133,14 @@ def rollout(
     for name in names:
         formats_of(name)
     config = load_config(model, layers)
+    asked = workloads_of(workloads)
+    if limit is not None and limit <= (longest := max(response for _, _, response in asked)):
+        raise ConfigError(f"--limit {limit} has to be above the mean response, {longest} tokens")
     settings = {
         "model": model,
-        "workloads": workloads_of(workloads),
+        "workloads": asked,
+        "spread": spread,
+        "limit": limit,
         "repeats": repeats,
         "gpu_memory_utilization": gpu_memory_utilization,
         "tensor_parallel": tensor_parallel,

@@ -35,7 +35,7 @@ def test_a_weight_update_is_measured_and_its_bytes_are_the_models(tmp_path):
 
 def test_a_rollout_is_measured_its_weights_are_eight_bits_and_a_second_command_resumes_behind_it(tmp_path):
     words = ("--workloads", "4x16+24", "--max-num-batched-tokens", "512", "--max-num-seqs", "16")
-    words += ("--gpu-memory-utilization", "0.2")
+    words += ("--gpu-memory-utilization", "0.2", "--spread", "0.7", "--limit", "48")
     run("rollout", tmp_path, "--variants", "int8", *words)
     first = (tmp_path / "rollout.jsonl").read_text().splitlines()
     done = run("rollout", tmp_path, "--variants", "bf16,int8", *words)
