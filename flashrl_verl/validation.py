@@ -785,7 +785,11 @@ def _check_batches(cfg: DictConfig) -> None:
             "(correction=tis)",
         )
     ranks = get(cfg, "trainer.nnodes") * get(cfg, "trainer.n_gpus_per_node")
-    data_parallel = max(1, ranks // max(get(cfg, key, 1) for key in _ULYSSES))
+    key = max(_ULYSSES, key=lambda key: get(cfg, key, 1))
+    if ranks % (ulysses := get(cfg, key, 1)):
+        use = "one that divides trainer.nnodes x trainer.n_gpus_per_node"
+        refuse(key, ulysses, f"{ranks} GPUs cannot be cut into groups of {ulysses} that share sequences", use)
+    data_parallel = ranks // ulysses
     samples = get(cfg, f"{ROLLOUT}.n", 1)
     whole = prompts * samples
     if positive_integer(mini_batch):  # verl fills the batch up, so that mini-batches are whole

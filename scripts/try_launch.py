@@ -18,6 +18,7 @@ from flashrl_verl.errors import ConfigError, FlashRLError
 from flashrl_verl.tools import recipe_process
 from flashrl_verl.tools.engines.shapes import SHAPES
 from flashrl_verl.tools.plan.gpus import of_device
+from flashrl_verl.validation import validate_config
 
 PROMPTS_PER_GPU = 8
 
@@ -94,19 +95,29 @@ def main() -> None:
     parser.add_argument("--response", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--dry-run", action="store_true")
     args, user = parser.parse_known_args()
     script = recipe_process.ROOT / "recipe" / "flashrl" / f"run_{args.experiment}.sh"
     if not script.is_file():
         known = sorted(path.stem.removeprefix("run_") for path in script.parent.glob("run_*.sh"))
         raise ConfigError(f"{script} is not there. Experiments: {', '.join(known)}")
     output = (args.output or Path("outputs/try") / args.experiment).expanduser().resolve()
-    output.mkdir(parents=True, exist_ok=True)
     console, began = Console(), time.monotonic()
 
     cfg = recipe_process.compose([f"experiment={args.experiment}"])
     model, response = cfg.actor_rollout_ref.model.path, min(args.response, cfg.data.max_response_length)
     words = scaled(args.experiment, output, args.layers, response, args.steps, user)
     console.print(f"{script.name}, {args.layers} layers of {model}:", *words, sep="\n  ", markup=False, highlight=False)
+    if args.dry_run:
+        sys.stdout.flush()
+        sys.exit(subprocess.run(["bash", str(script), *words, "--dry-run"], check=False).returncode)
+    small = recipe_process.compose([f"experiment={args.experiment}", *words])
+    validate_config(small)  # before the model is made, which takes up to a minute
+    if small.trainer.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "this machine has no GPU that PyTorch sees. Remedy: another machine, --dry-run, or hardware=cpu"
+        )
+    output.mkdir(parents=True, exist_ok=True)
     make_model(shape_of(model), args.layers, output / f"model-{args.layers}")
     make_prompts("openai/gsm8k" if args.experiment.startswith("gsm8k") else "math_dapo", 256, output)
     console.print(f"[{time.monotonic() - began:.0f} s] model and data made", markup=False, highlight=False)

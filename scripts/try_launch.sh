@@ -10,6 +10,7 @@
 #   --response N  tokens of every response: random weights never end one (default: 2048, or the experiment's, if shorter)
 #   --steps N     training steps (default: 3)
 #   --output DIR  model, data, log and metrics (default: outputs/try/EXPERIMENT)
+#   --dry-run     make and start nothing; print what is changed, and the script's own dry run
 #
 # What it changes of the experiment is printed first: parallelism and batch for the GPUs that are there, paths, no filter (a random
 # model is never right), no validation, no checkpoint. Your own overrides come last and win.

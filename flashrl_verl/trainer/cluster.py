@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Ray cluster of a run: whether it can hold the run, and what every one of its processes gets from the driver.
 
-verl would wait for GPUs that are not there, without a word. And Ray's workers inherit the environment and the working
-directory of the node's ``ray start``, not the driver's. So nothing is left to either: this package, absolute paths, and
-where the metrics go travel in the configuration and in Ray's runtime environment
+verl compares the sum of the GPUs, and waits without a word where no node has its share. And Ray's workers inherit the
+environment and the working directory of the node's ``ray start``, not the driver's. So nothing is left to either: this
+package, absolute paths, and where the metrics go travel in the configuration and in Ray's runtime environment
 (https://docs.ray.io/en/latest/ray-core/handling-dependencies.html), and a node needs verl and vLLM alone.
 """
 
@@ -63,7 +63,7 @@ def check_gpus(nodes: int, gpus_per_node: int, cluster: Sequence[float]) -> None
     counts = " + ".join(f"{gpus:g}" for gpus in sorted(cluster, reverse=True)) or "0"
     raise ConfigError(
         f"trainer.nnodes={nodes} with trainer.n_gpus_per_node={gpus_per_node} is refused: the Ray cluster has "
-        f"{sum(cluster):g} GPUs on {len(cluster)} node(s) ({counts}), so the workers would wait for ever. Remedy: "
+        f"{sum(cluster):g} GPUs on {len(cluster)} node(s) ({counts}), which leaves workers without a place. Remedy: "
         "trainer.nnodes and trainer.n_gpus_per_node that fit; or start the missing nodes first (`ray status` shows who "
         "has joined; an autoscaling cluster takes ray.autoscaler.sdk.request_resources); or hardware=cpu for the toy."
     )

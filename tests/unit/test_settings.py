@@ -102,6 +102,10 @@ def test_settings_that_contradict_each_other_are_refused():
         FlashRLConfig.from_mapping({"bf16_replica_fraction": 0.5, "precision": "bf16"})
     with pytest.raises(ConfigError, match="flashrl.trainer_forward=int8 is refused: .*flashrl.trainer_forward=fp8"):
         FlashRLConfig.from_mapping({"trainer_forward": "int8", "precision": "fp8"})
+    with pytest.raises(
+        ConfigError, match="flashrl.bf16_replica_fraction=0.5 is refused: .*flashrl.trainer_forward=bf16"
+    ):
+        FlashRLConfig.from_mapping({"bf16_replica_fraction": 0.5, "trainer_forward": "int8"})
     with pytest.raises(ConfigError, match="flashrl.trainer_backward=fp8 is refused: .*flashrl.trainer_forward=fp8"):
         FlashRLConfig.from_mapping({"trainer_backward": "fp8", "precision": "fp8"})
 

@@ -75,6 +75,7 @@ CASES = [
     ({f"{ROLLOUT}.n": 1}, f"{ROLLOUT}.n=16"),
     *(({key: 3}, f"remove {key}") for key in (ENGINE, MIXED, OVERLONG)),
     ({f"{ACTOR_MODEL}.lora.rank": "eight"}, f"{ACTOR_MODEL}.lora.rank=0"),
+    ({f"{ACTOR}.ulysses_sequence_parallel_size": 3}, "one that divides trainer.nnodes x trainer.n_gpus_per_node"),
     ({f"{ACTOR}.ulysses_sequence_parallel_size": 2, ATTENTION: "sdpa"}, f"{ATTENTION}=flash_attention_2"),
     # lengths that do not go together
     *(({key: 700}, f"{key}=1024") for key in (f"{ROLLOUT}.max_model_len", f"{ENGINE}.max_model_len")),

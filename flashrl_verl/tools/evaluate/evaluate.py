@@ -101,6 +101,7 @@ def validation_only(shared: DictConfig, config: EvalConfig, precision: Precision
     with open_dict(cfg):
         flashrl, trainer, rollout = cfg.flashrl, cfg.trainer, cfg.actor_rollout_ref.rollout
         flashrl.precision, flashrl.bf16_replica_fraction = precision.value, 0.0
+        flashrl.trainer_forward = flashrl.trainer_backward = "bf16"  # nothing is trained
         if precision is Precision.BF16:
             flashrl.kv_cache, flashrl.ignore, flashrl.keep_first_layers, flashrl.keep_last_layers = "auto", [], 0, 0
         cfg.actor_rollout_ref.model.path = str(model)
@@ -175,12 +176,15 @@ def run(config: EvalConfig, console: Console) -> str:
         "step": config.checkpoint.step,
         "n": config.n,
         "temperature": config.temperature,
+        "top_p": shared.actor_rollout_ref.rollout.val_kwargs.top_p,
+        "top_k": shared.actor_rollout_ref.rollout.val_kwargs.top_k,
         "max_response_length": shared.data.max_response_length,
         "interval": {"level": metrics.LEVEL, "method": metrics.METHOD},
     }
     text = table(report, [precision.value for precision in config.precisions])
     write_whole(output / "eval.json", (json.dumps(facts | report, indent=1) + "\n").encode())
-    title = f"# {config.checkpoint.name}: {config.n} responses a problem, temperature {config.temperature:g}\n\n"
+    sampling = ", ".join(f"{key} {facts[key]:g}" for key in ("temperature", "top_p", "top_k"))
+    title = f"# {config.checkpoint.name}: {config.n} responses a problem, {sampling}\n\n"
     write_whole(output / "eval.md", (title + text + "\n").encode())
     return text
 

@@ -47,8 +47,10 @@ class Run:
     path: Path
 
     def phases(self) -> dict[str, float]:
-        """Mean seconds of each part of a step, over the steps that logged their time; empty where none did."""
+        """Mean seconds of each part of a step, over the steps that logged their time; empty where none did. The first
+        is left out where there are others: agent loops start in it, and kernels are compiled."""
         rows = [row for row in self.metrics.rows.values() if math.isfinite(row.get(STEP_TIME, math.nan))]
+        rows = rows[1:] or rows
         if not rows:
             return {}
         parts = {name: fmean(row.get(f"timing_s/{name}", 0.0) for row in rows) for name in PHASES}
@@ -179,8 +181,8 @@ _METRICS = [
     ("response length", "response_length/mean", _first_last, ".4g"),
     ("entropy", "actor/entropy", _first_last, ".3f"),
     ("constant groups replaced, mean", "training/filter_groups/evicted_samples", _MEAN, ".1f"),
-    ("rollout tokens/s, mean", "flashrl/tokens_per_second_gen", _MEAN, ".0f"),
-    ("tokens/s a GPU, whole step, mean", "perf/throughput", _MEAN, ".0f"),
+    ("rollout tokens/s, median", "flashrl/tokens_per_second_gen", _MEDIAN, ".0f"),
+    ("tokens/s a GPU, whole step, median", "perf/throughput", _MEDIAN, ".0f"),
     ("refit s, median", "flashrl/refit_seconds", _MEDIAN, ".3g"),
     ("rollout weights, bytes", "flashrl/weight_bytes", _last, ".3g"),
     ("GPU memory allocated, GiB", "actor/perf/max_memory_allocated_gb", _MAX, ".1f"),
@@ -188,7 +190,7 @@ _METRICS = [
 ]
 """Label, metric, what of its series, format."""
 
-_STEP = "seconds of a step, mean"
+_STEP = "seconds of a step, mean without the first"
 _ALWAYS = {"rollout", "steps trained", "training score", "mismatch KL (k3), last", _STEP}
 
 
