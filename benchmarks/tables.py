@@ -23,6 +23,7 @@ from benchmarks.common import RESULTS, ROOT, run, standard_error
 from benchmarks.learning import HEADER, by_variant
 from benchmarks.learning import table as learning_table
 from flashrl_verl.errors import ConfigError
+from flashrl_verl.tools.plan.whole_step import WAITS, Levers
 from flashrl_verl.trainer.atomic_write import write_whole
 
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs" / "results").glob("*.md")))
@@ -236,6 +237,40 @@ def training(*files: str) -> Rows:
     return [[*header, "of the data sheet's BF16 (range)"], *sorted(rows, key=lambda row: (row[0], int(row[1])))]
 
 
+CONSTANT = 0.4
+"""Share of constant groups of the composed step."""
+LENGTH = 8192
+"""Tokens of the sequences that the trainer's speeds in it are of."""
+
+
+def composed(rollout: str, plain: str, liger: str, eight_bits: str) -> Rows:
+    """A step of measured phases, with as many used responses as the rollout has. Groups are generated as `flashrl plan`
+    counts them; the weight update is its guess."""
+    of = {one.variant: one for one in rollouts(rollout)}
+    sequences, prompt, response = of["bf16"].workload
+    refit = load("step/h200.json")["by_lever"][0]["refit"]
+    header = ["levers", "rollout s", "old log-probs s", "policy update s", "weight update s", "step s"]
+    rows, stock = [[*header, "steps an hour", "x stock"]], None
+    for name, variant, refill, even, file in (
+        ("stock verl, BF16", "bf16", False, False, plain),
+        ("+ refill", "bf16", True, False, plain),
+        ("+ even mini-batches", "bf16", True, True, plain),
+        ("+ INT8 weights", "int8", True, True, plain),
+        ("+ INT8 KV cache", "int8+int8kv", True, True, plain),
+        ("+ Liger's kernels", "int8+int8kv", True, True, liger),
+        ("+ INT8 forward pass", "int8+int8kv", True, True, eight_bits),
+    ):
+        speed = {one["name"]: one["tokens"] / one["whole_s"] for one in load(file)["passes"] if one["length"] == LENGTH}
+        passes = [sequences * (prompt + response) / speed[part] for part in ("old log-probs", "policy update")]
+        passes[1] *= 1.0 if even else WAITS
+        generation = statistics.median(of[variant].seconds) * Levers(constant=CONSTANT, refill=refill).started
+        seconds = [generation, *passes, refit]
+        step = sum(seconds)
+        stock = stock or step
+        rows.append([name, *(f"{s:.0f}" for s in (*seconds, step)), f"{3600 / step:.2f}", f"{stock / step:.2f}"])
+    return rows
+
+
 # ---- mismatch ----
 
 
@@ -245,20 +280,21 @@ def far_off(k3_kl: float, of: dict[str, Any]) -> str:
 
 
 def mismatch(*files: str) -> Rows:
-    """Distance of every engine from the trainer."""
-    header = ["device", "precision", "KV cache", "kernel", "k3 KL, own", "k3 KL, common"]
-    rows = [[*header, "probs diff mean, common", "correlation, common"]]
+    """Distance of every engine from trainers in 16 and in 8 bits, and from itself."""
+    header = ["device", "model", "precision", "KV cache", "k3 KL, own", "k3 KL, common", "own, 8-bit trainer"]
+    rows = [[*header, "own, engine again", "correlation, own", "ESS, own"]]
     for record in map(load, files):
+        depth = f", {record['layers']} layers" if record.get("layers") else ""
+        where = [record["device"].partition(" (")[0], record["model"].rpartition("/")[2] + depth]
         for one in record["results"]:
-            far = (far_off(p["rollout_corr/k3_kl"], p) for p in (one["own"], one["common"]))
-            probs = f"{one['common']['training/rollout_probs_diff_mean']:.2e}"
-            correlation = f"{one['common']['training/rollout_actor_probs_pearson_corr']:.5f}"
-            what = (
-                record["device"].partition(" (")[0],
-                one["precision"],
-                one.get("kv_cache", "auto").replace("auto", "BF16"),
-            )
-            rows.append([*what, one["kernels"]["linear"], *far, probs, correlation])
+            far = [
+                far_off(one[tokens]["rollout_corr/k3_kl"], one[tokens]) if tokens in one else "-"
+                for tokens in ("own", "common", "own_8bit_trainer", "own_again")
+            ]
+            correlation = f"{one['own']['training/rollout_actor_probs_pearson_corr']:.5f}"
+            sizes = f"{one['own']['rollout_corr/rollout_is_eff_sample_size']:.4f}"
+            kv_cache = one["kv_cache"].replace("auto", "BF16")
+            rows.append([*where, one["precision"], kv_cache, *far, correlation, sizes])
     return rows
 
 
@@ -401,13 +437,13 @@ def readme() -> Rows:
     for lever, words in (("+ INT8 weights", step), ("+ INT8 KV cache", f"{step}, INT8 KV cache")):
         ours = seconds[lever]
         rows.append([words, f"{stock:.0f}", f"{ours:.0f}", f"[{stock / ours:.2f} x](docs/results/step.md)"])
-    measured = "rollout/qwen2.5-32b-four-arms"
+    long, short = "rollout/qwen2.5-32b-long-tail", "throughput/again/qwen2.5-32b-71gib"
     for file, variant, words in (
-        (measured, "int8", "rollout, tokens/s"),
-        (measured, "int8+int8kv", "rollout, INT8 KV cache, tokens/s"),
-        ("throughput/again/qwen2.5-32b-71gib", "int8", "rollout, one GPU with an A100-80GB's memory, tokens/s"),
+        (long, "int8", "rollout of long-tailed lengths, tokens/s"),
+        (long, "int8+int8kv", "rollout of long-tailed lengths, INT8 KV cache, tokens/s"),
+        (short, "int8", "rollout of one length, one GPU with an A100-80GB's memory, tokens/s"),
     ):
-        of = {one.variant: one for one in rollouts(file) if one.workload == (256, 256, 384)}
+        of = {one.variant: one for one in rollouts(file) if one.workload in ((384, 256, 1024), (256, 256, 384))}
         speeds = (f"{statistics.median(of[name].tokens_per_second):.0f}" for name in ("bf16", variant))
         speed_up = speed_ups(of[variant], of.values())[0]
         rows.append([words, *speeds, f"[{speed_up} x](docs/results/throughput.md)"])
@@ -417,7 +453,7 @@ def readme() -> Rows:
 TABLES: dict[str, Callable[..., Rows]] = {
     function.__name__: function
     for function in (
-        rollout_memory, rollout_steps, throughput, refit, step, levers, training,
+        rollout_memory, rollout_steps, throughput, refit, step, levers, training, composed,
         mismatch, noise, outliers, quickstart, recipe, recipe_costs, learning, learning_summary,
         readme,
     )

@@ -55,8 +55,8 @@ class Measured:
         return self.clock.prefill(self.work.sequences * self.work.prompt, self.work.prompt, self.work.sequences)
 
     def has_room(self) -> bool:
-        """For all sequences at a time, so that a decode step has one size."""
-        return self.tokens >= self.work.sequences * (self.work.prompt + self.work.response)
+        """For all sequences at a time, and all of one length, so that a decode step has one size."""
+        return not self.work.spread and self.tokens >= self.work.sequences * (self.work.prompt + self.work.response)
 
 
 @cache
@@ -74,7 +74,8 @@ def measured() -> list[Measured]:
         for row in rows:
             for timing in row["timings"] if row["variant"] in known else ():
                 sequences, prompt, response = timing["workload"]
-                work = Work(sequences=sequences, prompt=prompt, response=response)
+                tail = {"spread": settings.get("spread", 0.0), "limit": settings.get("limit")}
+                work = Work(sequences=sequences, prompt=prompt, response=response, **tail)
                 clock = Clock(shape=shape, choice=known[row["variant"]], gpu=gpu)
                 where = str(file.relative_to(RESULTS).with_suffix(""))
                 found.append(Measured(where, work, clock, engine, row["memory"]["kv_tokens"], timing))
@@ -106,7 +107,7 @@ def test_ratios_to_bf16_are_planned_within_8_percent_but_where_repeats_differ():
     compared = 0
     for one in measured():
         base = bf16.get(one.key)
-        if base is None or base is one:
+        if base is None or base is one or one.work.spread:
             continue
         noisy = one.file in NOISY and one.work.sequences == 256
         little = one.file in LITTLE and one.work.prompt == 8192
@@ -121,6 +122,14 @@ def test_ratios_to_bf16_are_planned_within_8_percent_but_where_repeats_differ():
         )
         compared += 1
     assert compared > 50
+
+
+def test_rollouts_with_long_tails_are_planned_within_13_percent():
+    tailed = [one for one in measured() if one.work.spread]
+    assert len(tailed) > 2
+    for one in tailed:
+        planned = simulate(one.clock, one.work, one.tokens, one.engine.max_num_seqs).seconds
+        assert planned == pytest.approx(statistics.median(one.timing["seconds"]), rel=0.13), str(one.clock.choice)
 
 
 def test_the_parts_of_profiled_steps_are_planned():

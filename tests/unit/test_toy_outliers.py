@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Outlier channels of the toy model: its function stays, to the bit, and INT8 loses what FP8 keeps."""
+"""Outlier channels of the toy model: its function stays, to the bit."""
 
 import dataclasses
 
@@ -44,37 +44,6 @@ def test_the_outputs_are_the_same_to_the_bit(tokenizer, ids, dtype, factor):
         for name in before
         if "layers" in name and name.endswith(("layernorm.weight", "proj.weight")) and "o_proj" not in name
     }
-
-
-def signal_to_noise(inputs: torch.Tensor, step: float | None) -> float:
-    """Of tokens [tokens, K], dB, without the two largest channels: rounded to so many steps a token; None: to E4M3."""
-    x = inputs.double()
-    largest = x.abs().amax(-1, keepdim=True)
-    if step is None:
-        scale = largest / 448
-        rounded = (x / scale).to(torch.float8_e4m3fn).double() * scale
-    else:
-        rounded = (x / largest * step).round() / step * largest
-    ordinary = x.abs().amax(0).argsort()[:-2]
-    signal, noise = x[:, ordinary], (x - rounded)[:, ordinary]
-    return float(10 * torch.log10(signal.square().sum() / noise.square().sum()))
-
-
-@pytest.mark.parametrize("reader", ["self_attn.q_proj", "mlp.gate_proj", "mlp.down_proj"])
-def test_int8_loses_what_fp8_keeps(tokenizer, ids, reader):
-    seen = []
-    for factor in (None, 64):
-        model = model_of(tokenizer, torch.float32)
-        if factor:
-            OutlierConfig(factor=factor).plant(model, seed=5)
-        inputs = []
-        linear = model.model.layers[1].get_submodule(reader)
-        linear.register_forward_pre_hook(lambda module, given, kept=inputs: kept.append(given[0].flatten(0, 1)))
-        with torch.no_grad():
-            model(ids)
-        seen.append([signal_to_noise(inputs[0], step) for step in (127, None)])
-    (int8, fp8), (int8_with, fp8_with) = seen
-    assert int8_with < int8 - 15 and abs(fp8_with - fp8) < 2.5
 
 
 @pytest.mark.parametrize("factor", [-2, 0, 1, 3, 48])
