@@ -23,6 +23,8 @@ from flashrl_verl.tools.process_tree import Stopped, stoppable
 from flashrl_verl.tools.recipe_process import environment, quoted
 
 EOS, PAD = 0, 1
+PROMPT_TOKENS = 120
+"""Letters and what stands behind each, a byte a token."""
 
 
 def make_tokenizer(size: int) -> PreTrainedTokenizerFast:
@@ -74,7 +76,7 @@ def make_prompts(source: str, prompts: int, folder: Path) -> None:
     rows = [
         {
             "data_source": source,
-            "prompt": [{"role": "user", "content": " ".join(draw.choices("abcdefghij", k=60))}],
+            "prompt": [{"role": "user", "content": " ".join(draw.choices("abcdefghij", k=PROMPT_TOKENS // 2))}],
             "ability": "MATH",
             "reward_model": {"style": "rule", "ground_truth": "34"},
             "extra_info": {"index": str(number)},
