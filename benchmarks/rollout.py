@@ -41,6 +41,7 @@ def measure(variant: str, model: str, settings: dict[str, Any]) -> dict[str, Any
         variant,
         in_process=False,  # scheduling overlaps with the GPU's work, as in a run
         enable_prefix_caching=False,
+        disable_log_stats=not settings["spread"],
         max_model_len=max(work.prompt + max(response_lengths(work)) for work in works) + 1,
         tensor_parallel_size=settings["tensor_parallel"],
         **{name: settings[name] for name in ("gpu_memory_utilization", "max_num_batched_tokens", "max_num_seqs")},
@@ -49,24 +50,27 @@ def measure(variant: str, model: str, settings: dict[str, Any]) -> dict[str, Any
     draw, timings = random.Random(0), []
     for work in works:
 
-        def generate(most: int | None = None) -> float:
+        def generate(most: int | None = None) -> tuple[float, list[list[float]]]:
             prompts = [[draw.randrange(vocabulary) for _ in range(work.prompt)] for _ in range(work.sequences)]  # noqa: B023
             lengths = response_lengths(work)  # noqa: B023
-            return _seconds(llm, prompts, [min(length, most or length) for length in lengths])
+            return _generate(llm, prompts, [min(length, most or length) for length in lengths])
 
         generate(1)  # kernels of these sizes are chosen or compiled
         generate(8)
-        pairs = [(generate(1), generate()) for _ in range(settings["repeats"])]
-        prefill, whole = map(list, zip(*pairs, strict=True))
+        pairs = [(generate(1)[0], *generate()) for _ in range(settings["repeats"])]
+        prefill, whole, ends = map(list, zip(*pairs, strict=True))
         sizes = [work.sequences, work.prompt, work.response]
         timings.append({"workload": sizes, "seconds": whole, "prefill_seconds": prefill})
+        if settings["spread"]:
+            timings[-1]["ends"] = ends
     memory = llm.collective_rpc("bench_memory")[0]
     llm.llm_engine.engine_core.shutdown()  # newer vLLMs leave it to the end of this process, which waits for it
     return {"variant": variant, "memory": memory, "timings": timings}
 
 
-def _seconds(llm: Any, prompts: list[list[int]], lengths: list[int]) -> float:
-    """Until every prompt has its tokens."""
+def _generate(llm: Any, prompts: list[list[int]], lengths: list[int]) -> tuple[float, list[list[float]]]:
+    """Seconds until every prompt has its tokens; and of each, where the engine keeps times, its tokens and its own
+    seconds, the shortest first: the time between two ends over their tokens is that of a step."""
     from vllm import SamplingParams
 
     fixed = {"temperature": 1.0, "ignore_eos": True, "logprobs": 0, "detokenize": False}
@@ -75,7 +79,11 @@ def _seconds(llm: Any, prompts: list[list[int]], lengths: list[int]) -> float:
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
     seconds = time.perf_counter() - started
     assert [len(output.outputs[0].token_ids) for output in outputs] == lengths
-    return seconds
+    times = [output.metrics for output in outputs]
+    if None in times:
+        return seconds, []
+    first = min(of.scheduled_ts for of in times)
+    return seconds, sorted([n, round(of.last_token_ts - first, 3)] for n, of in zip(lengths, times, strict=True))
 
 
 def workloads_of(text: str) -> list[list[int]]:

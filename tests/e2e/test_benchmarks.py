@@ -43,7 +43,11 @@ def test_a_rollout_is_measured_its_weights_are_eight_bits_and_a_second_command_r
     _, int8, bf16 = map(json.loads, (tmp_path / "rollout.jsonl").read_text().splitlines())
     assert int8 == json.loads(first[1]) and bf16["variant"] == "bf16"
     assert int8["memory"]["weight_bytes"] < bf16["memory"]["weight_bytes"]
-    assert all(len(one["timings"][0]["seconds"]) == 2 for one in (int8, bf16))
+    for timing in (int8["timings"][0], bf16["timings"][0]):
+        assert len(timing["seconds"]) == len(timing["ends"]) == 2
+        lengths, ends = zip(*timing["ends"][0], strict=True)
+        assert len(set(lengths)) > 1 and sum(lengths) == pytest.approx(4 * 24, abs=2)
+        assert list(ends) == sorted(ends) and 0 < ends[-1] <= timing["seconds"][0]
 
 
 def test_on_the_same_tokens_bf16_is_nearer_to_the_trainer_than_int8_and_both_are_near(tmp_path):
