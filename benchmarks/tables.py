@@ -237,6 +237,13 @@ def training(*files: str) -> Rows:
     return [[*header, "of the data sheet's BF16 (range)"], *sorted(rows, key=lambda row: (row[0], int(row[1])))]
 
 
+def steps_run(file: str) -> Rows:
+    """A result of ``benchmarks.step``."""
+    from benchmarks.step import COLUMNS, rows_of  # verl's agent loops come with it
+
+    return [["variant", *COLUMNS, "x first"], *rows_of(load(file)["results"])]
+
+
 CONSTANT = 0.4
 """Share of constant groups of the composed step."""
 LENGTH = 8192
@@ -453,7 +460,7 @@ def readme() -> Rows:
 TABLES: dict[str, Callable[..., Rows]] = {
     function.__name__: function
     for function in (
-        rollout_memory, rollout_steps, throughput, refit, step, levers, training, composed,
+        rollout_memory, rollout_steps, throughput, refit, step, levers, training, composed, steps_run,
         mismatch, noise, outliers, quickstart, recipe, recipe_costs, learning, learning_summary,
         readme,
     )
