@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 START_UP = (
     ("", "starting Python"),
-    ("Started a local Ray instance", "starting Ray"),
+    ("ray init kwargs", "starting Ray"),
+    ("Started a local Ray instance", "starting verl"),
     ("dataset len:", "loading the data"),
     ("Before FSDP", "building the trainer's model"),
     ("model engine initialized", "starting vLLM"),

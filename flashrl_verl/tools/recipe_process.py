@@ -31,6 +31,8 @@ def environment(metrics: Path) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         "HF_HUB_OFFLINE": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
+        # Ray gives up after 30 s, which a laptop with other work may need to start it.
+        "RAY_raylet_start_wait_time_s": os.environ.get("RAY_raylet_start_wait_time_s", "120"),
         "VLLM_NO_USAGE_STATS": "1",
     }
 

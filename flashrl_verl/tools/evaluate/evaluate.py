@@ -131,7 +131,7 @@ def run(config: EvalConfig, console: Console) -> str:
         console: told which precision runs, and since when.
 
     Returns:
-        The table, in Markdown.
+        What ``eval.md`` holds.
 
     Raises:
         ConfigError: something cannot be evaluated so, or ``config.output`` holds another evaluation.
@@ -186,7 +186,7 @@ def run(config: EvalConfig, console: Console) -> str:
     sampling = ", ".join(f"{key} {facts[key]:g}" for key in ("temperature", "top_p", "top_k"))
     title = f"# {config.checkpoint.name}: {config.n} responses a problem, {sampling}\n\n"
     write_whole(output / "eval.md", (title + text + "\n").encode())
-    return text
+    return title + text
 
 
 def _require_same(config: EvalConfig) -> None:
