@@ -107,16 +107,16 @@ def main() -> None:
     cfg = recipe_process.compose([f"experiment={args.experiment}"])
     model, response = cfg.actor_rollout_ref.model.path, min(args.response, cfg.data.max_response_length)
     words = scaled(args.experiment, output, args.layers, response, args.steps, user)
-    console.print(f"{script.name}, {args.layers} layers of {model}:", *words, sep="\n  ", markup=False, highlight=False)
+    head = f"{script.name}, {args.layers} layers of {model}, on {torch.cuda.device_count() or 'no'} GPUs:"
+    console.print(head, *words, sep="\n  ", markup=False, highlight=False, soft_wrap=True)
     if args.dry_run:
+        console.print("model and data of these paths are made when it runs", markup=False, highlight=False)
         sys.stdout.flush()
         sys.exit(subprocess.run(["bash", str(script), *words, "--dry-run"], check=False).returncode)
     small = recipe_process.compose([f"experiment={args.experiment}", *words])
     validate_config(small)  # before the model is made, which takes up to a minute
     if small.trainer.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            "this machine has no GPU that PyTorch sees. Remedy: another machine, --dry-run, or hardware=cpu"
-        )
+        raise ConfigError("this machine has no GPU that PyTorch sees. Remedy: another machine, or --dry-run")
     output.mkdir(parents=True, exist_ok=True)
     make_model(shape_of(model), args.layers, output / f"model-{args.layers}")
     make_prompts("openai/gsm8k" if args.experiment.startswith("gsm8k") else "math_dapo", 256, output)
