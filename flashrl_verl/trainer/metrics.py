@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``flashrl/*`` from numbers that the trainer has: what the rollout is, its refit, where a step's time went; and their
-file.
+"""``flashrl/*`` from numbers that the trainer has: what the rollout is, and its refit; and their file.
 
 Nothing here needs Ray or verl; ``trainer.py`` says when it is called.
 """
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,35 +16,6 @@ from flashrl_verl.errors import ConfigError, listed
 from flashrl_verl.quantization.lm_head import FP32
 from flashrl_verl.settings import KVCache, Precision
 from flashrl_verl.trainer.atomic_write import write_whole
-
-PHASES = (
-    *("gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor"),
-    *("save_checkpoint", "update_weights"),
-)
-"""verl's timers (``timing_s/<phase>``) that follow one another within its timer ``step``. Validation is not part of a
-step."""
-
-
-def phase_metrics(seconds: Mapping[str, float], generated_tokens: int) -> dict[str, float]:
-    """The share of the step of each phase, and the rollout's speed.
-
-    Args:
-        seconds: verl's timers of the step; ``step`` is the whole of it.
-        generated_tokens: response tokens that the engines returned, those of groups that dynamic sampling dropped
-            included.
-
-    Returns:
-        ``flashrl/share_<phase>``, 0 to 1, which sum to 1 with ``flashrl/share_other``; and
-        ``flashrl/tokens_per_second_gen`` of all engines together. ``gen`` is the trainer's phase: rewards in the agent
-        loop, polling and putting the engines to sleep are in it, so the engines are at least as fast.
-    """
-    there = {phase: seconds[phase] for phase in PHASES if phase in seconds}
-    whole = max(seconds["step"], 1e-9)
-    metrics = {f"flashrl/share_{phase}": spent / whole for phase, spent in there.items()}
-    metrics["flashrl/share_other"] = max(0.0, 1.0 - sum(there.values()) / whole)
-    if "gen" in there:
-        metrics["flashrl/tokens_per_second_gen"] = generated_tokens / max(there["gen"], 1e-9)
-    return metrics
 
 
 def refit_metrics(reports: list[dict], receipt: dict) -> dict[str, float]:

@@ -46,7 +46,6 @@ from flashrl_verl.trainer.metrics import (
     describe_rollout,
     metrics_path,
     per_replica,
-    phase_metrics,
     refit_metrics,
     summarize_layers,
 )
@@ -262,7 +261,9 @@ class FlashRLMixin:
 
     def _compute_metrics(self, batch, metrics: dict, timing_raw: dict, global_steps: int, epoch: int) -> None:
         super()._compute_metrics(batch, metrics, timing_raw, global_steps=global_steps, epoch=epoch)
-        metrics.update(phase_metrics(timing_raw, sum(self._generated_tokens)))
+        # Of all engines, dropped groups included; rewards in the agent loop and polling are in verl's phase too.
+        if "gen" in timing_raw:
+            metrics["flashrl/tokens_per_second_gen"] = sum(self._generated_tokens) / timing_raw["gen"]
         if self.flashrl.bf16_replica_fraction:
             metrics.update(per_replica("generated_tokens", self._generated_tokens))
 

@@ -81,12 +81,9 @@ def test_the_server_refuses_an_outsider_and_is_not_on_the_nodes_address(smoke):
     assert told["key"] not in smoke.output
 
 
-def test_shares_and_speeds_are_those_of_verls_timers(smoke):
+def test_the_rollouts_speed_counts_what_was_dropped_too(smoke):
     for step in (1, 2):
         metrics = smoke.metrics()[step]
-        shares = {key: value for key, value in metrics.items() if key.startswith("flashrl/share_")}
-        assert sum(shares.values()) == pytest.approx(1.0)
-        assert metrics["flashrl/share_gen"] == pytest.approx(metrics["timing_s/gen"] / metrics["timing_s/step"])
         # 4 prompts x 4 samples were kept; what was dropped was generated too.
         generated = metrics["flashrl/tokens_per_second_gen"] * metrics["timing_s/gen"]
         kept = 16 * metrics["response_length/mean"]
