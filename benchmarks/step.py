@@ -77,7 +77,7 @@ def run_variant(name: str, words: list[str], folder: Path, steps: int, settings:
     began = time.monotonic()
     rows = train([sys.executable, "-m", MODULE, *words], folder, steps, {SETTINGS: json.dumps(settings)})
     found = [{key: row.get(metric) for key, metric in COLUMNS.items()} for row in rows.values()]
-    return {"variant": name, "overrides": words, "seconds": time.monotonic() - began, "steps": found}
+    return {"variant": name, "overrides": list(VARIANTS[name]), "seconds": time.monotonic() - began, "steps": found}
 
 
 def rows_of(results: list[dict[str, Any]]) -> list[list[str]]:
