@@ -55,8 +55,10 @@ def from_gsm8k(row: Row) -> Row:
     found = re.search(r"#### (-?[0-9.,]+)", row["answer"])  # verl's own expression
     if found is None:
         raise ValueError('an answer that does not end in "#### " and a number')
+    answer = found.group(1).replace(",", "")
+    float(answer)  # or it is dots and commas alone
     prompt = [{"role": "user", "content": f"{row['question']} {GSM8K_INSTRUCTION}"}]
-    return _verl_row("openai/gsm8k", prompt, "math", "rule", found.group(1).replace(",", ""))
+    return _verl_row("openai/gsm8k", prompt, "math", "rule", answer)
 
 
 def _verl_row(source: str, prompt: list[Row], ability: str, style: str, answer: str) -> Row:

@@ -173,6 +173,7 @@ def test_copies_go_and_so_do_prompts_with_several_answers(tmp_path, seed):
         ("aime-2024", math_row("", reward_model={"style": "rule"})),
         ("aime-2024", math_row("", prompt="What?")),
         ("gsm8k", {"question": "Why?", "answer": "#### five"}),
+        ("gsm8k", {"question": "Why?", "answer": "#### ,."}),
     ],
 )
 def test_a_row_that_is_not_as_published_is_named_and_no_split_is_written(tmp_path, name, row):
