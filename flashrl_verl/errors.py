@@ -38,6 +38,10 @@ class GuardError(FlashRLError):
     known."""
 
 
+class WorkerLostError(FlashRLError):
+    """A process of the run was killed, or has left with its node."""
+
+
 def refuse(key: str, value: Any, reason: str, remedy: str) -> NoReturn:
     """Raise the one error for a wrong setting, in one line.
 

@@ -50,8 +50,8 @@ from flashrl_verl.trainer.metrics import (
     summarize_layers,
 )
 from flashrl_verl.trainer.mini_batches import even_order, length_variation
-from flashrl_verl.trainer.node_watch import needed_nodes, watching
 from flashrl_verl.trainer.refill import RefillBuffer
+from flashrl_verl.trainer.worker_watch import watching
 from flashrl_verl.validation import check_paths, settle_packages, validate_config
 
 # Under "verl", whose handler verl keeps apart from the root logger: imported libraries silence that one.
@@ -160,7 +160,8 @@ class FlashRLMixin:
             with open_dict(self.config):
                 self.config.trainer.logger = [b for b in backends if b != "file"]
         try:
-            with watching(needed_nodes(), self._how_to_resume()):
+            workers = [*agent_loop_manager.agent_loop_workers, *self.actor_rollout_wg.workers]
+            with watching(workers, self._how_to_resume()):
                 super().fit(agent_loop_manager)
         finally:
             # Ray would end their workers later, and torch tell that as an error behind a run that succeeded.
@@ -273,10 +274,7 @@ class FlashRLMixin:
         folder, every = self.config.trainer.default_local_dir, self.config.trainer.save_freq
         if every <= 0:
             return f"Nothing was saved: set trainer.save_freq (now {every})"
-        return (
-            "Replace it, and start again with trainer.resume_mode=auto to resume from the last checkpoint in "
-            f"{folder}, on as many nodes"
-        )
+        return f"Rerun with trainer.resume_mode=auto, on as many nodes, to resume from the last checkpoint in {folder}"
 
     def _resumes_from(self) -> Path | None:
         """The folder that verl is about to load; None where it starts from scratch."""

@@ -6,6 +6,7 @@ import re
 import signal
 import time
 
+import psutil
 import pytest
 from recipe_runs import TWO_RANKS, command, finish, start
 
@@ -111,6 +112,23 @@ def test_a_reward_worker_that_cannot_be_made_ends_the_run_with_its_own_error(rec
     run = recipe("reward.reward_kwargs.max_resp_len=null")
     assert run.returncode != 0 and not run.metrics_file.exists()
     assert_says(r"a reward worker ended when it was made: .*max_resp_len", run.output)
+
+
+def test_a_killed_agent_loop_ends_the_run_that_waits_for_its_responses(assets, tmp_path):
+    words = "reward.custom_reward_function.name=slow", "trainer.val_before_train=false"
+    process = start(command(assets, tmp_path, NO_FILTER, *words), tmp_path)
+    metrics_file = tmp_path / "metrics.jsonl"
+    deadline = time.monotonic() + 240
+    while not (metrics_file.exists() and metrics_file.read_text().count("\n")):  # step 1
+        assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()[-3000:]
+        time.sleep(0.2)
+    time.sleep(5.0)  # into the next generation
+    workers = psutil.Process(process.pid).children(recursive=True)
+    next(one for one in workers if "AgentLoopWorker" in " ".join(one.cmdline())).kill()
+    killed = time.monotonic()
+    run = finish(process, tmp_path, timeout=120)
+    assert run.returncode != 0 and time.monotonic() - killed < 60
+    assert_says(r"WorkerLostError: Actor\(AgentLoopWorkerTQ.* has ended: .*set trainer.save_freq", run.output)
 
 
 @pytest.mark.parametrize("mode", ["flashrl", "flashrl_colocate_async"])

@@ -63,9 +63,7 @@ def test_a_replica_on_each_of_two_nodes_trains_and_a_lost_one_ends_the_run_which
         lost = finish(process, tmp_path, timeout=600)
         assert time.monotonic() - killed < 120
         assert lost.returncode != 0
-        assert re.search(
-            r"NodeLostError: .*127\.0\.0\.3.* left the Ray cluster.*trainer\.resume_mode=auto", lost.output
-        ), lost.failure
+        assert re.search(r"WorkerLostError: .*127\.0\.0\.3.*trainer\.resume_mode=auto", lost.output), lost.failure
 
         # What is left cannot load the shards of two ranks, and verl names the file.
         (tmp_path / "log").rename(tmp_path / "log-lost")

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rewards for end-to-end tests with untrained models: varying within a group, never varying, and right or wrong."""
 
+import time
+
 
 def share_of_digits(data_source, solution_str, ground_truth, extra_info=None) -> dict:
     """The share of digits among 16 characters: differs between random responses."""
@@ -16,3 +18,9 @@ def even_length(data_source, solution_str, ground_truth, extra_info=None) -> flo
     """1 for an even number of characters: right about half the time, and for some prompts more often than for
     others."""
     return float(len(solution_str) % 2 == 0)
+
+
+def slow(data_source, solution_str, ground_truth, extra_info=None) -> dict:
+    """So that a step is generation, and little else."""
+    time.sleep(10.0)
+    return share_of_digits(data_source, solution_str, ground_truth)
