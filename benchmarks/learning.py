@@ -5,10 +5,10 @@
 
 Every (variant, seed) is the recipe in a process of its own: ``experiment=chain``, from one warmed-up toy model. A seed
 gives the order of the prompts and vLLM's seed, the same in every variant. Runs share a GPU, or a CPU: each takes
-about 9 GiB of memory and 1,700 threads. Before the deadline they are stopped just behind a checkpoint; the same command
-resumes them, on another machine too: the folder of six toy runs is some 40 MiB. When all have made their last step, the
-last weights are merged, and Transformers answers the held-out chains with them in BF16, so that variants differ in what
-was trained, not in who is asked.
+about 12 GiB of the host's memory and 1,700 threads. Before the deadline they are stopped just behind a checkpoint; the
+same command resumes them, on another machine too: the folder of six toy runs is some 40 MiB. When all have made their
+last step, the last weights are merged, and Transformers answers the held-out chains with them in BF16, so that variants
+differ in what was trained, not in who is asked.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import psutil
 import typer
 
 from benchmarks.common import environment, interval, show, words_of, write_json
@@ -63,6 +64,8 @@ WARMUP = WarmupConfig(
 """A perfect reckoner that forgets 0.6 of its borrows samples 0.37 of the chains right. AdamW alone took 800 updates to
 0.30 and jumped; Muon takes 480."""
 
+HOST_GIB = 12.0
+"""Of a run on a GPU. Where all runs together have more than 95 % of the host's memory, Ray kills their workers."""
 UNFINISHED = 3
 """Exit code where time was over first: rerun to resume."""
 ENDING_S = 25.0
@@ -557,6 +560,10 @@ def learning(
     for word in context.args:
         if word.startswith("-") or "=" not in word:
             raise ConfigError(f"{word!r} is neither an option (--help) nor an override key=value")
+    if parallel > 1 and parallel > (most := int(psutil.virtual_memory().available / 2**30 // HOST_GIB)):
+        raise ConfigError(
+            f"--parallel {parallel}: a run takes {HOST_GIB:.0f} GiB of memory, which is here {most} times"
+        )
     output = output.expanduser().resolve()
     output.mkdir(parents=True, exist_ok=True)
     hardware = "cuda" if torch.cuda.is_available() else "cpu"
