@@ -309,7 +309,7 @@ def test_the_command_plans_a_run_by_its_overrides(tmp_path):
     assert made["gpus"] == 32 and made["engine"]["tensor_parallel"] == 4
     assert [made["work"][key] for key in ("sequences", "prompt", "response", "limit")] == [1024, 1024, 10240, 20480]
     by_lever = [row["seconds"] for row in made["by_lever"]]
-    assert len(by_lever) == 7 and by_lever == sorted(by_lever, reverse=True)
+    assert len(by_lever) == 8 and by_lever == sorted(by_lever, reverse=True)
 
 
 def test_explain_tells_layouts_memory_and_what_is_left_out():

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flashrl_verl.errors import ConfigError
+from flashrl_verl.settings import ASYNC
 from flashrl_verl.tools.plan.gpus import GPU, GPUS, find
 from flashrl_verl.trainer.atomic_write import write_whole
 
@@ -34,6 +35,7 @@ DEFAULTS: dict[str, Any] = {
     "even_mini_batches": True,
     "liger": False,
     "eight_bit_forward": False,
+    "asynchronous": False,
     "gpu_memory_utilization": 0.9,
     "max_num_seqs": 1024,
     "max_num_batched_tokens": 8192,
@@ -54,7 +56,6 @@ _NOT_PLANNED = {
     "flashrl.bf16_replica_fraction": 0.0,
     "flashrl.fp32_lm_head": False,
     "flashrl.trainer_backward": "bf16",
-    "trainer.v1.trainer_mode": "flashrl",
     "algorithm.rollout_correction.bypass_mode": False,
     "algorithm.use_kl_in_reward": False,
     "actor_rollout_ref.actor.use_kl_loss": False,
@@ -170,7 +171,7 @@ def plan_of(values: dict[str, Any], gpu: GPU) -> Plan:
         spread=values["spread"],
         limit=limit if limit is not None and limit > response else None,
     )
-    names = ("constant", "refill", "even_mini_batches", "liger", "eight_bit_forward")
+    names = ("constant", "refill", "even_mini_batches", "liger", "eight_bit_forward", "asynchronous")
     levers = Levers(**{name: values[name] for name in names})
     shape = shape_of(load_config(values["model"]))
     return make_plan(
@@ -215,6 +216,7 @@ def of_run(overrides: list[str], *, with_model: bool = True) -> dict[str, Any]:
         "even_mini_batches": cfg.flashrl.sampling.even_mini_batches,
         "liger": cfg.actor_rollout_ref.model.use_liger,
         "eight_bit_forward": cfg.flashrl.trainer_forward != "bf16",
+        "asynchronous": cfg.trainer.v1.trainer_mode == ASYNC,
         "not_planned": tuple(f"{key}={values[key]}" for key in changed),
     }
 

@@ -140,7 +140,7 @@ def make_plan(
     def outcome_of(choice: Choice, size: int, levers: Levers) -> Outcome:
         there = replace(engine, tensor_parallel=size)
         share = replace(work, sequences=max(1, round(sequences * levers.started * size / gpus)))
-        outcome = _outcome(choice, shape, gpu, there, share, max(1.0, samples * size / gpus))
+        outcome = _outcome(choice, shape, gpu, there, share, max(1.0, samples * size / gpus), levers.asynchronous)
         if outcome.timeline is None:
             return outcome
         eight = levers.eight_bit_forward and choice.precision is not Precision.BF16 and not shape.experts
@@ -210,6 +210,7 @@ def _by_lever(
     if not shape.experts:  # which the trainer computes in 16 bits only
         now = replace(now, eight_bit_forward=True)
         steps.append(("+ INT8 forward pass", choice, now))
+    steps.append(("+ asynchrony", choice, replace(now, asynchronous=True)))
     for name, choice, now in steps:
         if (whole := outcome_of(choice, now).whole) is not None:
             yield name, whole
@@ -270,7 +271,9 @@ def _divides(shape: ModelShape, size: int) -> bool:
     return kv and shape.heads % size == 0 and shape.width % size == 0
 
 
-def _outcome(choice: Choice, shape: ModelShape, gpu: GPU, engine: Engine, work: Work, sharing: float) -> Outcome:
+def _outcome(
+    choice: Choice, shape: ModelShape, gpu: GPU, engine: Engine, work: Work, sharing: float, asynchronous: bool
+) -> Outcome:
     """Args as `make_plan`'s; sharing: sequences of one engine to a prompt."""
     if gpu.compute(choice.precision) is None:
         return Outcome(choice=choice, refused="no FP8 tensor cores")
@@ -286,7 +289,14 @@ def _outcome(choice: Choice, shape: ModelShape, gpu: GPU, engine: Engine, work: 
             f"KV cache: {memory.tokens} tokens, one sequence has {length}",
         )
     clock = Clock(shape=shape, choice=choice, gpu=gpu, tensor_parallel=engine.tensor_parallel)
-    timeline = simulate(clock, work, memory.tokens, engine.max_num_seqs, sharing)
+
+    def rollout(batches: int) -> Timeline:
+        all_of_them = replace(work, sequences=batches * work.sequences)
+        return simulate(clock, all_of_them, memory.tokens, engine.max_num_seqs, sharing)
+
+    timeline = rollout(1)
+    if asynchronous:  # what a batch more takes, where the one before has not ended
+        timeline = replace(timeline, seconds=rollout(3).seconds - rollout(2).seconds)
     together = work.sequences * work.response / timeline.steps
     return Outcome(
         choice=choice,

@@ -51,6 +51,8 @@ class Levers:
     """``actor_rollout_ref.model.use_liger``."""
     eight_bit_forward: bool = False
     """``flashrl.trainer_forward``, where the rollout has 8 bits too."""
+    asynchronous: bool = False
+    """``trainer.v1.trainer_mode=flashrl_colocate_async``: long responses end beside the next batch's."""
 
     @property
     def started(self) -> float:
