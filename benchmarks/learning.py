@@ -561,9 +561,7 @@ def learning(
         if word.startswith("-") or "=" not in word:
             raise ConfigError(f"{word!r} is neither an option (--help) nor an override key=value")
     if parallel > 1 and parallel > (most := int(psutil.virtual_memory().available / 2**30 // HOST_GIB)):
-        raise ConfigError(
-            f"--parallel {parallel}: a run takes {HOST_GIB:.0f} GiB of memory, which is here {most} times"
-        )
+        raise ConfigError(f"--parallel {parallel}: a run takes {HOST_GIB:.0f} GiB of memory; here is room for {most}")
     output = output.expanduser().resolve()
     output.mkdir(parents=True, exist_ok=True)
     hardware = "cuda" if torch.cuda.is_available() else "cpu"
