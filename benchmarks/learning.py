@@ -560,6 +560,7 @@ def learning(
     for word in context.args:
         if word.startswith("-") or "=" not in word:
             raise ConfigError(f"{word!r} is neither an option (--help) nor an override key=value")
+    parallel = min(parallel, len(names) * len(numbers))
     if parallel > 1 and parallel > (most := int(psutil.virtual_memory().available / 2**30 // HOST_GIB)):
         raise ConfigError(f"--parallel {parallel}: a run takes {HOST_GIB:.0f} GiB of memory; here is room for {most}")
     output = output.expanduser().resolve()

@@ -161,6 +161,7 @@ class FlashRLMixin:
                 self.config.trainer.logger = [b for b in backends if b != "file"]
         try:
             workers = [*agent_loop_manager.agent_loop_workers, *self.actor_rollout_wg.workers]
+            workers += self.reward_loop_manager.reward_loop_workers
             with watching(workers, self._how_to_resume()):
                 super().fit(agent_loop_manager)
         finally:

@@ -11,7 +11,6 @@ import os
 import sys
 import textwrap
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -44,14 +43,14 @@ def watching(workers: Sequence[ray.actor.ActorHandle], remedy: str) -> Iterator[
     Raises:
         WorkerLostError: a call to a worker within it was answered so.
     """
-    done = threading.Event()
+    done, several_nodes = threading.Event(), sum(node["Alive"] for node in ray.nodes()) > 1
     threading.Thread(target=_watch, args=(workers, remedy, done), name="worker-watch", daemon=True).start()
     try:
         yield
     except _DEAD as error:
         raise WorkerLostError(_told(error, remedy)) from error
     except Exception as error:
-        if not isinstance(error, FlashRLError) and sum(node["Alive"] for node in ray.nodes()) > 1:
+        if several_nodes and not isinstance(error, FlashRLError):
             done.wait(SETTLING_S)  # if a node is why, the thread ends the run by its name
         raise
     finally:
@@ -75,8 +74,8 @@ def _watch(workers: Sequence[ray.actor.ActorHandle], remedy: str, done: threadin
                 if not done.is_set():
                     told = _told(f"{worker} has ended: {error}", remedy)
                     print(f"WorkerLostError: {told}", file=sys.stderr, flush=True)
-                    time.sleep(_TELLING_S)
-                    os._exit(1)
+                    if not done.wait(_TELLING_S):
+                        os._exit(1)
             except ray.exceptions.RayError as error:  # cannot be reached now: the next call may be answered
                 log.warning("[flashrl] %s does not answer (%s)", worker, type(error).__name__)
             calls[worker.__ray_ready__.remote()] = worker

@@ -153,6 +153,7 @@ def test_groups_that_are_generated_for_one_that_is_used():
     assert Levers().started == 1
     assert Levers(constant=0.4).started == pytest.approx(1.05 / 0.6)
     assert Levers(constant=0.4, refill=False).started == pytest.approx(1.4 / 0.6)
+    assert Levers(constant=0.4, asynchronous=True).started == pytest.approx(1 / 0.6)
 
 
 # ---- the schedule ----

@@ -32,8 +32,6 @@ def lose():
 def watching():
     return worker_watch.watching(workers, "Rerun it.")
 """
-LOST = "WorkerLostError: "
-
 FOR_EVER = """
 with watching():
     threading.Timer(1.0, lose).start()
@@ -50,11 +48,6 @@ with watching():
     raise RuntimeError("verl's")
 """
 CALLED = """
-with watching():
-    lose()
-    ray.get(workers[1].pid.remote())
-"""
-NOTHING_IS_LOST = """
 for error in RuntimeError("verl's"), GuardError("a stop"):
     try:
         with watching():
@@ -63,23 +56,21 @@ for error in RuntimeError("verl's"), GuardError("a stop"):
     except (RuntimeError, GuardError) as raised:
         assert raised is error
     ray.nodes = lambda: 2 * [{"Alive": True}]  # but an error of ours does not wait
-lose()
-time.sleep(1.0)
+with watching():
+    lose()
+    ray.get(workers[1].pid.remote())
 """
 
 
 @pytest.mark.parametrize(
-    "body, status, said",
+    "body",
     [
-        pytest.param(FOR_EVER, 1, LOST, id="verl polls for ever"),
-        pytest.param(AFTER_AN_ERROR, 1, LOST, id="an error comes before Ray tells of the worker"),
-        pytest.param(CALLED, 1, LOST, id="verl calls it"),
-        pytest.param(NOTHING_IS_LOST, 0, "", id="errors of a whole run, and behind it"),
+        pytest.param(FOR_EVER, id="verl polls for ever"),
+        pytest.param(AFTER_AN_ERROR, id="an error comes before Ray tells of the worker"),
+        pytest.param(CALLED, id="other errors pass, and verl calls it"),
     ],
 )
-def test_a_process_ends_by_the_lost_worker_or_by_its_own_error(body, status, said):
+def test_a_lost_worker_ends_the_process(body):
     ended = subprocess.run([sys.executable, "-c", PROGRAM + body], capture_output=True, text=True, timeout=60)
     last = (ended.stderr.strip().splitlines() or [""])[-1]
-    assert ended.returncode == status and said in last, ended.stderr
-    assert ("WorkerLostError" in ended.stderr) == (said == LOST)
-    assert said != LOST or last.endswith("Rerun it.")
+    assert ended.returncode == 1 and "WorkerLostError: " in last and last.endswith("Rerun it."), ended.stderr

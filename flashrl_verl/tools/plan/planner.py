@@ -292,11 +292,12 @@ def _outcome(
 
     def rollout(batches: int) -> Timeline:
         all_of_them = replace(work, sequences=batches * work.sequences)
-        return simulate(clock, all_of_them, memory.tokens, engine.max_num_seqs, sharing)
+        in_flight = min(engine.max_num_seqs, 2 * work.sequences)
+        return simulate(clock, all_of_them, memory.tokens, in_flight, sharing)
 
     timeline = rollout(1)
-    if asynchronous:  # what a batch more takes, where the one before has not ended
-        timeline = replace(timeline, seconds=rollout(3).seconds - rollout(2).seconds)
+    if asynchronous:  # with two batches in flight, what one more takes
+        timeline = replace(timeline, seconds=(rollout(12).seconds - rollout(6).seconds) / 6)
     together = work.sequences * work.response / timeline.steps
     return Outcome(
         choice=choice,

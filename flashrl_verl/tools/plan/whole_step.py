@@ -57,8 +57,8 @@ class Levers:
     @property
     def started(self) -> float:
         """Groups that are generated for one that is used."""
-        if not self.constant:
-            return 1.0
+        if self.asynchronous or not self.constant:  # what a step does not need is the next one's
+            return 1 / (1 - self.constant)
         return (1 + (THROWN_AWAY if self.refill else self.constant)) / (1 - self.constant)
 
 
