@@ -18,7 +18,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from difflib import get_close_matches
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -222,7 +222,7 @@ _PACKED = "actor_rollout_ref.model.use_remove_padding"
 _FLASH = "flash_attention_2"
 """verl's default."""
 _LIGER = "actor_rollout_ref.model.use_liger"
-TORCH_VARLEN = "torch_varlen"
+VARLEN = "varlen"
 """Ours, of ``trainer/varlen_attention.py``."""
 _MAX_MODEL_LEN = (f"{ROLLOUT}.max_model_len", f"{ENGINE}.max_model_len")
 _OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg"
@@ -409,9 +409,9 @@ RULES = (
     # verl's Ulysses changes flash attention alone (models/transformers/monkey_patch.py); ours does it itself.
     Rule(
         _ATTENTION,
-        one_of(_FLASH, TORCH_VARLEN),
+        one_of(_FLASH, VARLEN),
         "with sequence parallelism each GPU would attend to its own part of a sequence, in silence",
-        f"{_ATTENTION}={_FLASH} or {TORCH_VARLEN}, or {_ULYSSES[0]}=1",
+        f"{_ATTENTION}={_FLASH} or {VARLEN}, or {_ULYSSES[0]}=1",
         default=_FLASH,
         when=lambda cfg: max(get(cfg, key, 1) for key in _ULYSSES) > 1,
     ),
@@ -891,8 +891,7 @@ def _has_our_attention(cfg: DictConfig) -> bool:
 
 def settle_packages(cfg: DictConfig) -> None:
     """What this environment has and lacks, which workers would find out a minute after Ray has started; a dry run may
-    be made elsewhere. Where verl's default wants flash-attn and it is not there, PyTorch's own FlashAttention is
-    taken, and said.
+    be made elsewhere. Where verl's default attention is not there, or FlashAttention 4 is, ours is taken, and said.
 
     Args:
         cfg: changed in place.
@@ -902,27 +901,41 @@ def settle_packages(cfg: DictConfig) -> None:
     """
     if _has_our_attention(cfg):
         require_shaped_caches()
-    if get(cfg, _LIGER) and find_spec("liger_kernel") is None:
+    if get(cfg, _LIGER) and not _installed("liger-kernel"):
         refuse(_LIGER, True, "liger-kernel is not installed in this environment", f"pip install it, or {_LIGER}=false")
-    asked = get(cfg, _ATTENTION)
-    if not _on_gpu(cfg) or asked not in (None, _FLASH) or find_spec("flash_attn"):
+    asked, packed = get(cfg, _ATTENTION), get(cfg, _PACKED, True)
+    # By the distribution's name: both install into a module flash_attn.
+    flash_attention, flash_attention_4 = _installed("flash-attn"), _installed("flash-attn-4")
+    if not _on_gpu(cfg):
+        return
+    if asked == "flash_attention_4":
+        refuse(_ATTENTION, asked, "transformers does not run it on packed rows", f"{_ATTENTION}={VARLEN}, which does")
+    if asked not in (None, _FLASH) or flash_attention and (asked or not flash_attention_4 or not packed):
         return
     if asked:
         refuse(
             _ATTENTION,
             asked,
             "flash-attn is not installed in this environment",
-            f"leave it out, which takes {TORCH_VARLEN}, or pip install flash-attn --no-build-isolation",
+            f"leave it out, which takes {VARLEN}, or pip install flash-attn --no-build-isolation",
         )
-    if not get(cfg, _PACKED, True):
-        refuse(_PACKED, False, f"flash-attn is not installed, and {TORCH_VARLEN} packs", f"+{_ATTENTION}=sdpa")
+    if not packed:
+        refuse(_PACKED, False, f"flash-attn is not installed, and {VARLEN} packs", f"+{_ATTENTION}=sdpa")
     critic = get(cfg, "critic.enable")
     if critic is None:
         critic = get(cfg, "algorithm.adv_estimator") == "gae"
-    if critic and get(cfg, _CRITIC_ATTENTION, _FLASH) == _FLASH:
+    if critic and not flash_attention and get(cfg, _CRITIC_ATTENTION, _FLASH) == _FLASH:
         refuse(_CRITIC_ATTENTION, _FLASH, "flash-attn is not installed", f"+{_CRITIC_ATTENTION}=sdpa")
-    OmegaConf.update(cfg, _ATTENTION, TORCH_VARLEN, force_add=True)
-    print(f"flash-attn is not installed: {_ATTENTION}={TORCH_VARLEN}, PyTorch's own FlashAttention 2", file=sys.stderr)
+    OmegaConf.update(cfg, _ATTENTION, VARLEN, force_add=True)
+    which = "FlashAttention 4 from Hopper on" if flash_attention_4 else "PyTorch's own FlashAttention 2"
+    print(f"{_ATTENTION}={VARLEN}: {which}", file=sys.stderr)
+
+
+def _installed(distribution: str) -> bool:
+    try:
+        return bool(version(distribution))
+    except PackageNotFoundError:
+        return False
 
 
 # ---- local paths: not part of ``validate_config``, for a dry run need not happen where the run will ----

@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trainer's attention where the package flash-attn is missing: FlashAttention 2 as PyTorch brings it.
+"""The trainer's attention: FlashAttention 4 where it is installed, and without any flash-attn PyTorch's own.
 
 verl packs a micro-batch's sequences into one row. SDPA then needs a mask and attends over the whole row's square: at
-sequences of 8,192 tokens a layer of Qwen2.5-32B takes twice as long with it (docs/results/step.md).
+sequences of 8,192 tokens a layer of Qwen2.5-32B takes twice as long with it (docs/results/step.md). Transformers has an
+interface to FlashAttention 4, but hands it a packed row's longest length as a tensor, which it does not take.
 """
 
 import inspect
 import weakref
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
+from transformers.utils import is_flash_attn_4_available
 from verl.models.transformers.monkey_patch import repeat_kv
 from verl.utils.ulysses import (
     gather_heads_scatter_seq,
@@ -21,15 +25,15 @@ from verl.utils.ulysses import (
 )
 
 from flashrl_verl.errors import ConfigError
-from flashrl_verl.validation import TORCH_VARLEN
+from flashrl_verl.validation import VARLEN
 
 _last: tuple[Any, torch.Tensor, int] | None = None
 
 
 def register() -> None:
-    """Make ``TORCH_VARLEN`` known to transformers in this process."""
-    AttentionInterface.register(TORCH_VARLEN, varlen_attention)
-    AttentionMaskInterface.register(TORCH_VARLEN, flash_attention_mask)
+    """Make ``VARLEN`` known to transformers in this process."""
+    AttentionInterface.register(VARLEN, varlen_attention)
+    AttentionMaskInterface.register(VARLEN, flash_attention_mask)
 
 
 def varlen_attention(
@@ -70,7 +74,7 @@ def varlen_attention(
     refused["position_ids of more than one kind"] = True if position_ids is None or position_ids.dim() != 2 else None
     if unfit := [name for name, value in refused.items() if value is not None]:
         raise ConfigError(
-            f"attn_implementation={TORCH_VARLEN} does not take {', '.join(unfit)}. Remedy: install flash-attn, or "
+            f"attn_implementation={VARLEN} does not take {', '.join(unfit)}. Remedy: install flash-attn, or "
             "+actor_rollout_ref.model.override_config.attn_implementation=sdpa"
         )
     ranks = get_ulysses_sequence_parallel_world_size()
@@ -113,6 +117,21 @@ def _attend(
     window: tuple[int, int],
 ) -> torch.Tensor:
     """[tokens, heads, head size] each."""
+    if (flash_attention_4 := _flash_attention_4()) is not None:
+        left = None if window[0] < 0 else window[0]
+        result = flash_attention_4(
+            query,
+            key,
+            value,
+            cu_seqlens_q=starts,
+            cu_seqlens_k=starts,
+            max_seqlen_q=longest,
+            max_seqlen_k=longest,
+            softmax_scale=scaling,
+            causal=True,
+            window_size=(left, window[1]),
+        )
+        return result[0] if isinstance(result, tuple) else result
     from torch.nn.attention.varlen import varlen_attn
 
     # Before PyTorch 2.12 the argument is not there, and fewer KV heads are taken without it.
@@ -120,3 +139,13 @@ def _attend(
     return varlen_attn(
         query, key, value, starts, starts, longest, longest, scale=scaling, window_size=window, **grouped
     )
+
+
+@cache
+def _flash_attention_4() -> Callable | None:
+    """``pip install flash-attn-4``, from Hopper on."""
+    if not is_flash_attn_4_available() or torch.cuda.get_device_capability()[0] < 9:
+        return None
+    from flash_attn.cute import flash_attn_varlen_func
+
+    return flash_attn_varlen_func

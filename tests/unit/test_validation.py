@@ -347,11 +347,11 @@ def test_names_that_verl_does_not_know_are_refused_before_ray_starts(settings, r
 
 
 def test_without_flash_attn_the_trainer_takes_pytorchs_own_and_says_so(monkeypatch, capsys):
-    monkeypatch.setattr(validation, "find_spec", lambda name: None)
+    monkeypatch.setattr(validation, "_installed", lambda name: False)
     cfg = changed({f"{ACTOR}.ulysses_sequence_parallel_size": 2})
     settle_packages(cfg)
-    assert OmegaConf.select(cfg, ATTENTION) == "torch_varlen"
-    assert f"{ATTENTION}=torch_varlen" in capsys.readouterr().err
+    assert OmegaConf.select(cfg, ATTENTION) == "varlen"
+    assert f"{ATTENTION}=varlen" in capsys.readouterr().err
     validation.validate_config(cfg)  # with sequence parallelism too
     with pytest.raises(ConfigError, match="flash-attn is not installed.*leave it out"):
         settle_packages(changed({ATTENTION: "flash_attention_2"}))
@@ -365,9 +365,25 @@ def test_without_flash_attn_the_trainer_takes_pytorchs_own_and_says_so(monkeypat
         before = OmegaConf.to_container(kept)
         settle_packages(kept)
         assert OmegaConf.to_container(kept) == before
-    monkeypatch.setattr(validation, "find_spec", lambda name: "there")
-    settle_packages(cfg := changed({}))
-    assert OmegaConf.select(cfg, ATTENTION) is None
+
+
+def test_flash_attention_4_is_taken_where_it_is_and_flash_attn_where_that_alone_is(monkeypatch, capsys):
+    def taken(there, **settings):
+        monkeypatch.setattr(validation, "_installed", lambda name: name in there)
+        settle_packages(cfg := changed(settings))
+        return OmegaConf.select(cfg, ATTENTION)
+
+    assert taken(["flash-attn"]) is None
+    for there in (["flash-attn-4"], ["flash-attn", "flash-attn-4"]):
+        assert taken(there) == "varlen"
+        assert "FlashAttention 4" in capsys.readouterr().err
+    assert taken(["flash-attn", "flash-attn-4"], **{ATTENTION: "flash_attention_2"}) == "flash_attention_2"
+    assert taken(["flash-attn", "flash-attn-4"], **{f"{ACTOR_MODEL}.use_remove_padding": False}) is None
+    assert taken(["flash-attn", "flash-attn-4"], **{"critic.enable": True}) == "varlen"
+    with pytest.raises(ConfigError, match=f"{ATTENTION}=flash_attention_4 is refused.*=varlen"):
+        taken(["flash-attn-4"], **{ATTENTION: "flash_attention_4"})
+    with pytest.raises(ConfigError, match="flash-attn is not installed"):
+        taken(["flash-attn-4"], **{ATTENTION: "flash_attention_2"})
 
 
 def test_a_configuration_without_flashrl_is_refused():

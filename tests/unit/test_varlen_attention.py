@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from flashrl_verl.errors import ConfigError
+from flashrl_verl.trainer import varlen_attention as module
 from flashrl_verl.trainer.varlen_attention import varlen_attention
 
 LAYER = types.SimpleNamespace()
@@ -42,7 +43,12 @@ def test_rows_that_are_not_packed_are_refused_and_none_is_left_out():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [None, 7])
-def test_result_and_gradients_are_those_of_float64(window):
+@pytest.mark.parametrize("kernel", ["PyTorch", "FlashAttention 4"])
+def test_result_and_gradients_are_those_of_float64(window, kernel, monkeypatch):
+    if kernel == "PyTorch":
+        monkeypatch.setattr(module, "_flash_attention_4", lambda: None)
+    elif module._flash_attention_4() is None:
+        pytest.skip("flash-attn-4 is not installed, or the GPU is older than Hopper")
     lengths = (300, 1, 129, 64)
     tensors, positions = packed_attention.inputs(lengths, "cuda", torch.bfloat16, 128)
     for _ in range(2):  # the second finds where sequences begin
