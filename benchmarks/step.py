@@ -24,16 +24,18 @@ from benchmarks.step_workload import SETTINGS, response_length
 from flashrl_verl.tools.recipe_process import MODULE, compose, quoted
 
 STOCK = ("flashrl.sampling.refill=false", "flashrl.sampling.even_mini_batches=false", "flashrl.precision=bf16")
-VARIANTS = {
+LEVERS = {
     "stock": STOCK,
     "bf16": ("flashrl.precision=bf16",),
     "int8": ("flashrl.precision=int8",),
-    "int8+kv": ("flashrl.precision=int8", "flashrl.kv_cache=int8_per_token_head"),
-    "int8+forward8": ("flashrl.precision=int8", "flashrl.trainer_forward=int8"),
     "fp8": ("flashrl.precision=fp8",),
-    "async": ("flashrl.precision=int8", "trainer.v1.trainer_mode=flashrl_colocate_async"),
+    "kv": ("flashrl.kv_cache=int8_per_token_head",),
+    "forward8": ("flashrl.trainer_forward=${flashrl.precision}",),
+    "backward8": ("flashrl.trainer_backward=${flashrl.precision}",),
+    "async": ("trainer.v1.trainer_mode=flashrl_colocate_async",),
 }
-"""Overrides. `stock` is verl's sampling and order of mini-batches in BF16, under our trainer and its checks."""
+"""Overrides. A variant is one or more, such as `int8+kv`. `stock` is verl's sampling and order of mini-batches in BF16,
+under our trainer and its checks."""
 
 PARTS = {
     "rollout": "timing_s/gen",
@@ -52,6 +54,15 @@ COLUMNS = {
     "k3 KL": "rollout_corr/k3_kl",
     "GiB": "actor/perf/max_memory_allocated_gb",
 }
+
+
+def variant_overrides(variant: str) -> list[str]:
+    """Hydra's words for a variant.
+
+    Raises:
+        ConfigError: it has a word that is no lever.
+    """
+    return [word for lever in words_of(variant.replace("+", ","), LEVERS, "--variants") for word in LEVERS[lever]]
 
 
 def overrides_of(folder: Path, model: Path, steps: int) -> list[str]:
@@ -77,7 +88,7 @@ def run_variant(name: str, words: list[str], folder: Path, steps: int, settings:
     began = time.monotonic()
     rows = train([sys.executable, "-m", MODULE, *words], folder, steps, {SETTINGS: json.dumps(settings)})
     found = [{key: row.get(metric) for key, metric in COLUMNS.items()} for row in rows.values()]
-    return {"variant": name, "overrides": list(VARIANTS[name]), "seconds": time.monotonic() - began, "steps": found}
+    return {"variant": name, "overrides": variant_overrides(name), "seconds": time.monotonic() - began, "steps": found}
 
 
 def rows_of(results: list[dict[str, Any]]) -> list[list[str]]:
@@ -100,7 +111,7 @@ def step(
     context: typer.Context,
     model: Annotated[str, typer.Option(help="A name (qwen2.5-0.5b, ...), a config.json, or its folder.")] = "tiny",
     layers: Annotated[int | None, typer.Option(min=1, help="Decoder layers; else the model's.")] = None,
-    variants: Annotated[str, typer.Option(help=", ".join(VARIANTS))] = "stock,bf16,int8",
+    variants: Annotated[str, typer.Option(help=f"Each of {', '.join(LEVERS)}, joined by +.")] = "stock,bf16,int8",
     steps: Annotated[int, typer.Option(min=2, help="Of each variant; the first is not counted.")] = 3,
     median: Annotated[float, typer.Option(min=1, help="Tokens of a response, the median.")] = 1024,
     spread: Annotated[float, typer.Option(min=0, help="Standard deviation of the logarithm of lengths.")] = 0.7,
@@ -110,13 +121,14 @@ def step(
     """Time whole steps of DAPO, a run of the recipe for each variant."""
     from flashrl_verl.tools.engines.shapes import load_config
 
-    names = words_of(variants, VARIANTS, "--variants")
+    names = words_of(variants, None, "--variants")
+    chosen = {name: variant_overrides(name) for name in names}
     output = output.expanduser().resolve()
     output.mkdir(parents=True, exist_ok=True)
     depth = layers or load_config(model).num_hidden_layers
     folder = output / f"{Path(model).name}-{depth}"
     common = [*overrides_of(output, folder, steps), *context.args]
-    cfg = compose([*common, *VARIANTS[names[0]]])
+    cfg = compose([*common, *chosen[names[0]]])
     settings = {"median": median, "spread": spread, "constant": constant}
     make_model(model, depth, folder)
     make_prompts("flashrl-bench-step", 64 * cfg.data.train_batch_size, output)
@@ -136,7 +148,7 @@ def step(
         if name in results:
             continue
         print(f"{name}; log: {output / name / 'train.log'}", flush=True)
-        results[name] = run_variant(name, [*common, *VARIANTS[name]], output / name, steps, settings)
+        results[name] = run_variant(name, [*common, *chosen[name]], output / name, steps, settings)
         write_json(file, {"settings": asked, "environment": here, "results": list(results.values())})
     table = rows_of([results[name] for name in names])
     show(f"{model}, medians of {steps - 1} steps", ("variant", *COLUMNS, "x first"), table)
