@@ -69,7 +69,7 @@ def environment() -> dict[str, str]:
     import torch
 
     found = {"python": platform.python_version()}
-    for name in ("torch", "vllm", "verl", "ray", "transformers", "flashrl-verl"):
+    for name in ("torch", "vllm", "verl", "ray", "transformers", "flash-attn-4", "flashrl-verl"):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

@@ -218,17 +218,20 @@ def levers(*files: str) -> Rows:
 
 
 def training(*files: str) -> Rows:
-    """The trainer's passes; the range is that of each time at one depth with each at the other."""
+    """The trainer's passes; the range is that of the deeper model's times."""
     header = ["pass", "length", "settings", "layer ms", "head ms", "whole model s", "tokens/s"]
     rows = []
     for file in files:
         record = load(file)
-        changed = " ".join(word.split(".")[-1] for word in record["settings"]["overrides"][1:]) or "FlashAttention 2"
+        words = [word.split(".")[-1] for word in record["settings"]["overrides"][1:]]
+        changed = (
+            " ".join(["FlashAttention 4"] * ("flash-attn-4" in record["environment"]) + words) or "FlashAttention 2"
+        )
         few, many = record["settings"]["layers"]
         for one in record["passes"]:
-            low, high = (one["seconds"][f"{depth}"] for depth in (few, many))
+            low, high = statistics.median(one["seconds"][f"{few}"]), one["seconds"][f"{many}"]
             layers = (one["whole_s"] - one["head_s"]) / one["layer_s"]
-            wholes = [a + (layers - few) * (b - a) / (many - few) for a in low for b in high]
+            wholes = [low + (layers - few) * (deep - low) / (many - few) for deep in high]
             least, most = (one["share"] * one["whole_s"] / seconds for seconds in (max(wholes), min(wholes)))
             each = f"{one['layer_s'] * 1e3:.2f}", f"{one['head_s'] * 1e3:.2f}", f"{one['whole_s']:.2f}"
             share = f"{one['share']:.0%} ({least:.0%}-{most:.0%})"

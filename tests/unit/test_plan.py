@@ -23,7 +23,15 @@ from flashrl_verl.tools.plan.planner import make_plan
 from flashrl_verl.tools.plan.schedule import Work, response_lengths, simulate
 from flashrl_verl.tools.plan.shape import shape_of
 from flashrl_verl.tools.plan.step import Clock, StepTime
-from flashrl_verl.tools.plan.whole_step import FORWARD, UPDATE, Levers, forward_operations, whole_step
+from flashrl_verl.tools.plan.whole_step import (
+    ATTENTION,
+    EIGHT_BITS,
+    LIGER,
+    PRODUCTS,
+    Levers,
+    forward_operations,
+    whole_step,
+)
 
 BF16, INT8 = (Choice(precision=precision) for precision in (Precision.BF16, Precision.INT8))
 H200 = find("h200")
@@ -135,18 +143,30 @@ def test_a_whole_step(qwen32b):
     step = whole_step(qwen32b, H200, 64, rollout=100.0, tokens=tokens, length=4096, levers=Levers())
     products = 2 * tokens * (64 * (5120 * 5120 * 2 + 2 * 5120 * 1024 + 3 * 5120 * 27648) + 5120 * 152064)
     attention = 64 * 4 * 5120 * (4096 / 2) * tokens  # two products, each over the half that lies behind the token
-    forward = (products + attention) / (64 * 989e12)
-    assert step.log_probs == pytest.approx(forward / FORWARD[False], rel=1e-3)
-    assert step.update == pytest.approx(4 * forward / UPDATE[False], rel=1e-3)
+    peak = 64 * 989e12
+
+    def planned(**levers):
+        return whole_step(qwen32b, H200, 64, rollout=100.0, tokens=tokens, length=4096, levers=Levers(**levers))
+
+    def expected(attention_shares, faster=(1.0, 1.0)):
+        return [
+            products / peak / PRODUCTS / f + attention / peak / a for f, a in zip(faster, attention_shares, strict=True)
+        ]
+
+    step = planned()
+    log_probs, update = expected(ATTENTION[False])
+    assert step.log_probs == pytest.approx(log_probs, rel=1e-3)
+    assert step.update == pytest.approx(4 * update, rel=1e-3)
     assert step.refit == pytest.approx(2 * qwen32b.parameters / 6e9)
     assert step.seconds == 100.0 + step.log_probs + step.update + step.refit
-    waits = Levers(even_mini_batches=False, eight_bit_forward=True)
-    other = whole_step(qwen32b, H200, 64, rollout=100.0, tokens=tokens, length=4096, levers=waits)
-    assert other.log_probs == pytest.approx(step.log_probs / 1.35)
-    assert other.update == pytest.approx(1.05 * step.update / 1.07)
-    fused = whole_step(qwen32b, H200, 64, rollout=100.0, tokens=tokens, length=4096, levers=Levers(liger=True))
-    assert fused.log_probs == pytest.approx(forward / FORWARD[True], rel=1e-3)
-    assert fused.update == pytest.approx(4 * forward / UPDATE[True], rel=1e-3)
+    assert planned(even_mini_batches=False).update == pytest.approx(1.05 * step.update)
+    for levers, (log_probs, update) in (
+        ({"flash_attention_4": True}, expected(ATTENTION[True])),
+        ({"liger": True}, expected(ATTENTION[False], (LIGER, LIGER))),
+        ({"eight_bit_forward": True}, expected(ATTENTION[False], EIGHT_BITS)),
+    ):
+        assert planned(**levers).log_probs == pytest.approx(log_probs, rel=1e-3)
+        assert planned(**levers).update == pytest.approx(4 * update, rel=1e-3)
 
 
 def test_groups_that_are_generated_for_one_that_is_used():
@@ -300,17 +320,17 @@ def test_the_command_plans_a_run_by_its_overrides(tmp_path):
     made = json.loads((tmp_path / "new" / "plan.json").read_text())
     rows = {(row["choice"]["precision"], row["choice"]["kv_cache"]): row["whole"] for row in made["outcomes"]}
     quoted = {
-        ("bf16", "auto"): (5719, 7946),
-        ("int8", "auto"): (5048, 7275),
-        ("int8", "int8_per_token_head"): (3421, 5647),
+        ("bf16", "auto"): (5719, 7894),
+        ("int8", "auto"): (5048, 7223),
+        ("int8", "int8_per_token_head"): (3421, 5596),
     }
     assert {key: (round(rows[key]["rollout"]), round(rows[key]["seconds"])) for key in quoted} == quoted
     lines = [line.split() for line in result.output.splitlines()]
-    assert ["int8", "5048", "436", "1780", "11", "7275", "0.98"] in lines
+    assert ["int8", "5048", "421", "1743", "11", "7223", "0.98"] in lines
     assert made["gpus"] == 32 and made["engine"]["tensor_parallel"] == 4
     assert [made["work"][key] for key in ("sequences", "prompt", "response", "limit")] == [1024, 1024, 10240, 20480]
     by_lever = [row["seconds"] for row in made["by_lever"]]
-    assert len(by_lever) == 8 and by_lever == sorted(by_lever, reverse=True)
+    assert len(by_lever) == 9 and by_lever == sorted(by_lever, reverse=True)
 
 
 def test_explain_tells_layouts_memory_and_what_is_left_out():

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 from flashrl_verl.tools.engines.shapes import load_config
-from flashrl_verl.tools.plan.gpus import GIB, find
+from flashrl_verl.tools.plan.gpus import GIB, find, of_device
 from flashrl_verl.tools.plan.memory import Engine, memory_of
 from flashrl_verl.tools.plan.planner import choices
 from flashrl_verl.tools.plan.schedule import Work, simulate
 from flashrl_verl.tools.plan.shape import shape_of
 from flashrl_verl.tools.plan.step import HOST_S, Clock
+from flashrl_verl.tools.plan.whole_step import Levers, whole_step
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 FILES = [
@@ -146,3 +147,34 @@ def test_the_parts_of_profiled_steps_are_planned():
         ):
             assert 1e3 * planned == pytest.approx(parts.pop(name), rel=within), (one.key, one.clock.choice, name)
         assert 1e3 * (step.rest - HOST_S) == pytest.approx(sum(parts.values()), rel=0.15), (one.key, one.clock.choice)
+
+
+def trainer_passes():
+    """Planned over measured, of every pass that ``benchmarks.training`` timed on a GPU: 32B's width, whole models."""
+    for file in sorted(RESULTS.glob("step/**/*.json")):
+        record = json.loads(file.read_text())
+        words = " ".join(record["settings"]["overrides"]) if "passes" in record else "sdpa"
+        if "sdpa" in words:
+            continue
+        levers = Levers(
+            flash_attention_4="flash-attn-4" in record["environment"],
+            liger="use_liger=true" in words,
+            eight_bit_forward="trainer_forward" in words,
+        )
+        for one in record["passes"]:
+            shape = shape_of(load_config(record["settings"]["model"]))
+            gpu = of_device(record["environment"]["device"])
+            step = whole_step(shape, gpu, 1, 0.0, one["tokens"], one["length"], levers)
+            yield (
+                one["name"],
+                {"old log-probs": step.log_probs, "policy update": step.update}[one["name"]] / one["whole_s"],
+            )
+
+
+def test_the_trainers_passes_are_as_measured():
+    found = list(trainer_passes())
+    assert len(found) > 50
+    for name, least, most in (("old log-probs", 0.8, 1.2), ("policy update", 0.88, 1.15)):
+        ratios = [ratio for pass_, ratio in found if pass_ == name]
+        assert least < min(ratios) and max(ratios) < most, (name, min(ratios), max(ratios))
+        assert statistics.median(ratios) == pytest.approx(1.0, abs=0.03)

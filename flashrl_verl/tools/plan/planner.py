@@ -182,13 +182,15 @@ def make_plan(
         sent_bytes=shape.sent * BF16,
         advice=advise(layouts),
         levers=levers,
-        by_lever=tuple(_by_lever(lambda choice, now: outcome_of(choice, engine.tensor_parallel, now), levers, shape)),
+        by_lever=tuple(
+            _by_lever(lambda choice, now: outcome_of(choice, engine.tensor_parallel, now), levers, shape, gpu)
+        ),
         not_planned=tuple(not_planned),
     )
 
 
 def _by_lever(
-    outcome_of: Callable[[Choice, Levers], Outcome], levers: Levers, shape: ModelShape
+    outcome_of: Callable[[Choice, Levers], Outcome], levers: Levers, shape: ModelShape, gpu: GPU
 ) -> Iterator[tuple[str, WholeStep]]:
     """Stock verl, and what each lever makes of the step before it; what does not fit is left out."""
     choice = Choice(precision=Precision.BF16)
@@ -205,6 +207,9 @@ def _by_lever(
     if outcome_of(with_kv, now).whole is not None:
         choice = with_kv
         steps.append(("+ INT8 KV cache", choice, now))
+    if gpu.capability >= (9, 0):  # Hopper
+        now = replace(now, flash_attention_4=True)
+        steps.append(("+ FlashAttention 4", choice, now))
     now = replace(now, liger=True)
     steps.append(("+ Liger's kernels", choice, now))
     if not shape.experts:  # which the trainer computes in 16 bits only

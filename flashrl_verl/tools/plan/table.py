@@ -11,7 +11,7 @@ from rich.table import Table
 
 from flashrl_verl.tools.plan.gpus import GIB
 from flashrl_verl.tools.plan.planner import Plan
-from flashrl_verl.tools.plan.whole_step import EIGHT_BITS, FORWARD, REFIT_RATE, UPDATE, WholeStep
+from flashrl_verl.tools.plan.whole_step import ATTENTION, EIGHT_BITS, LIGER, PRODUCTS, REFIT_RATE, WholeStep
 
 TRAINER_BYTES = 16
 """A parameter: weight, gradient, and AdamW's two moments, in FP32."""
@@ -19,10 +19,11 @@ TRAINER_BYTES = 16
 ASSUMPTIONS = (
     "Estimates from data sheets and decode steps of a 32B model on one H200; other GPUs, mixtures of experts and "
     "all-reduces are extrapolated. Lengths are lognormal (alike with a spread of 0), engines "
-    "work alike. INT8 rollouts with such lengths took 12 to 14 % longer when measured, BF16 2 %. The trainer reaches "
-    f"{FORWARD[False]:.0%} (old log-probs) and {UPDATE[False]:.0%} (update, gradient checkpointing) of the data "
-    f"sheet's BF16 operations, with Liger's kernels {FORWARD[True]:.0%} and {UPDATE[True]:.0%}; a forward pass "
-    f"in 8 bits makes them {EIGHT_BITS[0]} and {EIGHT_BITS[1]} times as fast. Weights are sent at "
+    "work alike. INT8 rollouts with such lengths took 12 to 14 % longer when measured, BF16 2 %. Of the data sheet's "
+    f"BF16 operations the trainer's products reach {PRODUCTS:.0%}, its attention {ATTENTION[False][0]:.0%} (old "
+    f"log-probs) and {ATTENTION[False][1]:.0%} (update, gradient checkpointing), FlashAttention 4 "
+    f"{ATTENTION[True][0]:.0%} and {ATTENTION[True][1]:.0%}. Products are {LIGER} times as fast with Liger's kernels, "
+    f"and {EIGHT_BITS[0]} and {EIGHT_BITS[1]} times with a forward pass in 8 bits. Weights are sent at "
     f"{REFIT_RATE / 1e9:.0f} GB/s (a guess)."
 )
 

@@ -7,17 +7,20 @@ from flashrl_verl.tools.plan.gpus import GPU
 from flashrl_verl.tools.plan.memory import BF16
 from flashrl_verl.tools.plan.shape import ModelShape
 
-FORWARD = {False: 0.49, True: 0.54}
-"""Share of the data sheet's BF16 operations that old log-probs reach, without and with Liger's kernels: ``python -m
-benchmarks.training`` with layers of Qwen2.5-32B on one H100 (docs/results/step.md), FlashAttention 2. Nothing is
-communicated there: shards that arrive too late for their layer take longer."""
+PRODUCTS = 0.55
+"""Share of the data sheet's BF16 operations that the trainer's matrix products reach, with all that is neither product
+nor attention in their time. This and the next are fitted to ``python -m benchmarks.training`` with layers of
+Qwen2.5-32B on H100s and H200s (docs/results/step.md). Nothing is communicated there: shards that arrive too late for
+their layer take longer."""
 
-UPDATE = {False: 0.48, True: 0.53}
-"""The same share for the policy's update, with gradient checkpointing and the optimizer's step."""
+ATTENTION = {False: (0.33, 0.28), True: (0.6, 0.52)}
+"""The same share of attention, in old log-probs and in the update: FlashAttention 2, and FlashAttention 4."""
+
+LIGER = 1.13
+"""How many times as fast the products' part is with Liger's kernels."""
 
 EIGHT_BITS = 1.35, 1.07
-"""How many times as fast old log-probs and update are with ``flashrl.trainer_forward=int8``: 1.26 to 1.46 and 1.07 to
-1.11 of a layer (docs/results/step.md). Of FP8 it is assumed."""
+"""The same with ``flashrl.trainer_forward=int8``, of old log-probs and of the update. Of FP8 it is assumed."""
 
 PASSES = 4
 """Forward passes that an update takes as long as: one, its repetition (gradient checkpointing), and a backward pass of
@@ -47,6 +50,8 @@ class Levers:
     """``flashrl.sampling.refill``."""
     even_mini_batches: bool = True
     """``flashrl.sampling.even_mini_batches``."""
+    flash_attention_4: bool = False
+    """``pip install flash-attn-4``, from Hopper on."""
     liger: bool = False
     """``actor_rollout_ref.model.use_liger``."""
     eight_bit_forward: bool = False
@@ -103,12 +108,14 @@ def whole_step(
         length: tokens of a sequence, the mean over tokens.
         levers: of the run.
     """
-    forward = forward_operations(shape, tokens, length) / (gpus * gpu.bf16)
-    log_probs_x, update_x = EIGHT_BITS if levers.eight_bit_forward else (1.0, 1.0)
+    peak = gpus * gpu.bf16
+    products = 2 * tokens * (shape.active + shape.head) / (PRODUCTS * (LIGER if levers.liger else 1.0) * peak)
+    attention = shape.attention_operations(tokens, length) / peak
+    log_probs, update = (
+        products / (EIGHT_BITS[number] if levers.eight_bit_forward else 1.0) + attention / share
+        for number, share in enumerate(ATTENTION[levers.flash_attention_4])
+    )
     waits = 1.0 if levers.even_mini_batches else WAITS
     return WholeStep(
-        rollout=rollout,
-        log_probs=forward / FORWARD[levers.liger] / log_probs_x,
-        update=PASSES * forward / UPDATE[levers.liger] / update_x * waits,
-        refit=shape.sent * BF16 / REFIT_RATE,
+        rollout=rollout, log_probs=log_probs, update=PASSES * update * waits, refit=shape.sent * BF16 / REFIT_RATE
     )
