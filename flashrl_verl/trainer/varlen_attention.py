@@ -74,8 +74,8 @@ def varlen_attention(
     refused["position_ids of more than one kind"] = True if position_ids is None or position_ids.dim() != 2 else None
     if unfit := [name for name, value in refused.items() if value is not None]:
         raise ConfigError(
-            f"attn_implementation={VARLEN} does not take {', '.join(unfit)}. Remedy: install flash-attn, or "
-            "+actor_rollout_ref.model.override_config.attn_implementation=sdpa"
+            f"attn_implementation={VARLEN} does not take {', '.join(unfit)}. Remedy: "
+            "+actor_rollout_ref.model.override_config.attn_implementation=flash_attention_2 with flash-attn, or sdpa"
         )
     ranks = get_ulysses_sequence_parallel_world_size()
     query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))

@@ -31,7 +31,7 @@ def test_two_ranks_of_ulysses_attend_over_whole_sequences(tmp_path):
 )
 def test_what_it_does_not_compute_is_refused(settings, named):
     tensors, positions = packed_attention.inputs()
-    with pytest.raises(ConfigError, match=f"{named}.*Remedy: install flash-attn"):
+    with pytest.raises(ConfigError, match=f"{named}.*attn_implementation=flash_attention_2"):
         varlen_attention(LAYER, *tensors, **({"attention_mask": None, "position_ids": positions} | settings))
 
 
