@@ -21,6 +21,7 @@ import typer
 from benchmarks.common import environment, run, show, words_of, write_json
 from benchmarks.random_model import make_model, make_prompts, short_run, train
 from benchmarks.step_workload import SETTINGS, response_length
+from flashrl_verl.errors import ConfigError
 from flashrl_verl.tools.recipe_process import MODULE, compose, quoted
 
 STOCK = ("flashrl.sampling.refill=false", "flashrl.sampling.even_mini_batches=false", "flashrl.precision=bf16")
@@ -60,9 +61,12 @@ def variant_overrides(variant: str) -> list[str]:
     """Hydra's words for a variant.
 
     Raises:
-        ConfigError: it has a word that is no lever.
+        ConfigError: it has a word that is no lever, or two that set one key.
     """
-    return [word for lever in words_of(variant.replace("+", ","), LEVERS, "--variants") for word in LEVERS[lever]]
+    words = [word for lever in words_of(variant.replace("+", ","), LEVERS, "--variants") for word in LEVERS[lever]]
+    if len({word.partition("=")[0] for word in words}) < len(words):
+        raise ConfigError(f"--variants {variant!r} sets a key twice: {' '.join(words)}")
+    return words
 
 
 def overrides_of(folder: Path, model: Path, steps: int) -> list[str]:

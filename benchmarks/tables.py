@@ -218,26 +218,19 @@ def levers(*files: str) -> Rows:
 
 
 def training(*files: str) -> Rows:
-    """The trainer's passes; the range is that of the deeper model's times."""
+    """The trainer's passes."""
     header = ["pass", "length", "settings", "layer ms", "head ms", "whole model s", "tokens/s"]
     rows = []
     for file in files:
         record = load(file)
-        words = [word.split(".")[-1] for word in record["settings"]["overrides"][1:]]
-        changed = (
-            " ".join(["FlashAttention 4"] * ("flash-attn-4" in record["environment"]) + words) or "FlashAttention 2"
-        )
-        few, many = record["settings"]["layers"]
+        words = ["FlashAttention 4"] * ("flash-attn-4" in record["environment"])
+        words += [word.split(".")[-1] for word in record["settings"]["overrides"][1:]]
+        changed = " ".join(words) or "FlashAttention 2"
         for one in record["passes"]:
-            low, high = statistics.median(one["seconds"][f"{few}"]), one["seconds"][f"{many}"]
-            layers = (one["whole_s"] - one["head_s"]) / one["layer_s"]
-            wholes = [low + (layers - few) * (deep - low) / (many - few) for deep in high]
-            least, most = (one["share"] * one["whole_s"] / seconds for seconds in (max(wholes), min(wholes)))
             each = f"{one['layer_s'] * 1e3:.2f}", f"{one['head_s'] * 1e3:.2f}", f"{one['whole_s']:.2f}"
-            share = f"{one['share']:.0%} ({least:.0%}-{most:.0%})"
             speed = f"{one['tokens'] / one['whole_s']:.0f}"
-            rows.append([one["name"], str(one["length"]), changed, *each, speed, share])
-    return [[*header, "of the data sheet's BF16 (range)"], *sorted(rows, key=lambda row: (row[0], int(row[1])))]
+            rows.append([one["name"], str(one["length"]), changed, *each, speed, f"{one['share']:.0%}"])
+    return [[*header, "of the data sheet's BF16"], *sorted(rows, key=lambda row: (row[0], int(row[1])))]
 
 
 def steps_run(file: str) -> Rows:

@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -414,6 +415,13 @@ RULES = (
         f"{_ATTENTION}={_FLASH} or {VARLEN}, or {_ULYSSES[0]}=1",
         default=_FLASH,
         when=lambda cfg: max(get(cfg, key, 1) for key in _ULYSSES) > 1,
+    ),
+    Rule(
+        _ATTENTION,
+        none_of("flash_attention_4"),
+        "transformers hands it a packed row's longest length as a tensor, which it does not take",
+        f"{_ATTENTION}={VARLEN}, which takes FlashAttention 4 where flash-attn-4 is installed",
+        when=lambda cfg: get(cfg, _PACKED, True),
     ),
     Rule(
         "actor_rollout_ref.model.use_fused_kernels",
@@ -891,7 +899,7 @@ def _has_our_attention(cfg: DictConfig) -> bool:
 
 def settle_packages(cfg: DictConfig) -> None:
     """What this environment has and lacks, which workers would find out a minute after Ray has started; a dry run may
-    be made elsewhere. Where verl's default attention is not there, or FlashAttention 4 is, ours is taken, and said.
+    be made elsewhere. Where verl's default wants flash-attn and it is not there, ours is taken, and said.
 
     Args:
         cfg: changed in place.
@@ -901,16 +909,10 @@ def settle_packages(cfg: DictConfig) -> None:
     """
     if _has_our_attention(cfg):
         require_shaped_caches()
-    if get(cfg, _LIGER) and not _installed("liger-kernel"):
+    if get(cfg, _LIGER) and find_spec("liger_kernel") is None:
         refuse(_LIGER, True, "liger-kernel is not installed in this environment", f"pip install it, or {_LIGER}=false")
-    asked, packed = get(cfg, _ATTENTION), get(cfg, _PACKED, True)
-    # By the distribution's name: both install into a module flash_attn.
-    flash_attention, flash_attention_4 = _installed("flash-attn"), _installed("flash-attn-4")
-    if not _on_gpu(cfg):
-        return
-    if asked == "flash_attention_4":
-        refuse(_ATTENTION, asked, "transformers does not run it on packed rows", f"{_ATTENTION}={VARLEN}, which does")
-    if asked not in (None, _FLASH) or flash_attention and (asked or not flash_attention_4 or not packed):
+    asked = get(cfg, _ATTENTION)
+    if not _on_gpu(cfg) or asked not in (None, _FLASH) or installed("flash-attn"):
         return
     if asked:
         refuse(
@@ -919,19 +921,20 @@ def settle_packages(cfg: DictConfig) -> None:
             "flash-attn is not installed in this environment",
             f"leave it out, which takes {VARLEN}, or pip install flash-attn --no-build-isolation",
         )
-    if not packed:
+    if not get(cfg, _PACKED, True):
         refuse(_PACKED, False, f"flash-attn is not installed, and {VARLEN} packs", f"+{_ATTENTION}=sdpa")
     critic = get(cfg, "critic.enable")
     if critic is None:
         critic = get(cfg, "algorithm.adv_estimator") == "gae"
-    if critic and not flash_attention and get(cfg, _CRITIC_ATTENTION, _FLASH) == _FLASH:
+    if critic and get(cfg, _CRITIC_ATTENTION, _FLASH) == _FLASH:
         refuse(_CRITIC_ATTENTION, _FLASH, "flash-attn is not installed", f"+{_CRITIC_ATTENTION}=sdpa")
     OmegaConf.update(cfg, _ATTENTION, VARLEN, force_add=True)
-    which = "FlashAttention 4 from Hopper on" if flash_attention_4 else "PyTorch's own FlashAttention 2"
-    print(f"{_ATTENTION}={VARLEN}: {which}", file=sys.stderr)
+    newer = "FlashAttention 4 from Hopper on, else " if installed("flash-attn-4") else ""
+    print(f"flash-attn is not installed: {_ATTENTION}={VARLEN}, {newer}PyTorch's own FlashAttention 2", file=sys.stderr)
 
 
-def _installed(distribution: str) -> bool:
+def installed(distribution: str) -> bool:
+    """Whether a distribution is; flash-attn and flash-attn-4 share the module ``flash_attn``."""
     try:
         return bool(version(distribution))
     except PackageNotFoundError:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
-from transformers.utils import is_flash_attn_4_available
 from verl.models.transformers.monkey_patch import repeat_kv
 from verl.utils.ulysses import (
     gather_heads_scatter_seq,
@@ -25,7 +24,7 @@ from verl.utils.ulysses import (
 )
 
 from flashrl_verl.errors import ConfigError
-from flashrl_verl.validation import VARLEN
+from flashrl_verl.validation import VARLEN, installed
 
 _last: tuple[Any, torch.Tensor, int] | None = None
 
@@ -119,7 +118,7 @@ def _attend(
     """[tokens, heads, head size] each."""
     if (flash_attention_4 := _flash_attention_4()) is not None:
         left = None if window[0] < 0 else window[0]
-        result = flash_attention_4(
+        return flash_attention_4(
             query,
             key,
             value,
@@ -130,8 +129,8 @@ def _attend(
             softmax_scale=scaling,
             causal=True,
             window_size=(left, window[1]),
-        )
-        return result[0] if isinstance(result, tuple) else result
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )[0]
     from torch.nn.attention.varlen import varlen_attn
 
     # Before PyTorch 2.12 the argument is not there, and fewer KV heads are taken without it.
@@ -144,7 +143,7 @@ def _attend(
 @cache
 def _flash_attention_4() -> Callable | None:
     """``pip install flash-attn-4``, from Hopper on."""
-    if not is_flash_attn_4_available() or torch.cuda.get_device_capability()[0] < 9:
+    if not installed("flash-attn-4") or torch.cuda.get_device_capability()[0] < 9:
         return None
     from flash_attn.cute import flash_attn_varlen_func
 

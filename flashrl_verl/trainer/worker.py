@@ -27,7 +27,7 @@ class FlashRLWorker(ActorRolloutRefWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """verl's; then with ``flashrl.fp32_lm_head`` actor and reference compute their logits in FP32. Without
-        flash-attn, log-probs are taken of many tokens at a time (``patches.py``), and attention can be PyTorch's own.
+        flash-attn, log-probs are taken of many tokens at a time (``patches.py``), and attention can be ours.
 
         Raises:
             ConfigError: the model's head is of a kind that cannot.

@@ -140,7 +140,6 @@ def test_a_whole_step(qwen32b):
     """64 H200s, 8192 sequences of 4096 tokens; 31.2 billion weights of projections and 0.78 of the head pass a
     token."""
     tokens = 8192 * 4096
-    step = whole_step(qwen32b, H200, 64, rollout=100.0, tokens=tokens, length=4096, levers=Levers())
     products = 2 * tokens * (64 * (5120 * 5120 * 2 + 2 * 5120 * 1024 + 3 * 5120 * 27648) + 5120 * 152064)
     attention = 64 * 4 * 5120 * (4096 / 2) * tokens  # two products, each over the half that lies behind the token
     peak = 64 * 989e12

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trainer's attention without flash-attn: packed sequences stay apart, with Ulysses too."""
+"""The trainer's own attention: packed sequences stay apart, with Ulysses too."""
 
 import types
 

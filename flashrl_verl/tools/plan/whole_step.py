@@ -20,7 +20,7 @@ LIGER = 1.13
 """How many times as fast the products' part is with Liger's kernels."""
 
 EIGHT_BITS = 1.35, 1.07
-"""The same with ``flashrl.trainer_forward=int8``, of old log-probs and of the update. Of FP8 it is assumed."""
+"""The same with ``flashrl.trainer_forward=int8``, of old log-probs and of the update; FP8 has been like it."""
 
 PASSES = 4
 """Forward passes that an update takes as long as: one, its repetition (gradient checkpointing), and a backward pass of
@@ -109,8 +109,9 @@ def whole_step(
         levers: of the run.
     """
     peak = gpus * gpu.bf16
-    products = 2 * tokens * (shape.active + shape.head) / (PRODUCTS * (LIGER if levers.liger else 1.0) * peak)
     attention = shape.attention_operations(tokens, length) / peak
+    products = forward_operations(shape, tokens, length) / peak - attention
+    products /= PRODUCTS * (LIGER if levers.liger else 1.0)
     log_probs, update = (
         products / (EIGHT_BITS[number] if levers.eight_bit_forward else 1.0) + attention / share
         for number, share in enumerate(ATTENTION[levers.flash_attention_4])
