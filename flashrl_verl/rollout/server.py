@@ -92,10 +92,10 @@ class FlashRLHttpServer(vLLMHttpServer):
     async def generate(
         self, prompt_ids: list[int], sampling_params: dict[str, Any], *args: Any, **kwargs: Any
     ) -> TokenOutput:
-        """verl's, without the text, which it does not read: over a third of the server's CPU time for a token.
+        """verl's, without the text and the objects that it does not read: half of the server's CPU time for a token.
         Counts what it returns, as the trainer sees only the groups that dynamic sampling kept."""
-        # vLLM looks for strings to stop at in the text.
-        sampling_params = {"detokenize": bool(sampling_params.get("stop")), **sampling_params}
+        text = bool(sampling_params.get("stop"))  # strings, which vLLM looks for in it
+        sampling_params = {"detokenize": text, "flat_logprobs": True, **sampling_params}
         output = await super().generate(prompt_ids, sampling_params, *args, **kwargs)
         self._generated_tokens += len(output.token_ids)
         if not output.token_ids and output.stop_reason in ("aborted", "abort"):
