@@ -69,6 +69,30 @@ def _launch(
     triton_rows.quantize_rows_kernel[(rows,)](*arguments, HEAD=head, TAIL=tail, num_warps=warps)
 
 
+def quantize_columns(weight: torch.Tensor, fmt: WeightFormat) -> tuple[torch.Tensor, torch.Tensor]:
+    """``numerics.quantize_rows`` of the transpose, without making it.
+
+    Args:
+        weight: [N, K] bfloat16, float16 or float32, any strides.
+        fmt: format of the codes.
+
+    Returns:
+        Contiguous codes [K, N], and scales [K, 1] float32.
+    """
+    if not weight.is_cuda:
+        return numerics.quantize_rows(weight.t().contiguous(), fmt)
+    from flashrl_verl.quantization import triton_rows  # Triton is only where a GPU is
+
+    (rows, columns), tile = weight.shape, 64
+    scales = numerics.scales_of(torch.linalg.vector_norm(weight, torch.inf, dim=0)[:, None], fmt)
+    codes = torch.empty(columns, rows, dtype=fmt.dtype, device=weight.device)
+    if codes.numel():
+        grid = -(-rows // tile), -(-columns // tile)
+        sizes = (rows, columns, *weight.stride(), fmt.rounds_to_integers)
+        triton_rows.quantize_columns_kernel[grid](weight, scales, codes, *sizes, ROWS=tile, COLUMNS=tile, num_warps=4)
+    return codes, scales
+
+
 def dequantize_rows(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """``numerics.dequantize`` of contiguous codes [N, K] and scales [N, 1], in one pass."""
     assert codes.is_contiguous() and scales.is_contiguous()
