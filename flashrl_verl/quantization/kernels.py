@@ -70,7 +70,7 @@ def _launch(
 
 
 def quantize_columns(weight: torch.Tensor, fmt: WeightFormat) -> tuple[torch.Tensor, torch.Tensor]:
-    """``numerics.quantize_rows`` of the transpose, without making it.
+    """``numerics.quantize_rows`` of the transpose, which INT8 on a GPU does without.
 
     Args:
         weight: [N, K] bfloat16, float16 or float32, any strides.
@@ -79,17 +79,19 @@ def quantize_columns(weight: torch.Tensor, fmt: WeightFormat) -> tuple[torch.Ten
     Returns:
         Contiguous codes [K, N], and scales [K, 1] float32.
     """
-    if not weight.is_cuda:
-        return numerics.quantize_rows(weight.t().contiguous(), fmt)
+    rows, columns = weight.shape
+    codes = torch.empty(columns, rows, dtype=fmt.dtype, device=weight.device)
+    if not (weight.is_cuda and fmt.rounds_to_integers):  # Triton 3.6 transposed tiles of FP8 wrongly on an H100
+        scales = torch.empty(columns, 1, dtype=torch.float32, device=weight.device)
+        quantize_rows_into(weight.t().contiguous(), codes, scales, fmt)
+        return codes, scales
     from flashrl_verl.quantization import triton_rows  # Triton is only where a GPU is
 
-    (rows, columns), tile = weight.shape, 64
-    scales = numerics.scales_of(torch.linalg.vector_norm(weight, torch.inf, dim=0)[:, None], fmt)
-    codes = torch.empty(columns, rows, dtype=fmt.dtype, device=weight.device)
+    scales, tile = numerics.scales_of(torch.linalg.vector_norm(weight, torch.inf, dim=0)[:, None], fmt), 64
     if codes.numel():
         grid = -(-rows // tile), -(-columns // tile)
-        sizes = (rows, columns, *weight.stride(), fmt.rounds_to_integers)
-        triton_rows.quantize_columns_kernel[grid](weight, scales, codes, *sizes, ROWS=tile, COLUMNS=tile, num_warps=4)
+        arguments = (weight, scales, codes, rows, columns, *weight.stride())
+        triton_rows.quantize_columns_kernel[grid](*arguments, ROWS=tile, COLUMNS=tile, num_warps=4)
     return codes, scales
 
 
