@@ -13,8 +13,8 @@ from __future__ import annotations
 import json
 import re
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import typer
@@ -186,35 +186,18 @@ def refit(*files: str) -> Rows:
     return rows
 
 
-def step_rows(files: Sequence[str], what: str, base: str, named: Callable[[Any], Iterator[tuple[str, Any]]]) -> Rows:
-    """Seconds of a step as `flashrl plan --json` computed them: what is compared, over what, and which of a record."""
-    parts = "rollout", "log_probs", "update", "refit", "seconds"
-    header = ["GPUs", what, "rollout s", "old log-probs s", "policy update s", "weight update s", "step s"]
-    rows = [[*header, "steps an hour", f"x {base}"]]
-    for record in map(load, files):
-        found = list(named(record))
-        for name, whole in found:
-            seconds = [f"{whole[part]:.0f}" for part in parts]
-            speed = f"{3600 / whole['seconds']:.3g}", f"{found[0][1]['seconds'] / whole['seconds']:.2f}"
-            rows.append([f"{record['gpus']} x {record['gpu']['name']}", name, *seconds, *speed])
-    return rows
-
-
-def step(*files: str) -> Rows:
-    """By number format."""
-
-    def named(record: Any) -> Iterator[tuple[str, Any]]:
-        for outcome in record["outcomes"]:
-            if outcome["whole"]:
-                choice = outcome["choice"]
-                yield choice["precision"] + " + INT8 KV" * (choice["kv_cache"] != "auto"), outcome["whole"]
-
-    return step_rows(files, "variant", "BF16", named)
-
-
 def levers(*files: str) -> Rows:
-    """Stock verl, and what each lever makes of it."""
-    return step_rows(files, "levers", "stock", lambda record: ((one["name"], one) for one in record["by_lever"]))
+    """Seconds of a step as `flashrl plan --json` computed them: stock verl, and what each lever makes of it."""
+    parts = "rollout", "log_probs", "update", "refit", "seconds"
+    header = ["GPUs", "levers", "rollout s", "old log-probs s", "policy update s", "weight update s", "step s"]
+    rows = [[*header, "steps an hour", "x stock"]]
+    for record in map(load, files):
+        for one in record["by_lever"]:
+            stock = record["by_lever"][0]["seconds"]
+            speed = f"{3600 / one['seconds']:.3g}", f"{stock / one['seconds']:.2f}"
+            where = f"{record['gpus']} x {record['gpu']['name']}"
+            rows.append([where, one["name"], *(f"{one[part]:.0f}" for part in parts), *speed])
+    return rows
 
 
 def training(*files: str) -> Rows:
@@ -244,33 +227,40 @@ CONSTANT = 0.4
 """Share of constant groups of the composed step."""
 LENGTH = 8192
 """Tokens of the sequences that the trainer's speeds in it are of."""
+USED = 192
+"""Responses that it trains on."""
 
 
 def composed(rollout: str, plain: str, liger: str, eight_bits: str) -> Rows:
-    """A step of measured phases, with as many used responses as the rollout has. Groups are generated as `flashrl plan`
-    counts them; the weight update is its guess."""
-    of = {one.variant: one for one in rollouts(rollout)}
-    sequences, prompt, response = of["bf16"].workload
+    """A step of measured phases. Groups are generated as `flashrl plan` counts them; the weight update is its guess."""
+    found = [one for formats in ("bf16", "int8", "int8-kv") for one in rollouts(f"{rollout}-{formats}")]
+    rollout_s = {(one.variant, one.workload[0]): statistics.median(one.seconds) for one in found}
+    tokens = USED * sum(found[0].workload[1:])
     refit = load("step/h200.json")["by_lever"][0]["refit"]
     header = ["levers", "rollout s", "old log-probs s", "policy update s", "weight update s", "step s"]
-    rows, stock = [[*header, "steps an hour", "x stock"]], None
-    for name, variant, refill, even, file in (
-        ("stock verl, BF16", "bf16", False, False, plain),
-        ("+ refill", "bf16", True, False, plain),
-        ("+ even mini-batches", "bf16", True, True, plain),
-        ("+ INT8 weights", "int8", True, True, plain),
-        ("+ INT8 KV cache", "int8+int8kv", True, True, plain),
-        ("+ Liger's kernels", "int8+int8kv", True, True, liger),
-        ("+ INT8 forward pass", "int8+int8kv", True, True, eight_bits),
+    rows, stock, levers = [[*header, "steps an hour", "x stock"]], None, Levers(constant=CONSTANT, refill=False)
+    for name, variant, more, file in (
+        ("stock verl, BF16", "bf16", {"even_mini_batches": False}, plain),
+        ("+ refill", "bf16", {"refill": True}, plain),
+        ("+ even mini-batches", "bf16", {"even_mini_batches": True}, plain),
+        ("+ INT8 weights", "int8", {}, plain),
+        ("+ INT8 KV cache", "int8+int8kv", {}, plain),
+        ("+ Liger's kernels", "int8+int8kv", {}, liger),
+        ("+ INT8 forward pass", "int8+int8kv", {}, eight_bits),
+        ("+ asynchrony", "int8+int8kv", {"asynchronous": True}, eight_bits),
     ):
+        levers = replace(levers, **more)
         speed = {one["name"]: one["tokens"] / one["whole_s"] for one in load(file)["passes"] if one["length"] == LENGTH}
-        passes = [sequences * (prompt + response) / speed[part] for part in ("old log-probs", "policy update")]
-        passes[1] *= 1.0 if even else WAITS
-        generation = statistics.median(of[variant].seconds) * Levers(constant=CONSTANT, refill=refill).started
+        passes = [tokens / speed[part] for part in ("old log-probs", "policy update")]
+        passes[1] *= 1.0 if levers.even_mini_batches else WAITS
+        started = round(USED * levers.started)
+        generation = rollout_s[variant, started]
+        if levers.asynchronous:  # another batch is in flight: what this one adds to it
+            generation = rollout_s[variant, 2 * started] - generation
         seconds = [generation, *passes, refit]
         step = sum(seconds)
         stock = stock or step
-        rows.append([name, *(f"{s:.0f}" for s in (*seconds, step)), f"{3600 / step:.2f}", f"{stock / step:.2f}"])
+        rows.append([name, *(f"{s:.0f}" for s in (*seconds, step)), f"{3600 / step:.1f}", f"{stock / step:.2f}"])
     return rows
 
 
@@ -456,7 +446,7 @@ def readme() -> Rows:
 TABLES: dict[str, Callable[..., Rows]] = {
     function.__name__: function
     for function in (
-        rollout_memory, rollout_steps, throughput, refit, step, levers, training, composed, steps_run,
+        rollout_memory, rollout_steps, throughput, refit, levers, training, composed, steps_run,
         mismatch, noise, outliers, quickstart, recipe, recipe_costs, learning, learning_summary,
         readme,
     )

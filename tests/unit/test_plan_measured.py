@@ -125,12 +125,12 @@ def test_ratios_to_bf16_are_planned_within_8_percent_but_where_repeats_differ():
     assert compared > 50
 
 
-def test_rollouts_with_long_tails_are_planned_within_13_percent():
+def test_rollouts_with_long_tails_are_planned_within_10_percent():
     tailed = [one for one in measured() if one.work.spread]
-    assert len(tailed) > 2
+    assert len(tailed) > 8
     for one in tailed:
         planned = simulate(one.clock, one.work, one.tokens, one.engine.max_num_seqs).seconds
-        assert planned == pytest.approx(statistics.median(one.timing["seconds"]), rel=0.13), str(one.clock.choice)
+        assert planned == pytest.approx(statistics.median(one.timing["seconds"]), rel=0.1), str(one.clock.choice)
 
 
 def test_the_parts_of_profiled_steps_are_planned():
@@ -174,7 +174,7 @@ def trainer_passes():
 def test_the_trainers_passes_are_as_measured():
     found = list(trainer_passes())
     assert len(found) > 50
-    for name, least, most in (("old log-probs", 0.8, 1.2), ("policy update", 0.88, 1.15)):
+    for name, least, most in (("old log-probs", 0.79, 1.2), ("policy update", 0.88, 1.15)):
         ratios = [ratio for pass_, ratio in found if pass_ == name]
         assert least < min(ratios) and max(ratios) < most, (name, min(ratios), max(ratios))
         assert statistics.median(ratios) == pytest.approx(1.0, abs=0.03)

@@ -27,6 +27,10 @@ COMPUTE = {Precision.BF16: 0.73, Precision.INT8: 0.62, Precision.FP8: 0.62}
 """Share of the data sheet's operations that the products of a decode step reach: 24.0, 14.2 and 15.0 ms at 256
 sequences, beyond which nothing was measured."""
 
+TILE = 256
+"""Rows that an 8-bit product of more than half as many takes at a time: 257 sequences take as long as 512. Two tiles of
+128 in vLLM's CUTLASS kernels for Hopper; seen in rollouts with long tails, in INT8."""
+
 PREFILL = {Precision.BF16: 0.65, Precision.INT8: 0.54, Precision.FP8: 0.51}
 """The same share in a prefill, whose products are large, with the rest of a layer; of attention too, which is BF16's
 whatever the weights are. Fitted to 128 x 256 (FP8: 256 x 256) and 28 x 8192 tokens."""
@@ -124,6 +128,8 @@ class Clock:
         """Seconds of all products of ``tokens``, of which so many are asked for logits; None: all."""
         memory = self._weights_read(tokens) / (WEIGHT_STREAM[self.choice.precision] * self.gpu.bandwidth)
         speed = self.gpu.compute(self.choice.precision)
+        if self.choice.precision is not Precision.BF16 and asked is None and tokens > TILE / 2:
+            tokens = TILE * math.ceil(tokens / TILE)
         compute = 2 * tokens * self.shape.active / self.tensor_parallel / (share * speed)
         compute += (
             2 * (tokens if asked is None else asked) * self.shape.head / self.tensor_parallel / (share * self.gpu.bf16)
