@@ -15,9 +15,11 @@ import re
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from matplotlib.figure import Figure
 
 from benchmarks.common import RESULTS, ROOT, run, standard_error
 from benchmarks.learning import HEADER, by_variant
@@ -231,9 +233,10 @@ USED = 192
 """Responses that it trains on."""
 
 
-def composed(rollout: str, plain: str, liger: str, eight_bits: str) -> Rows:
+def composed() -> Rows:
     """A step of measured phases. Groups are generated as `flashrl plan` counts them; the weight update is its guess."""
-    found = [one for formats in ("bf16", "int8", "int8-kv") for one in rollouts(f"{rollout}-{formats}")]
+    plain, liger, eight_bits = (f"step/8bit/{name}.json" for name in ("bf16", "liger-bf16", "liger-int8"))
+    found = [one for name in ("bf16", "int8", "int8-kv") for one in rollouts(f"rollout/qwen2.5-32b-step-{name}")]
     rollout_s = {(one.variant, one.workload[0]): statistics.median(one.seconds) for one in found}
     tokens = USED * sum(found[0].workload[1:])
     refit = load("step/h200.json")["by_lever"][0]["refit"]
@@ -262,6 +265,20 @@ def composed(rollout: str, plain: str, liger: str, eight_bits: str) -> Rows:
         stock = stock or step
         rows.append([name, *(f"{s:.0f}" for s in (*seconds, step)), f"{3600 / step:.1f}", f"{stock / step:.2f}"])
     return rows
+
+
+def draw(rows: Rows, file: Path) -> None:
+    """A bar a row, of the four columns behind the first."""
+    axes = (figure := Figure(figsize=(8, 3.4), layout="constrained", dpi=120)).subplots()
+    names, ends = [row[0] for row in rows[1:]], [0.0] * len(rows[1:])
+    for column in range(1, 5):
+        seconds = [float(row[column]) for row in rows[1:]]
+        axes.barh(names, seconds, left=ends, label=rows[0][column].removesuffix(" s"))
+        ends = [end + more for end, more in zip(ends, seconds, strict=True)]
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds of a step")
+    axes.legend(frameon=False)
+    figure.savefig(file, metadata={"Software": None})
 
 
 # ---- mismatch ----
@@ -361,26 +378,6 @@ def recipe(*folders: str) -> Rows:
     return rows
 
 
-def recipe_costs(*folders: str) -> Rows:
-    """Ten steps of the recipe: seconds, means over the steps."""
-    keys = {
-        "step s": "timing_s/step",
-        "rollout s": "timing_s/gen",
-        "old log-prob s": "timing_s/old_log_prob",
-        "advantage s": "timing_s/adv",
-        "actor update s": "timing_s/update_actor",
-        "refit s": "timing_s/update_weights",
-        "allocated GiB": "actor/perf/max_memory_allocated_gb",
-        "reserved GiB": "actor/perf/max_memory_reserved_gb",
-    }
-    rows = [["run", *keys, "weights GB"]]
-    for folder in folders:
-        found = metrics(f"{folder}/metrics.jsonl")
-        cells = [f"{statistics.fmean(found[k]):.2f}" if k[0] == "t" else f"{max(found[k]):.1f}" for k in keys.values()]
-        rows.append([folder.rpartition("/")[2], *cells, f"{found['flashrl/weight_bytes'][-1] / 1e9:.3g}"])
-    return rows
-
-
 # ---- learning ----
 
 
@@ -447,7 +444,7 @@ TABLES: dict[str, Callable[..., Rows]] = {
     function.__name__: function
     for function in (
         rollout_memory, rollout_steps, throughput, refit, levers, training, composed, steps_run,
-        mismatch, noise, outliers, quickstart, recipe, recipe_costs, learning, learning_summary,
+        mismatch, noise, outliers, quickstart, recipe, learning, learning_summary,
         readme,
     )
 }  # fmt: skip
@@ -485,6 +482,8 @@ def tables(
             old.append(str(page.relative_to(ROOT)))
             if not check:
                 write_whole(page, new.encode())
+    if not check:
+        draw(composed(), ROOT / "docs" / "results" / "step" / "composed.png")
     print(f"{'not up to date' if check else 'written'}: {', '.join(old) or 'none'}")
     raise typer.Exit(int(check and bool(old)))
 

@@ -36,7 +36,7 @@ with 4 ranks: 4.5 to 5.5 %."""
 
 REFIT_RATE = 6e9
 """Bytes/s from the trainer's shards to an engine's weights. Assumed: gathering and sending 0.72 GB took 52 and 68 ms on
-one H200 (docs/results/recipe.md). There tensors are small, which costs; and nothing crosses a network, which does
+one H200, once. There tensors are small, which costs; and nothing crosses a network, which does
 not."""
 
 
