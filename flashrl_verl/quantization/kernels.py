@@ -69,32 +69,6 @@ def _launch(
     triton_rows.quantize_rows_kernel[(rows,)](*arguments, HEAD=head, TAIL=tail, num_warps=warps)
 
 
-def quantize_columns(weight: torch.Tensor, fmt: WeightFormat) -> tuple[torch.Tensor, torch.Tensor]:
-    """``numerics.quantize_rows`` of the transpose, which INT8 on a GPU does without.
-
-    Args:
-        weight: [N, K] bfloat16, float16 or float32, any strides.
-        fmt: format of the codes.
-
-    Returns:
-        Contiguous codes [K, N], and scales [K, 1] float32.
-    """
-    rows, columns = weight.shape
-    codes = torch.empty(columns, rows, dtype=fmt.dtype, device=weight.device)
-    if not (weight.is_cuda and fmt.rounds_to_integers):  # Triton 3.6 transposed tiles of FP8 wrongly on an H100
-        scales = torch.empty(columns, 1, dtype=torch.float32, device=weight.device)
-        quantize_rows_into(weight.t().contiguous(), codes, scales, fmt)
-        return codes, scales
-    from flashrl_verl.quantization import triton_rows  # Triton is only where a GPU is
-
-    scales, tile = numerics.scales_of(torch.linalg.vector_norm(weight, torch.inf, dim=0)[:, None], fmt), 64
-    if codes.numel():
-        grid = -(-rows // tile), -(-columns // tile)
-        arguments = (weight, scales, codes, rows, columns, *weight.stride())
-        triton_rows.quantize_columns_kernel[grid](*arguments, ROWS=tile, COLUMNS=tile, num_warps=4)
-    return codes, scales
-
-
 def dequantize_rows(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """``numerics.dequantize`` of contiguous codes [N, K] and scales [N, 1], in one pass."""
     assert codes.is_contiguous() and scales.is_contiguous()

@@ -53,12 +53,7 @@ def row_scales(weight: torch.Tensor, fmt: WeightFormat) -> torch.Tensor:
     Returns:
         [..., N, 1] float32, strictly positive for finite input; NaN or Inf where the row holds one.
     """
-    return scales_of(weight.abs().amax(dim=-1, keepdim=True), fmt)
-
-
-def scales_of(absmax: torch.Tensor, fmt: WeightFormat) -> torch.Tensor:
-    """Return the scales, float32, of rows with these largest magnitudes."""
-    absmax = absmax.float()
+    absmax = weight.abs().amax(dim=-1, keepdim=True).float()
     # A tensor divisor: torch turns division by a Python number into a multiplication by its reciprocal on some
     # back ends, which is not the IEEE quotient.
     scales = absmax / torch.full_like(absmax, fmt.code_max)

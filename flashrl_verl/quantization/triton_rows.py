@@ -145,19 +145,3 @@ def dequantize_rows_kernel(q_ptr, s_ptr, out_ptr, k, BLOCK: tl.constexpr):
     row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     codes = tl.load(q_ptr + row * k + columns, mask=columns < k, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * k + columns, (codes * tl.load(s_ptr + row)).to(out_ptr.dtype.element_ty), mask=columns < k)
-
-
-@triton.jit
-def quantize_columns_kernel(w_ptr, s_ptr, q_ptr, n, k, w_row, w_col, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """A tile of ``w_ptr`` [n, k], of a scale a column, to INT8 codes of its transpose, ``q_ptr`` [k, n], contiguous."""
-    rows, columns = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    rows, columns = rows.to(tl.int64)[:, None], columns.to(tl.int64)[None, :]
-    keep = (rows < n) & (columns < k)
-    x = tl.load(w_ptr + rows * w_row + columns * w_col, mask=keep, other=0.0)
-    scale = tl.load(s_ptr + columns, mask=columns < k, other=1.0)
-    inverse = tl.div_rn(1.0, scale)
-    if (tl.min(scale) >= _LEAST) & (tl.max(scale) <= _MOST):
-        codes = _codes(x, scale, inverse, False, True, q_ptr.dtype.element_ty)
-    else:
-        codes = _codes(x, scale, inverse, True, True, q_ptr.dtype.element_ty)
-    tl.store(q_ptr + tl.trans(columns * n + rows), tl.trans(codes), mask=tl.trans(keep))

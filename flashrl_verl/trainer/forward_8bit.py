@@ -27,7 +27,7 @@ from verl.utils.model import convert_weight_keys
 from flashrl_verl.errors import ConfigError, FlashRLError, listed
 from flashrl_verl.quantization.formats import weight_format
 from flashrl_verl.quantization.gemm import w8a8
-from flashrl_verl.quantization.kernels import dequantize_rows, quantize_columns, quantize_rows_into
+from flashrl_verl.quantization.kernels import dequantize_rows, quantize_rows_into
 from flashrl_verl.quantization.numerics import WeightFormat
 from flashrl_verl.refit.code_digest import code_digest
 from flashrl_verl.settings import Precision
@@ -79,7 +79,8 @@ class _Gradients(torch.autograd.Function):
                 dx = grad @ dequantize_rows(*quantize_weight(weight, fmt), dtype)
             elif of_x:
                 quantize, multiply = w8a8(backward_fmt)
-                codes, scales = quantize_columns(weight.detach(), backward_fmt)  # g W' sums over its rows
+                # A scale for each input, which g W' sums over.
+                codes, scales = quantize_weight(weight.t().contiguous(), backward_fmt)
                 grad_codes, grad_scales = quantize(grad)
                 dx = multiply(grad_codes, codes.t(), grad_scales, scales, dtype, None)
             if of_weight:

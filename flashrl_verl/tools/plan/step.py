@@ -25,11 +25,11 @@ sequences."""
 
 COMPUTE = {Precision.BF16: 0.73, Precision.INT8: 0.62, Precision.FP8: 0.62}
 """Share of the data sheet's operations that the products of a decode step reach: 24.0, 14.2 and 15.0 ms at 256
-sequences, beyond which nothing was measured."""
+sequences."""
 
 TILE = 256
 """Rows that an 8-bit product of more than half as many takes at a time: 257 sequences take as long as 512. Two tiles of
-128 in vLLM's CUTLASS kernels for Hopper; seen in rollouts with long tails, in INT8."""
+128 in vLLM's CUTLASS kernels for Hopper. Seen in rollouts with long tails, in INT8; assumed of FP8 and of A100s."""
 
 PREFILL = {Precision.BF16: 0.65, Precision.INT8: 0.54, Precision.FP8: 0.51}
 """The same share in a prefill, whose products are large, with the rest of a layer; of attention too, which is BF16's
@@ -128,9 +128,9 @@ class Clock:
         """Seconds of all products of ``tokens``, of which so many are asked for logits; None: all."""
         memory = self._weights_read(tokens) / (WEIGHT_STREAM[self.choice.precision] * self.gpu.bandwidth)
         speed = self.gpu.compute(self.choice.precision)
-        if self.choice.precision is not Precision.BF16 and asked is None and tokens > TILE / 2:
-            tokens = TILE * math.ceil(tokens / TILE)
-        compute = 2 * tokens * self.shape.active / self.tensor_parallel / (share * speed)
+        in_tiles = self.choice.precision is not Precision.BF16 and not self.shape.expert and asked is None
+        rows = TILE * math.ceil(tokens / TILE) if in_tiles and tokens > TILE / 2 else tokens
+        compute = 2 * rows * self.shape.active / self.tensor_parallel / (share * speed)
         compute += (
             2 * (tokens if asked is None else asked) * self.shape.head / self.tensor_parallel / (share * self.gpu.bf16)
         )

@@ -35,9 +35,8 @@ WAITS = 1.05
 with 4 ranks: 4.5 to 5.5 %."""
 
 REFIT_RATE = 6e9
-"""Bytes/s from the trainer's shards to an engine's weights. Assumed: gathering and sending 0.72 GB took 52 and 68 ms on
-one H200, once. There tensors are small, which costs; and nothing crosses a network, which does
-not."""
+"""Bytes/s from the trainer's shards to an engine's weights. Assumed: 3 GB took 0.34 to 0.51 s on one H100
+(benchmarks/results/step/end-to-end). Nothing crosses a network there."""
 
 
 @dataclass(frozen=True, kw_only=True)
