@@ -83,7 +83,7 @@ EXTRAS = {
     "async": "trainer.v1.trainer_mode=flashrl_colocate_async",
     "verls_order": "flashrl.sampling.even_mini_batches=false",
     "forward8": "flashrl.trainer_forward={precision} "
-    "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=bfloat16",  # on a CPU it would be float32
+    "++actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=bfloat16",  # on a CPU it would be float32
 }
 """Words of a variant beside precision and correction."""
 SCORE = re.compile(r"val-core/.*/acc/mean@\d+")

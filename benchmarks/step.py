@@ -33,7 +33,7 @@ LEVERS = {
     "kv": ("flashrl.kv_cache=int8_per_token_head",),
     "forward8": (
         "flashrl.trainer_forward=${flashrl.precision}",
-        "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=bfloat16",  # on a CPU it would be float32
+        "++actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=bfloat16",  # on a CPU it would be float32
     ),
     "backward8": ("flashrl.trainer_backward=${flashrl.precision}",),
     "async": ("trainer.v1.trainer_mode=flashrl_colocate_async",),

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import common, learning, mismatch, rollout, tables, training
+from benchmarks import common, learning, mismatch, rollout, step, tables, training
 from flashrl_verl.errors import ConfigError, FlashRLError
+from flashrl_verl.tools.recipe_process import compose
+from flashrl_verl.validation import validate_config
 
 
 def test_every_table_of_the_results_and_the_readme_is_that_of_the_raw_data():
@@ -41,6 +43,12 @@ def test_a_variant_is_a_precision_and_a_correction_of_the_recipe(variant, expect
 def test_a_variant_that_is_incomplete_or_not_known_is_refused(variant):
     with pytest.raises(ConfigError, match="--variants"):
         learning.variant_overrides(variant)
+
+
+@pytest.mark.parametrize("hardware", ["cuda", "cpu"])
+def test_an_8_bit_forward_pass_can_be_asked_for_on_every_device(hardware):
+    for words in (learning.variant_overrides("int8+forward8+tis"), step.variant_overrides("int8+forward8+backward8")):
+        validate_config(compose(["experiment=chain", f"hardware={hardware}", *words]))
 
 
 def record(finals: dict[str, list[float | None]]) -> dict:
@@ -95,8 +103,8 @@ def test_an_interrupted_line_of_metrics_is_left_out_and_the_newest_checkpoint_al
     this = learning.Run(variant="int8+tis", seed=0, folder=tmp_path, steps=60)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "data": {"rollout_corr/k3_kl": 0.5}}\n{"step": 2, "da')
     assert this.rows() == {1: {"rollout_corr/k3_kl": 0.5}} and this.saved == 0
-    for step in (2, 4):
-        (tmp_path / "checkpoints" / f"global_step_{step}").mkdir(parents=True)
+    for number in (2, 4):
+        (tmp_path / "checkpoints" / f"global_step_{number}").mkdir(parents=True)
     (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("4")
     learning.prune(this)
     assert [path.name for path in (tmp_path / "checkpoints").glob("global_step_*")] == ["global_step_4"]
