@@ -124,7 +124,9 @@ def test_a_trainer_in_8_bits_has_the_engines_codes_and_learns(recipe, precision)
 
 @pytest.mark.slow
 def test_an_asynchronous_run_trains_on_trajectories_of_two_versions_and_knows_which(recipe):
-    run = recipe("trainer.v1.trainer_mode=flashrl_colocate_async", "trainer.total_training_steps=4")
+    # Long enough that an update stops some of them. A random model ends a few of its responses by chance.
+    long = "data.max_response_length=440", "actor_rollout_ref.rollout.max_model_len=512"
+    run = recipe("trainer.v1.trainer_mode=flashrl_colocate_async", "trainer.total_training_steps=4", *long)
     assert run.returncode == 0, run.failure
     metrics = run.metrics()
     assert sorted(metrics) == list(range(5)) and all(
@@ -139,6 +141,11 @@ def test_an_asynchronous_run_trains_on_trajectories_of_two_versions_and_knows_wh
         assert sum(lag * share for lag, share in enumerate(ages)) < 2
         old += ages[1]
     assert old > 0, "no trajectory has outlived an update"
+    spans = [metrics[step]["training/off_policy/trajectory_spans/max"] for step in range(2, 5)]
+    assert max(spans) > 1, "no update has stopped a response"
+    assert "Submission gate barrier timed out" not in run.output, (
+        "an update waited a minute for requests to be admitted"
+    )
 
 
 @pytest.mark.slow
