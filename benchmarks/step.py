@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -50,6 +49,7 @@ PARTS = {
 COLUMNS = {
     **PARTS,
     "step": "timing_s/step",
+    "tokens/s": "flashrl/tokens_per_second_gen",
     "response": "response_length/mean",
     "started": "training/filter_groups/started_samples",
     "constant": "training/filter_groups/evicted_samples",
@@ -92,10 +92,9 @@ def run_variant(name: str, words: list[str], folder: Path, steps: int, settings:
     Raises:
         FlashRLError: the run ended before its last step.
     """
-    began = time.monotonic()
     rows = train([sys.executable, "-m", MODULE, *words], folder, steps, {SETTINGS: json.dumps(settings)})
     found = [{key: row.get(metric) for key, metric in COLUMNS.items()} for row in rows.values()]
-    return {"variant": name, "overrides": variant_overrides(name), "seconds": time.monotonic() - began, "steps": found}
+    return {"variant": name, "overrides": variant_overrides(name), "steps": found}
 
 
 def rows_of(results: list[dict[str, Any]]) -> list[list[str]]:
@@ -104,12 +103,12 @@ def rows_of(results: list[dict[str, Any]]) -> list[list[str]]:
     for one in results:
         of = {
             key: statistics.median(values)
-            if (values := [s[key] for s in one["steps"][1:] if s[key] is not None])
+            if (values := [s[key] for s in one["steps"][1:] if s.get(key) is not None])
             else None
             for key in COLUMNS
         }
         first = first or of["step"]
-        cells = ["-" if of[key] is None else f"{of[key]:.3g}" for key in COLUMNS]
+        cells = ["-" if of[key] is None else f"{of[key]:{'.0f' if of[key] > 999 else '.3g'}}" for key in COLUMNS]
         table.append([one["variant"], *cells, f"{first / of['step']:.2f}"])
     return table
 

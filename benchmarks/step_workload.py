@@ -2,8 +2,8 @@
 """The work of ``benchmarks.step``, for verl to import: responses of given lengths, and groups that are constant.
 
 A model of random weights hardly ever ends a response. Here each has a length of its own: lognormal, its group's and its
-own part alike, drawn from its prompt and its number, so that every variant generates as many tokens.
-FLASHRL_BENCH_STEP holds median, spread, and share of constant groups.
+own part alike, drawn from its prompt and its number. So a prompt's lengths are the same in every variant; how many
+prompts a step needs is not. FLASHRL_BENCH_STEP holds median, spread, and share of constant groups.
 """
 
 from __future__ import annotations

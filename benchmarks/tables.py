@@ -15,17 +15,20 @@ import re
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from matplotlib.figure import Figure
 
-from benchmarks.common import RESULTS, ROOT, run, standard_error
+from benchmarks.common import RESULTS, ROOT, interval, run
 from benchmarks.learning import HEADER, by_variant
 from benchmarks.learning import table as learning_table
 from flashrl_verl.errors import ConfigError
-from flashrl_verl.tools.plan.whole_step import WAITS, Levers
+from flashrl_verl.tools.plan.command import DEFAULTS, of_run, plan_of
+from flashrl_verl.tools.plan.gpus import find
+from flashrl_verl.tools.plan.whole_step import WAITS, Levers, WholeStep
 from flashrl_verl.trainer.atomic_write import write_whole
 
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs" / "results").glob("*.md")))
@@ -51,8 +54,9 @@ def ranged(values: Sequence[float], form: str) -> str:
 
 
 def plus_minus(values: Sequence[float], form: str = ".3f") -> str:
-    """Mean and its standard error."""
-    return f"{statistics.fmean(values):{form}} ± {standard_error(values):{form.lstrip('+')}}"
+    """Mean, and half of its 95 % interval."""
+    middle, half = interval(values)
+    return f"{middle:{form}} ± {half:{form.lstrip('+')}}"
 
 
 # ---- rollout and throughput ----
@@ -188,17 +192,24 @@ def refit(*files: str) -> Rows:
     return rows
 
 
-def levers(*files: str) -> Rows:
-    """Seconds of a step as `flashrl plan --json` computed them: stock verl, and what each lever makes of it."""
-    parts = "rollout", "log_probs", "update", "refit", "seconds"
+@cache
+def planned(gpu: str, gpus: str) -> dict[str, WholeStep]:
+    """Steps of DAPO-32B by lever, as `flashrl plan` computes them: stock verl first, then with one more each."""
+    run = of_run(["experiment=dapo_qwen2.5_32b_int8"]) | {"gpus": int(gpus)}
+    return dict(plan_of(DEFAULTS | run, find(gpu)).by_lever)
+
+
+def levers(*where: str) -> Rows:
+    """Seconds of a step by lever, on such as ``32xh100``."""
     header = ["GPUs", "levers", "rollout s", "old log-probs s", "policy update s", "weight update s", "step s"]
     rows = [[*header, "steps an hour", "x stock"]]
-    for record in map(load, files):
-        for one in record["by_lever"]:
-            stock = record["by_lever"][0]["seconds"]
-            speed = f"{3600 / one['seconds']:.3g}", f"{stock / one['seconds']:.2f}"
-            where = f"{record['gpus']} x {record['gpu']['name']}"
-            rows.append([where, one["name"], *(f"{one[part]:.0f}" for part in parts), *speed])
+    for gpus, gpu in (one.split("x", 1) for one in where):
+        steps = planned(gpu, gpus)
+        stock = next(iter(steps.values())).seconds
+        for name, step in steps.items():
+            parts = step.rollout, step.log_probs, step.update, step.refit, step.seconds
+            speed = f"{3600 / step.seconds:.3g}", f"{stock / step.seconds:.2f}"
+            rows.append([f"{gpus} x {gpu}", name, *(f"{part:.0f}" for part in parts), *speed])
     return rows
 
 
@@ -242,9 +253,9 @@ def composed() -> Rows:
     found = [one for name in ("bf16", "int8", "int8-kv") for one in rollouts(f"rollout/qwen2.5-32b-step-{name}")]
     rollout_s = {(one.variant, one.workload[0]): statistics.median(one.seconds) for one in found}
     tokens = USED * sum(found[0].workload[1:])
-    refit = load("step/h200.json")["by_lever"][0]["refit"]
+    refit = next(iter(planned("h200", "64").values())).refit
     header = ["levers", "rollout s", "old log-probs s", "policy update s", "weight update s", "step s"]
-    rows, stock, levers = [[*header, "steps an hour", "x stock"]], None, Levers(constant=CONSTANT, refill=False)
+    rows, stock, now = [[*header, "steps an hour", "x stock"]], None, Levers(constant=CONSTANT, refill=False)
     for name, variant, more, file in (
         ("stock verl, BF16", "bf16", {"even_mini_batches": False}, plain),
         ("+ refill", "bf16", {"refill": True}, plain),
@@ -255,13 +266,13 @@ def composed() -> Rows:
         ("+ INT8 forward pass", "int8+int8kv", {}, eight_bits),
         ("+ asynchrony", "int8+int8kv", {"asynchronous": True}, eight_bits),
     ):
-        levers = replace(levers, **more)
+        now = replace(now, **more)
         speed = {one["name"]: one["tokens"] / one["whole_s"] for one in load(file)["passes"] if one["length"] == LENGTH}
         passes = [tokens / speed[part] for part in ("old log-probs", "policy update")]
-        passes[1] *= 1.0 if levers.even_mini_batches else WAITS
-        started = round(USED * levers.started)
+        passes[1] *= 1.0 if now.even_mini_batches else WAITS
+        started = round(USED * now.started)
         generation = rollout_s[variant, started]
-        if levers.asynchronous:
+        if now.asynchronous:
             generation = STEADY * (rollout_s[variant, 2 * started] - generation)
         seconds = [generation, *passes, refit]
         step = sum(seconds)
@@ -424,17 +435,20 @@ def learning_summary(*files: str) -> Rows:
 
 def readme() -> Rows:
     """At most five rows."""
-    rows = [["Qwen2.5-32B", "BF16", "INT8", "speed-up"]]
-    seconds = {one["name"]: one["seconds"] for one in load("step/h100.json")["by_lever"]}
-    stock, step = seconds["stock verl, BF16"], "a DAPO step on 32 H100s, over stock verl, *computed*, s"
-    for lever, words in (("+ INT8 weights", step), ("+ INT8 KV cache", f"{step}, INT8 KV cache")):
-        ours = seconds[lever]
-        rows.append([words, f"{stock:.0f}", f"{ours:.0f}", f"[{stock / ours:.2f} x](docs/results/step.md)"])
-    long, short = "rollout/qwen2.5-32b-long-tail", "throughput/again/qwen2.5-32b-71gib"
+    rows = [["Qwen2.5-32B", "before", "after", "speed-up"]]
+    seconds = {name: step.seconds for name, step in planned("h100", "32").items()}
+    bf16, step = "+ even mini-batches", "a DAPO step on 32 H100s, *computed*, s"
+    for words, before, after in (
+        (f"{step}: stock verl, this recipe in BF16", "stock verl, BF16", bf16),
+        (f"{step}: BF16, INT8 weights", bf16, "+ INT8 weights"),
+        (f"{step}: BF16, INT8 weights and KV cache", bf16, "+ INT8 KV cache"),
+    ):
+        first, then = seconds[before], seconds[after]
+        rows.append([words, f"{first:.0f}", f"{then:.0f}", f"[{first / then:.2f} x](docs/results/step.md)"])
+    long, short = "rollout/qwen2.5-32b-long-tail", "throughput/qwen2.5-32b-71gib-two-arms"
     for file, variant, words in (
-        (long, "int8", "rollout of long-tailed lengths, tokens/s"),
-        (long, "int8+int8kv", "rollout of long-tailed lengths, INT8 KV cache, tokens/s"),
-        (short, "int8", "rollout of one length, one GPU with an A100-80GB's memory, tokens/s"),
+        (long, "int8", "a rollout of long-tailed lengths, tokens/s: BF16, INT8 weights"),
+        (short, "int8", "a rollout of one length in an A100-80GB's memory, tokens/s: BF16, INT8 weights"),
     ):
         of = {one.variant: one for one in rollouts(file) if one.workload in ((384, 256, 1024), (256, 256, 384))}
         speeds = (f"{statistics.median(of[name].tokens_per_second):.0f}" for name in ("bf16", variant))

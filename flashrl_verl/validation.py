@@ -837,16 +837,17 @@ def _check_same_dtype(cfg: DictConfig, settings: FlashRLConfig) -> None:
     key = f"{ACTOR}.fsdp_config.mixed_precision"
     written = ((get(cfg, key) or {}).get("param_dtype", "bf16"), get(cfg, f"{ROLLOUT}.dtype", "bfloat16"))
     trainer, rollout = (_DTYPES.get(str(name), str(name)) for name in written)
-    asked, off = ("flashrl.fp32_lm_head=true", "flashrl.fp32_lm_head=false") if settings.fp32_lm_head else ("", "")
+    asked = {"flashrl.fp32_lm_head=true": "flashrl.fp32_lm_head=false"} if settings.fp32_lm_head else {}
     if settings.trainer_forward is not Precision.BF16:
-        asked, off = f"flashrl.trainer_forward={settings.trainer_forward.value}", "flashrl.trainer_forward=bf16"
+        asked[f"flashrl.trainer_forward={settings.trainer_forward.value}"] = "flashrl.trainer_forward=bf16"
     if asked and trainer != rollout:
+        other = f", or {ROLLOUT}.dtype={trainer}" if trainer != "float32" else ""
         refuse(
             f"{key}.param_dtype",
             trainer,
-            f"the trainer would round weights and inputs differently from {ROLLOUT}.dtype={rollout}, and {asked} "
-            "promises the same product on both sides",
-            f"{key}.param_dtype={rollout}, {off}" + (f", or {ROLLOUT}.dtype={trainer}" if trainer != "float32" else ""),
+            f"the trainer would round weights and inputs differently from {ROLLOUT}.dtype={rollout}, and for "
+            f"{' and '.join(asked)} both sides need the same",
+            f"{key}.param_dtype={rollout}, {' '.join(asked.values())}{other}",
         )
 
 

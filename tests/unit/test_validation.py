@@ -260,6 +260,14 @@ def test_every_argument_of_vllms_that_would_win_over_ours_is_refused_in_every_sp
     validate_config(cfg)
 
 
+def test_everything_that_needs_one_dtype_on_both_sides_is_named():
+    said = refusal(
+        changed({"flashrl.trainer_forward": "int8", "flashrl.fp32_lm_head": True, f"{MIXED}.param_dtype": "float32"})
+    )
+    assert "flashrl.fp32_lm_head=true and flashrl.trainer_forward=int8" in said
+    assert "flashrl.fp32_lm_head=false flashrl.trainer_forward=bf16" in said
+
+
 @pytest.mark.parametrize(("hardware", "method"), [("cpu", "ngram"), ("cuda", "eagle"), ("cuda", "suffix")])
 def test_other_speculation_is_refused(hardware, method):
     said = refusal(changed({f"{ENGINE}.speculative_config": {"method": method}}, hardware))

@@ -18,8 +18,9 @@ from flashrl_verl.tools.plan.whole_step import Levers, WholeStep, whole_step
 NEARLY = 0.95
 """Of the fastest variant's speed: what is slower by less is within the plan's error (docs/results/throughput.md)."""
 
-WORTH = 1.15
-"""Rollout speed over BF16 below which 8 bits are not recommended: they bring a mismatch whatever they gain."""
+WORTH = 1.1
+"""Speed of a step over BF16's below which 8 bits are not recommended: it is within the plan's error, and they bring a
+mismatch whatever they gain."""
 
 LAYOUTS = (1, 2, 4, 8)
 """GPUs of one engine that are compared."""
@@ -222,8 +223,8 @@ def _by_lever(
 
 
 def advise(layouts: Sequence[Layout]) -> str:
-    """What to take, in a sentence. Every variant is judged by its own best layout, for a BF16 that hardly fits is no
-    measure of the others.
+    """What to take, in a sentence. Every variant is judged by the step in its own best layout, for a BF16 that hardly
+    fits is no measure of the others.
 
     Args:
         layouts: all that fit, at least one.
@@ -243,10 +244,10 @@ def advise(layouts: Sequence[Layout]) -> str:
         return f"Take {bf16}: 8-bit weights do not fit or have no tensor cores here."
     if bf16 is None:
         return f"Take {eight}: BF16 fits in no layout."
-    if bf16.rollout_s >= WORTH * eight.rollout_s:
+    if bf16.step_s >= WORTH * eight.step_s:
         return f"Take {eight}: {_gain(eight, bf16)} as with {bf16}."
     said = f"Stay with BF16 weights: with {eight} {_gain(eight, bf16)} as with {bf16}"
-    if with_kv is None or bf16.rollout_s < WORTH * with_kv.rollout_s:
+    if with_kv is None or bf16.step_s < WORTH * with_kv.step_s:
         return f"{said}."
     return f"{said}; with {with_kv} {_gain(with_kv, bf16)}, but {UNTRIED}."
 

@@ -19,7 +19,7 @@ TRAINER_BYTES = 16
 ASSUMPTIONS = (
     "Estimates from data sheets and decode steps of a 32B model on one H200; other GPUs, mixtures of experts and "
     "all-reduces are extrapolated. Lengths are lognormal (alike with a spread of 0), engines "
-    "work alike. INT8 rollouts with such lengths took 12 to 14 % longer when measured, BF16 2 %. Of the data sheet's "
+    "work alike. Rollouts with such lengths took 2 to 11 % longer when measured. Of the data sheet's "
     f"BF16 operations the trainer's products reach {PRODUCTS:.0%}, its attention {ATTENTION[False][0]:.0%} (old "
     f"log-probs) and {ATTENTION[False][1]:.0%} (update, gradient checkpointing), FlashAttention 4 "
     f"{ATTENTION[True][0]:.0%} and {ATTENTION[True][1]:.0%}. Products are {LIGER} times as fast with Liger's kernels, "

@@ -35,8 +35,8 @@ WAITS = 1.05
 with 4 ranks: 4.5 to 5.5 %."""
 
 REFIT_RATE = 6e9
-"""Bytes/s from the trainer's shards to an engine's weights. Assumed: 3 GB took 0.34 to 0.51 s on one H100
-(benchmarks/results/step/end-to-end). Nothing crosses a network there."""
+"""Bytes/s from the trainer's shards to an engine's weights. Assumed: 3.6 GB took 0.36 to 0.55 s on one H200
+(benchmarks/results/step/qwen2.5-1.5b-h200.json). Nothing crosses a network there."""
 
 
 @dataclass(frozen=True, kw_only=True)
