@@ -6,15 +6,15 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from contextlib import suppress
+from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from omegaconf import DictConfig, OmegaConf
 
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.plugins.versions import require_verl
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 """The checkout: the recipe is not part of the installed package."""
@@ -61,12 +61,21 @@ def compose(overrides: Sequence[str]) -> DictConfig:
         with initialize_config_dir(str(configs), version_base=None):
             return hydra_compose("flashrl_trainer", [searchpath, *overrides])
     except (HydraException, OmegaConfBaseException) as error:
-        said = str(error)
-        if unknown := re.search(r"Could not override '([^']+)'", said):
-            said = (
-                f"there is no key {unknown[1]}. `python -m recipe.flashrl.main_flashrl --cfg job` prints those that are"
-            )
-        raise ConfigError(f"Hydra refuses the overrides {' '.join(overrides)}: {said}") from error
+        raise ConfigError(hydras(error)) from error
+
+
+def hydras(error: Exception) -> str:
+    """What Hydra has against an override, in one line, with the name that was meant."""
+    said = str(error).partition("\nConfig search path:")[0]
+    if unknown := re.search(r"Could not override '([^']+)'", said):
+        parent, _, name = unknown[1].rpartition(".")
+        known = None
+        with suppress(ConfigError):  # a copy of the recipe, without this checkout
+            known = OmegaConf.select(compose(()), parent) if parent else compose(())
+        near = get_close_matches(name, known if isinstance(known, DictConfig) else ())
+        meant = f"{parent}.{near[0]}".lstrip(".") if near else "--cfg job prints all keys"
+        said = f"there is no key {unknown[1]}. Remedy: {meant}"
+    return f"Hydra refuses the command line: {' '.join(said.split())}"
 
 
 def quoted(text: str) -> str:

@@ -46,12 +46,15 @@ def test_a_dry_run_of_a_copied_recipe_prints_the_difference_and_starts_and_leave
     ("word", "said"),
     [
         ("actor_rollout_ref.rollout.top_p=0.9", "ConfigError: actor_rollout_ref.rollout.top_p=0.9 is refused"),
-        ("trainer.n_gpus_pernode=4", "Could not override 'trainer.n_gpus_pernode'"),
+        ("trainer.n_gpus_pernode=4", "no key trainer.n_gpus_pernode. Remedy: trainer.n_gpus_per_node"),
+        ("correction=tiss", "Could not find 'correction/tiss' Available options in 'correction': bypass"),
+        ("nnodes", "Error parsing override 'nnodes'"),
     ],
 )
 def test_a_word_that_cannot_be_is_one_error(tmp_path, word, said):
     done = run(RECIPE, word, "trainer.nnodes=2", cwd=tmp_path)
     assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("ConfigError: ")
 
 
 @pytest.fixture
