@@ -58,7 +58,7 @@ def quantize_tokens(x: torch.Tensor, flat: torch.Tensor, fmt: WeightFormat) -> t
 
 class _Gradients(torch.autograd.Function):
     """Of y = x W^T + b for tokens [T, K]; ``backward_fmt`` None: in 16 bits. The forward pass only keeps what they
-    need, and returns a place for y, [T, N] without storage: a repeated forward pass (gradient checkpointing) ends where
+    need, and returns a stub of y, [T, N] without storage: a repeated forward pass (gradient checkpointing) ends where
     the last tensor has been kept, which here is before a layer's last product."""
 
     @staticmethod
@@ -89,10 +89,10 @@ class _Gradients(torch.autograd.Function):
 
 
 class _Product(torch.autograd.Function):
-    """y, whose gradient is its place's."""
+    """y, whose gradient is its stub's."""
 
     @staticmethod
-    def forward(ctx, place, multiply, *arguments):
+    def forward(ctx, stub, multiply, *arguments):
         ctx.arguments = len(arguments)
         return multiply(*arguments)
 
@@ -120,12 +120,12 @@ class Linear8Bit:
             # Rounded as autocast does, and as the rollout's activations are.
             flat = x.reshape(-1, x.shape[-1]).to(self.weight.dtype)
             tokens, token_scales = quantize_tokens(x, flat, fmt)
-            place = _Gradients.apply(flat, self.weight, self.bias, tokens, token_scales, fmt, backward_fmt)
+            stub = _Gradients.apply(flat, self.weight, self.bias, tokens, token_scales, fmt, backward_fmt)
             codes, scales = quantize_weight(self.weight, fmt)
             if self.flashrl_digest is None:
                 self.flashrl_digest = code_digest(codes, scales)
             bias = None if self.bias is None else self.bias.detach()
-            out = _Product.apply(place, w8a8(fmt)[1], tokens, codes.t(), token_scales, scales, flat.dtype, bias)
+            out = _Product.apply(stub, w8a8(fmt)[1], tokens, codes.t(), token_scales, scales, flat.dtype, bias)
         return out.reshape(*x.shape[:-1], -1)
 
 
