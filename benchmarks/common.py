@@ -85,16 +85,12 @@ def write_json(path: Path, record: dict[str, Any]) -> None:
     write_whole(path, (json.dumps(record, indent=1) + "\n").encode())
 
 
-def standard_error(values: Sequence[float]) -> float:
-    """Of the mean; NaN of fewer than two values."""
-    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-
-
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Mean, and half the width of its 95 % interval by Student's t (normal above ten degrees of freedom)."""
-    freedom = len(values) - 1
-    t = _T_95[freedom - 1] if 1 <= freedom <= len(_T_95) else 1.96
-    return statistics.fmean(values), t * standard_error(values)
+    """Mean, and half the width of its 95 % interval by Student's t (normal above ten degrees of freedom); or NaN."""
+    if not (freedom := len(values) - 1):
+        return values[0], math.nan
+    t = _T_95[freedom - 1] if freedom <= len(_T_95) else 1.96
+    return statistics.fmean(values), t * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def in_own_process(function: Callable[..., Any], *arguments: Any, log: Path) -> Any:

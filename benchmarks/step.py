@@ -3,8 +3,8 @@
 
     python -m benchmarks.step --model qwen2.5-1.5b --variants stock,bf16,int8 experiment=dapo_qwen2.5_7b_int8
 
-Every variant is a run of the recipe, its first step a warm-up. A variant whose result is in the output folder is not
-run again. Words are Hydra overrides, the same for all.
+Every variant is a run of the recipe, its first step a warm-up; what the output folder has is not run again. Words are
+Hydra overrides, the same for all.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from benchmarks.step_workload import SETTINGS, response_length
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.tools.recipe_process import MODULE, compose, quoted
 
-STOCK = ("flashrl.sampling.refill=false", "flashrl.sampling.even_mini_batches=false", "flashrl.precision=bf16")
 LEVERS = {
-    "stock": STOCK,
+    "stock": ("flashrl.sampling.refill=false", "flashrl.sampling.even_mini_batches=false", "flashrl.precision=bf16"),
     "bf16": ("flashrl.precision=bf16",),
     "int8": ("flashrl.precision=int8",),
     "fp8": ("flashrl.precision=fp8",),
@@ -34,7 +33,6 @@ LEVERS = {
         "flashrl.trainer_forward=${flashrl.precision}",
         "++actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=bfloat16",  # on a CPU it would be float32
     ),
-    "backward8": ("flashrl.trainer_backward=${flashrl.precision}",),
     "async": ("trainer.v1.trainer_mode=flashrl_colocate_async",),
 }
 """Overrides. A variant is one or more, such as `int8+kv`. `stock` is verl's sampling and order of mini-batches in BF16,
@@ -92,8 +90,8 @@ def run_variant(name: str, words: list[str], folder: Path, steps: int, settings:
     Raises:
         FlashRLError: the run ended before its last step.
     """
-    rows = train([sys.executable, "-m", MODULE, *words], folder, steps, {SETTINGS: json.dumps(settings)})
-    found = [{key: row.get(metric) for key, metric in COLUMNS.items()} for row in rows.values()]
+    rows = train([sys.executable, "-m", MODULE, *words], folder, steps, {SETTINGS: json.dumps(settings)}).values()
+    found = [{key: row.get(metric) for key, metric in COLUMNS.items()} for row in rows]
     return {"variant": name, "overrides": variant_overrides(name), "steps": found}
 
 

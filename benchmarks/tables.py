@@ -26,7 +26,7 @@ from benchmarks.common import RESULTS, ROOT, interval, run
 from benchmarks.learning import HEADER, by_variant
 from benchmarks.learning import table as learning_table
 from flashrl_verl.errors import ConfigError
-from flashrl_verl.tools.plan.command import DEFAULTS, of_run, plan_of
+from flashrl_verl.tools.plan.command import CONSTANT, DEFAULTS, of_run, plan_of
 from flashrl_verl.tools.plan.gpus import find
 from flashrl_verl.tools.plan.whole_step import WAITS, Levers, WholeStep
 from flashrl_verl.trainer.atomic_write import write_whole
@@ -204,9 +204,8 @@ def levers(*where: str) -> Rows:
     header = ["GPUs", "levers", "rollout s", "old log-probs s", "policy update s", "weight update s", "step s"]
     rows = [[*header, "steps an hour", "x stock"]]
     for gpus, gpu in (one.split("x", 1) for one in where):
-        steps = planned(gpu, gpus)
-        stock = next(iter(steps.values())).seconds
-        for name, step in steps.items():
+        stock = planned(gpu, gpus)["stock verl, BF16"].seconds
+        for name, step in planned(gpu, gpus).items():
             parts = step.rollout, step.log_probs, step.update, step.refit, step.seconds
             speed = f"{3600 / step.seconds:.3g}", f"{stock / step.seconds:.2f}"
             rows.append([f"{gpus} x {gpu}", name, *(f"{part:.0f}" for part in parts), *speed])
@@ -236,19 +235,17 @@ def steps_run(file: str) -> Rows:
     return [["variant", *COLUMNS, "x first"], *rows_of(load(file)["results"])]
 
 
-CONSTANT = 0.4
-"""Share of constant groups of the composed step."""
 LENGTH = 8192
 """Tokens of the sequences that the trainer's speeds in it are of."""
 USED = 192
-"""Responses that it trains on."""
+"""Responses that it trains on, an engine's share."""
 STEADY = 1.23
 """Seconds of a rollout with two batches in flight, in steady state, over what a second batch adds to a first one, which
 is what was measured: both by ``flashrl_verl.tools.plan.schedule.simulate``, 41.9 and 34.1 s."""
 
 
 def composed() -> Rows:
-    """A step of measured phases. Groups are generated as `flashrl plan` counts them; the weight update is its guess."""
+    """A step of measured phases. Groups are as `flashrl plan` counts them; the weight update is its guess."""
     plain, liger, eight_bits = (f"step/8bit/{name}.json" for name in ("bf16", "liger-bf16", "liger-int8"))
     found = [one for name in ("bf16", "int8", "int8-kv") for one in rollouts(f"rollout/qwen2.5-32b-step-{name}")]
     rollout_s = {(one.variant, one.workload[0]): statistics.median(one.seconds) for one in found}
