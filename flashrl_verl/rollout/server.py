@@ -111,8 +111,8 @@ class FlashRLHttpServer(vLLMHttpServer):
     @property
     def _admitting(self) -> int:
         """verl's count of the requests that the engine does not have yet, for which it waits before an update stops the
-        engine. verl takes a request off at its first output, which here is its last: so the engine is asked. Requests over
-        HTTP, which verl does not count, make it smaller; one that then enters a stopped engine waits in its queue."""
+        engine. verl takes a request off at its first output, which here is its last: so the engine is asked. Requests
+        over HTTP, which verl does not count, make it smaller; one that then enters a stopped engine waits there."""
         return self._unanswered - self._in_engine()
 
     @_admitting.setter
