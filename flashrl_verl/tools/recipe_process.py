@@ -4,20 +4,22 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Sequence
-from contextlib import suppress
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError
 
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.plugins.versions import require_verl
 
 ROOT = Path(__file__).resolve().parents[2]
 """The checkout: the recipe is not part of the installed package."""
+
+GROUPS = ("experiment", "hardware", "precision", "correction")
+"""Hydra's, in ``flashrl_verl/configs``."""
 
 MODULE = "recipe.flashrl.main_flashrl"
 """What ``python -m`` runs, started in ``ROOT``."""
@@ -61,20 +63,19 @@ def compose(overrides: Sequence[str]) -> DictConfig:
         with initialize_config_dir(str(configs), version_base=None):
             return hydra_compose("flashrl_trainer", [searchpath, *overrides])
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(hydras(error)) from error
+        raise ConfigError(hydra_message(error)) from error
 
 
-def hydras(error: Exception) -> str:
-    """What Hydra has against an override, in one line, with the name that was meant."""
-    said = str(error).partition("\nConfig search path:")[0]
-    if unknown := re.search(r"Could not override '([^']+)'", said):
-        parent, _, name = unknown[1].rpartition(".")
-        known = None
-        with suppress(ConfigError):  # a copy of the recipe, without this checkout
-            known = OmegaConf.select(compose(()), parent) if parent else compose(())
-        near = get_close_matches(name, known if isinstance(known, DictConfig) else ())
+def hydra_message(error: Exception) -> str:
+    """What Hydra has against a command line, in one line, with the name that was meant."""
+    said, cause = str(error).partition("\nConfig search path:")[0], error.__cause__
+    if isinstance(cause, ConfigAttributeError | ConfigKeyError):  # the first name on the way that is not there
+        parent = cause.full_key.rpartition(".")[0]
+        near = get_close_matches(str(cause.key), [*map(str, cause.parent_node or ()), *(() if parent else GROUPS)])
         meant = f"{parent}.{near[0]}".lstrip(".") if near else "--cfg job prints all keys"
-        said = f"there is no key {unknown[1]}. Remedy: {meant}"
+        said = f"there is no key {cause.full_key}. Remedy: {meant}"
+    elif cause is not None:
+        said += f": {cause}"
     return f"Hydra refuses the command line: {' '.join(said.split())}"
 
 

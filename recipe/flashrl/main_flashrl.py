@@ -24,14 +24,14 @@ except ModuleNotFoundError as error:  # a copy of the recipe, which has not the 
 
 with environment_needed():
     import hydra
-    from hydra.errors import HydraException
+    from hydra.errors import ConfigCompositionException, OverrideParseException
     from omegaconf import DictConfig
 
     from flashrl_verl import platforms, validation
     from flashrl_verl.errors import FlashRLError
     from flashrl_verl.plugins import versions
     from flashrl_verl.tools.dry_run import report
-    from flashrl_verl.tools.recipe_process import hydras
+    from flashrl_verl.tools.recipe_process import hydra_message
     from flashrl_verl.trainer.cluster import checked_runner, prepare
 
 CONFIG_DIR = Path(__file__).resolve().parent / "config"
@@ -108,8 +108,8 @@ def main() -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # an exception, not Hydra's own page of text
     try:
         hydra.main(config_path=str(CONFIG_DIR), config_name="flashrl_trainer", version_base=None)(run)()
-    except HydraException as error:
-        sys.exit(f"ConfigError: {hydras(error)}")
+    except (ConfigCompositionException, OverrideParseException) as error:
+        sys.exit(f"ConfigError: {hydra_message(error)}")
 
 
 if __name__ == "__main__":

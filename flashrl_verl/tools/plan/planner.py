@@ -230,13 +230,13 @@ def advise(layouts: Sequence[Layout]) -> str:
         layouts: all that fit, at least one.
     """
     best: dict[Choice, Layout] = {}
-    for layout in sorted(layouts, key=lambda x: x.rollout_s):
+    for layout in sorted(layouts, key=lambda x: x.step_s):
         best.setdefault(layout.choice, layout)
     bf16 = best.get(Choice(precision=Precision.BF16))
     int8 = best.get(Choice(precision=Precision.INT8))
     eight = next((x for x in best.values() if not x.choice.eight_bit_kv and x is not bf16), None)
     with_kv = next((x for x in best.values() if x.choice.eight_bit_kv), None)
-    if int8 and eight.rollout_s >= NEARLY * int8.rollout_s:  # INT8's mismatch has been smaller than FP8's
+    if int8 and eight.step_s >= NEARLY * int8.step_s:  # INT8's mismatch has been smaller than FP8's
         eight = int8
     if eight is None:
         if bf16 is None:
