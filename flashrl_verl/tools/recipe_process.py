@@ -14,12 +14,10 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError
 
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.plugins.versions import require_verl
+from flashrl_verl.validation import GROUPS
 
 ROOT = Path(__file__).resolve().parents[2]
 """The checkout: the recipe is not part of the installed package."""
-
-GROUPS = ("experiment", "hardware", "precision", "correction")
-"""Hydra's, in ``flashrl_verl/configs``."""
 
 MODULE = "recipe.flashrl.main_flashrl"
 """What ``python -m`` runs, started in ``ROOT``."""

@@ -96,6 +96,23 @@ def test_the_users_overrides_win_and_any_path_can_be_one(folder):
     assert cfg.trainer.default_local_dir == f"{folder}/checkpoints"
 
 
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("actor_rollout_ref.rolout.n=3", "no key actor_rollout_ref.rolout. Remedy: actor_rollout_ref.rollout"),
+        ("corection=none", "no key corection. Remedy: correction"),
+        ("trainer.x=1", "no key trainer.x. Remedy: --cfg job"),
+        ("correction=tiss", "Could not find 'correction/tiss' Available options in 'correction': bypass"),
+        ("hydra.job.chdir=maybe", "hydra.job.chdir=maybe: Value 'maybe' is not a valid bool"),
+        ("nnodes", "Error parsing override 'nnodes'"),
+    ],
+)
+def test_what_hydra_refuses_is_one_line_with_what_was_meant(word, said):
+    with pytest.raises(ConfigError) as error:
+        compose([word])
+    assert said in str(error.value) and "\n" not in str(error.value)
+
+
 def test_a_failed_training_ends_with_its_error_and_how_to_go_on(tmp_path, monkeypatch):
     program = "print('(pid=7) flashrl_verl.errors.RefitError: step 2: no receipt'); raise SystemExit(3)"
     monkeypatch.setattr(run, "_make_assets", lambda config, console: {})
