@@ -24,7 +24,12 @@ from flashrl_verl.errors import ConfigError
 from flashrl_verl.tools.recipe_process import MODULE, compose, quoted
 
 LEVERS = {
-    "stock": ("flashrl.sampling.refill=false", "flashrl.sampling.even_mini_batches=false", "flashrl.precision=bf16"),
+    "stock": (
+        "flashrl.precision=bf16",
+        "flashrl.sampling.refill=false",
+        "flashrl.sampling.even_mini_batches=false",
+        "+actor_rollout_ref.rollout.engine_kwargs.vllm.max_cudagraph_capture_size=512",
+    ),
     "bf16": ("flashrl.precision=bf16",),
     "int8": ("flashrl.precision=int8",),
     "fp8": ("flashrl.precision=fp8",),
@@ -35,8 +40,8 @@ LEVERS = {
     ),
     "async": ("trainer.v1.trainer_mode=flashrl_colocate_async",),
 }
-"""Overrides. A variant is one or more, such as `int8+kv`. `stock` is verl's sampling and order of mini-batches in BF16,
-under our trainer and its checks."""
+"""Overrides. A variant is one or more, such as `int8+kv`. `stock` is verl's sampling, order of mini-batches and CUDA
+graphs in BF16, under our trainer, server and checks."""
 
 PARTS = {
     "rollout": "timing_s/gen",
