@@ -31,10 +31,7 @@ RESULTS = "rollout.jsonl"
 def measure(variant: str, model: str, settings: dict[str, Any]) -> dict[str, Any]:
     """One engine: a line of ``rollout.jsonl``."""
     from benchmarks.engine import start
-    from flashrl_verl.platforms.cores import capture_all
 
-    as_in_a_run = {"distributed_executor_backend": "mp"}  # Python schedules a step while a worker launches another
-    capture_all(as_in_a_run, settings["max_num_seqs"])
     works = [
         Work(sequences=number, prompt=prompt, response=response, spread=settings["spread"], limit=settings["limit"])
         for number, prompt, response in settings["workloads"]
@@ -47,7 +44,7 @@ def measure(variant: str, model: str, settings: dict[str, Any]) -> dict[str, Any
         disable_log_stats=not settings["spread"],
         max_model_len=max(work.prompt + max(response_lengths(work)) for work in works) + 1,
         tensor_parallel_size=settings["tensor_parallel"],
-        **as_in_a_run,
+        distributed_executor_backend="mp",  # as in a run
         **{name: settings[name] for name in ("gpu_memory_utilization", "max_num_batched_tokens", "max_num_seqs")},
     )
     vocabulary = json.loads((Path(model) / "config.json").read_text())["vocab_size"]

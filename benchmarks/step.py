@@ -24,12 +24,7 @@ from flashrl_verl.errors import ConfigError
 from flashrl_verl.tools.recipe_process import MODULE, compose, quoted
 
 LEVERS = {
-    "stock": (
-        "flashrl.precision=bf16",
-        "flashrl.sampling.refill=false",
-        "flashrl.sampling.even_mini_batches=false",
-        "+actor_rollout_ref.rollout.engine_kwargs.vllm.max_cudagraph_capture_size=512",
-    ),
+    "stock": ("flashrl.sampling.refill=false", "flashrl.sampling.even_mini_batches=false", "flashrl.precision=bf16"),
     "bf16": ("flashrl.precision=bf16",),
     "int8": ("flashrl.precision=int8",),
     "fp8": ("flashrl.precision=fp8",),
@@ -40,8 +35,8 @@ LEVERS = {
     ),
     "async": ("trainer.v1.trainer_mode=flashrl_colocate_async",),
 }
-"""Overrides. A variant is one or more, such as `int8+kv`. `stock` is verl's sampling, order of mini-batches and CUDA
-graphs in BF16, under our trainer, server and checks."""
+"""Overrides. A variant is one or more, such as `int8+kv`. `stock` is verl's sampling and order of mini-batches in BF16,
+under our trainer, server and checks."""
 
 PARTS = {
     "rollout": "timing_s/gen",
@@ -101,8 +96,8 @@ def run_variant(name: str, words: list[str], folder: Path, steps: int, settings:
 
 
 def rows_of(results: list[dict[str, Any]]) -> list[list[str]]:
-    """Medians of the steps behind the first, and speed over the first variant."""
-    table, first = [], None
+    """Medians of the steps behind the first."""
+    table = []
     for one in results:
         of = {
             key: statistics.median(values)
@@ -110,9 +105,8 @@ def rows_of(results: list[dict[str, Any]]) -> list[list[str]]:
             else None
             for key in COLUMNS
         }
-        first = first or of["step"]
         cells = ["-" if of[key] is None else f"{of[key]:{'.0f' if of[key] > 999 else '.3g'}}" for key in COLUMNS]
-        table.append([one["variant"], *cells, f"{first / of['step']:.2f}"])
+        table.append([one["variant"], *cells])
     return table
 
 
@@ -160,7 +154,7 @@ def step(
         results[name] = run_variant(name, [*common, *chosen[name]], output / name, steps, settings)
         write_json(file, {"settings": asked, "environment": here, "results": list(results.values())})
     table = rows_of([results[name] for name in names])
-    show(f"{model}, medians of {steps - 1} steps", ("variant", *COLUMNS, "x first"), table)
+    show(f"{model}, medians of {steps - 1} steps", ("variant", *COLUMNS), table)
     print(f"written: {file}")
 
 

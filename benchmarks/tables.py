@@ -229,10 +229,10 @@ def training(*files: str) -> Rows:
 
 
 def steps_run(file: str) -> Rows:
-    """A result of ``benchmarks.step``, without its last column: steps differ in groups, so their ratio says little."""
+    """A result of ``benchmarks.step``."""
     from benchmarks.step import COLUMNS, rows_of  # verl's agent loops come with it
 
-    return [["variant", *COLUMNS], *(row[:-1] for row in rows_of(load(file)["results"]))]
+    return [["variant", *COLUMNS], *rows_of(load(file)["results"])]
 
 
 LENGTH = 8192

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine makes of its machine: cores, processes, CUDA graphs.
+"""Which CPU cores an engine computes on, and in how many processes.
 
 vLLM's CPU backend binds each rank to a NUMA node of its own and stops where a machine has fewer nodes than ranks, as a
 laptop has. It takes the cores of each rank only from the environment.
@@ -10,9 +10,6 @@ from collections.abc import Sequence
 from typing import Any
 
 VARIABLE = "VLLM_CPU_OMP_THREADS_BIND"
-
-MOST_CAPTURED = 1024
-"""Sequences of the largest CUDA graph by default. Each 16 more are two more graphs to capture: 0.1 s."""
 
 
 def share_cores(cores: Sequence[int], ranks: int) -> str:
@@ -50,15 +47,3 @@ def one_process(engine_kwargs: dict[str, Any]) -> None:
     if engine_kwargs.setdefault("distributed_executor_backend", "uni") == "uni":
         # vLLM's CPU platform takes "mp" instead otherwise (vllm/platforms/cpu.py); an AsyncLLM reads it nowhere else.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-
-
-def capture_all(engine_kwargs: dict[str, Any], max_num_seqs: int) -> None:
-    """Have CUDA graphs of as many sequences as may run together. vLLM stops at 512, and launches every kernel from
-    Python where more run.
-
-    Args:
-        engine_kwargs: of vLLM; changed unless the user names sizes in it.
-        max_num_seqs: verl's.
-    """
-    if "cudagraph_capture_size" not in str(engine_kwargs):  # two keys, also in a compilation_config that may be JSON
-        engine_kwargs["max_cudagraph_capture_size"] = min(max_num_seqs, MOST_CAPTURED)

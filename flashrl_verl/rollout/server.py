@@ -14,7 +14,7 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, 
 from vllm.sampling_params import RequestOutputKind
 
 from flashrl_verl.errors import ConfigError, FlashRLError
-from flashrl_verl.platforms.cores import bind_ranks, capture_all, one_process
+from flashrl_verl.platforms.cores import bind_ranks, one_process
 from flashrl_verl.plugins.versions import vllm_device
 from flashrl_verl.plugins.vllm import register
 from flashrl_verl.refit import self_check
@@ -53,11 +53,8 @@ class FlashRLHttpServer(vLLMHttpServer):
         from flashrl_verl.quantization.config import kv_cache_arguments
 
         super()._preprocess_engine_kwargs(engine_kwargs)
-        if vllm_device() == "cpu":
-            if self.config.tensor_model_parallel_size * self.config.data_parallel_size == 1:
-                one_process(engine_kwargs)
-        elif not self.config.cudagraph_capture_sizes:
-            capture_all(engine_kwargs, self.config.max_num_seqs)
+        if vllm_device() == "cpu" and self.config.tensor_model_parallel_size * self.config.data_parallel_size == 1:
+            one_process(engine_kwargs)
         for name, value in kv_cache_arguments(self.flashrl.kv_cache).items():
             # vLLM takes attention's backend by this name or by that of its configuration, and not by both.
             if name != "attention_backend" or not (engine_kwargs.get("attention_config") or {}).get("backend"):

@@ -5,7 +5,6 @@ import pytest
 from verl.utils.config import omega_conf_to_dataclass
 
 from flashrl_verl.errors import ConfigError
-from flashrl_verl.platforms.cores import capture_all
 from flashrl_verl.rollout.replicas import bf16_replicas, precisions, settings_of
 from flashrl_verl.rollout.server import FlashRLReplica
 from flashrl_verl.settings import FlashRLConfig, Precision
@@ -55,23 +54,3 @@ def test_replicas_that_share_a_configuration_take_the_precisions_of_the_mixture(
         assert all(settings.bf16_replica_fraction == 0 and settings.guard.action.value == "stop" for settings in taken)
         assert all(replica.config.logprobs_mode == config.logprobs_mode for replica in replicas)
         assert FlashRLConfig.from_mapping(config.custom["flashrl"]).bf16_replica_fraction == 0.5, "not changed in place"
-
-
-@pytest.mark.parametrize(
-    "chosen",
-    [
-        {"cudagraph_capture_sizes": [8]},
-        {"max_cudagraph_capture_size": 64},
-        {"compilation_config": {"cudagraph_capture_sizes": [8]}},
-        {"compilation_config": '{"max_cudagraph_capture_size": 64}'},
-    ],
-)
-def test_cuda_graphs_hold_all_sequences_that_may_run_unless_the_user_has_chosen(chosen):
-    same = dict(chosen)
-    capture_all(chosen, 1024)
-    assert chosen == same
-    for most, largest in ((256, 256), (1024, 1024), (4096, 1024)):
-        arguments = {"compilation_config": {"cudagraph_mode": "PIECEWISE"}}
-        capture_all(arguments, most)
-        assert arguments.pop("max_cudagraph_capture_size") == largest
-        assert arguments == {"compilation_config": {"cudagraph_mode": "PIECEWISE"}}
