@@ -59,6 +59,10 @@ def plan(model="qwen2.5-32b", gpu="h200", count=1, engine=None, samples=1, **wor
         ("qwen2.5-7b", 7.61e9),
         ("qwen2.5-14b", 14.7e9),
         ("qwen2.5-32b", 32.5e9),
+        ("qwen3-1.7b", 1.72e9),
+        ("qwen3-8b", 8.2e9),
+        ("qwen3-14b", 14.8e9),
+        ("qwen3-32b", 32.8e9),
         ("qwen3-30b-a3b", 30.5e9),
     ],
 )
