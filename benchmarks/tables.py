@@ -246,7 +246,6 @@ is what was measured: both by ``flashrl_verl.tools.plan.schedule.simulate``, 41.
 
 def composed() -> Rows:
     """A step of measured phases. Groups are as `flashrl plan` counts them; the weight update is its guess."""
-    plain, liger, eight_bits = (f"step/8bit/{name}.json" for name in ("bf16", "liger-bf16", "liger-int8"))
     found = [one for name in ("bf16", "int8", "int8-kv") for one in rollouts(f"rollout/qwen2.5-32b-step-{name}")]
     rollout_s = {(one.variant, one.workload[0]): statistics.median(one.seconds) for one in found}
     tokens = USED * sum(found[0].workload[1:])
@@ -254,25 +253,26 @@ def composed() -> Rows:
     header = ["levers", "rollout s", "old log-probs s", "policy update s", "weight update s", "step s"]
     rows, stock, now = [[*header, "steps an hour", "x stock"]], None, Levers(constant=CONSTANT, refill=False)
     for name, variant, more, file in (
-        ("stock verl, BF16", "bf16", {"even_mini_batches": False}, plain),
-        ("+ refill", "bf16", {"refill": True}, plain),
-        ("+ even mini-batches", "bf16", {"even_mini_batches": True}, plain),
-        ("+ INT8 weights", "int8", {}, plain),
-        ("+ INT8 KV cache", "int8+int8kv", {}, plain),
-        ("+ Liger's kernels", "int8+int8kv", {}, liger),
-        ("+ INT8 forward pass", "int8+int8kv", {}, eight_bits),
-        ("+ asynchrony", "int8+int8kv", {"asynchronous": True}, eight_bits),
+        ("stock verl, BF16", "bf16", {"even_mini_batches": False}, "bf16"),
+        ("+ refill", "bf16", {"refill": True}, "bf16"),
+        ("+ even mini-batches", "bf16", {"even_mini_batches": True}, "bf16"),
+        ("+ INT8 weights", "int8", {}, "bf16"),
+        ("+ INT8 KV cache", "int8+int8kv", {}, "bf16"),
+        ("+ Liger's kernels", "int8+int8kv", {}, "liger-bf16"),
+        ("+ INT8 forward pass", "int8+int8kv", {}, "liger-int8"),
+        ("+ INT8 gradient", "int8+int8kv", {}, "liger-int8-backward"),
+        ("+ asynchrony", "int8+int8kv", {"asynchronous": True}, "liger-int8-backward"),
     ):
         now = replace(now, **more)
-        speed = {one["name"]: one["tokens"] / one["whole_s"] for one in load(file)["passes"] if one["length"] == LENGTH}
+        timed = load(f"step/8bit/{file}.json")["passes"]
+        speed = {one["name"]: one["tokens"] / one["whole_s"] for one in timed if one["length"] == LENGTH}
         passes = [tokens / speed[part] for part in ("old log-probs", "policy update")]
         passes[1] *= 1.0 if now.even_mini_batches else WAITS
         started = round(USED * now.started)
         generation = rollout_s[variant, started]
         if now.asynchronous:
             generation = STEADY * (rollout_s[variant, 2 * started] - generation)
-        seconds = [generation, *passes, refit]
-        step = sum(seconds)
+        step = sum(seconds := [generation, *passes, refit])
         stock = stock or step
         rows.append([name, *(f"{s:.0f}" for s in (*seconds, step)), f"{3600 / step:.1f}", f"{stock / step:.2f}"])
     return rows
