@@ -13,6 +13,8 @@ from recipe_runs import TWO_RANKS, command, finish, start
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 NO_FILTER = "algorithm.filter_groups.enable=false"
+WORKER_PROCESS = "+actor_rollout_ref.rollout.engine_kwargs.vllm.distributed_executor_backend=mp"
+"""An engine as on a GPU."""
 
 
 def assert_says(pattern: str, output: str) -> None:
@@ -45,19 +47,23 @@ def test_a_stale_tensor_on_the_second_rank_alone_is_noticed_and_names_it(recipe)
 
 
 @pytest.mark.parametrize(
-    "fault, message, mode",
+    "fault, message, word",
     [
         (
             "raise_in_receiver:2",
             r"replica 0: worker 0: RefitError: .*step 2: a bucket cannot be loaded: OSError: a fault",
-            "flashrl",
+            WORKER_PROCESS,
         ),
-        ("kill_engine:2", "weight update of step 2: the rollout engine ended", "flashrl"),
-        ("kill_engine:2", "weight update of step 2: the rollout engine ended", "flashrl_colocate_async"),
+        ("kill_engine:2", "weight update of step 2: the rollout engine ended", WORKER_PROCESS),
+        (
+            "kill_engine:2",
+            "weight update of step 2: the rollout engine ended",
+            "trainer.v1.trainer_mode=flashrl_colocate_async",
+        ),
     ],
 )
-def test_a_failing_receiver_ends_the_run_within_the_time_limit(recipe, tmp_path, fault, message, mode):
-    words = ("trainer.total_training_steps=3", "flashrl.update_timeout_s=60", f"trainer.v1.trainer_mode={mode}")
+def test_a_failing_receiver_ends_the_run_within_the_time_limit(recipe, tmp_path, fault, message, word):
+    words = ("trainer.total_training_steps=3", "flashrl.update_timeout_s=60", word)
     run = recipe(NO_FILTER, *words, fault=fault)
     assert run.returncode != 0
     assert_says(message, run.output)
