@@ -44,7 +44,7 @@ def measure(variant: str, model: str, settings: dict[str, Any]) -> dict[str, Any
         disable_log_stats=not settings["spread"],
         max_model_len=max(work.prompt + max(response_lengths(work)) for work in works) + 1,
         tensor_parallel_size=settings["tensor_parallel"],
-        distributed_executor_backend="mp",  # as in a run
+        distributed_executor_backend="mp",  # as in a GPU run: scheduling overlaps with the GPU's work
         **{name: settings[name] for name in ("gpu_memory_utilization", "max_num_batched_tokens", "max_num_seqs")},
     )
     vocabulary = json.loads((Path(model) / "config.json").read_text())["vocab_size"]

@@ -38,8 +38,7 @@ def bind_ranks(ranks: int) -> None:
 
 def one_process(engine_kwargs: dict[str, Any]) -> None:
     """Have a CPU engine of one rank compute in the process that schedules it. verl asks for a worker of its own, which
-    waits for its next step in a loop: a third of a core. (On a GPU the worker pays: Python schedules the next step
-    while it launches this one, and a rollout of 1.5B generates 1.6 times as many tokens a second, docs/LOG.md.)
+    waits for its next step in a loop: a third of a core. A GPU engine keeps its worker (docs/LOG.md).
 
     Args:
         engine_kwargs: of vLLM; changed unless the user has chosen.

@@ -72,7 +72,7 @@ def test_one_rank_and_a_users_own_choice_are_unchanged(monkeypatch):
     assert os.environ[VARIABLE] == "nobind"
 
 
-def test_an_engine_of_one_rank_has_no_worker_process_unless_the_user_wants_one(monkeypatch):
+def test_a_cpu_engine_of_one_rank_has_no_worker_process_unless_the_user_wants_one(monkeypatch):
     variable = "VLLM_ENABLE_V1_MULTIPROCESSING"
     monkeypatch.setenv(variable, "1")
     one_process(chosen := {"distributed_executor_backend": "mp"})
