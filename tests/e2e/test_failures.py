@@ -47,7 +47,7 @@ def test_a_stale_tensor_on_the_second_rank_alone_is_noticed_and_names_it(recipe)
 
 
 @pytest.mark.parametrize(
-    "fault, message, word",
+    "fault, message, override",
     [
         (
             "raise_in_receiver:2",
@@ -62,8 +62,8 @@ def test_a_stale_tensor_on_the_second_rank_alone_is_noticed_and_names_it(recipe)
         ),
     ],
 )
-def test_a_failing_receiver_ends_the_run_within_the_time_limit(recipe, tmp_path, fault, message, word):
-    words = ("trainer.total_training_steps=3", "flashrl.update_timeout_s=60", word)
+def test_a_failing_receiver_ends_the_run_within_the_time_limit(recipe, tmp_path, fault, message, override):
+    words = ("trainer.total_training_steps=3", "flashrl.update_timeout_s=60", override)
     run = recipe(NO_FILTER, *words, fault=fault)
     assert run.returncode != 0
     assert_says(message, run.output)

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.platforms import activate
-from flashrl_verl.platforms.cores import VARIABLE, bind_ranks, one_process, share_cores
+from flashrl_verl.platforms.cores import VARIABLE, bind_ranks, share_cores
 
 CHOSEN = """
 import verl
@@ -70,12 +70,3 @@ def test_one_rank_and_a_users_own_choice_are_unchanged(monkeypatch):
     monkeypatch.setenv(VARIABLE, "nobind")
     bind_ranks(2)
     assert os.environ[VARIABLE] == "nobind"
-
-
-def test_a_cpu_engine_of_one_rank_has_no_worker_process_unless_the_user_wants_one(monkeypatch):
-    variable = "VLLM_ENABLE_V1_MULTIPROCESSING"
-    monkeypatch.setenv(variable, "1")
-    one_process(chosen := {"distributed_executor_backend": "mp"})
-    assert chosen == {"distributed_executor_backend": "mp"} and os.environ[variable] == "1"
-    one_process(arguments := {})
-    assert os.environ[variable] == "0" and arguments == {"distributed_executor_backend": "uni"}

@@ -22,43 +22,37 @@ _QWEN = dict(
 )
 
 
-def _qwen25(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, **other) -> Qwen2Config:
-    return Qwen2Config(
+_QWEN3 = dict(vocab_size=151936, max_position_embeddings=40960, head_dim=128)
+
+
+def _dense(
+    kind: type[PretrainedConfig], hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, **other
+) -> PretrainedConfig:
+    return kind(
         **{**_QWEN, **other},
         hidden_size=hidden,
         intermediate_size=intermediate,
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
-        architectures=["Qwen2ForCausalLM"],
-    )
-
-
-def _qwen3(hidden: int, intermediate: int, layers: int, heads: int, tied: bool = False) -> Qwen3Config:
-    return Qwen3Config(
-        **{**_QWEN, "vocab_size": 151936, "max_position_embeddings": 40960, "tie_word_embeddings": tied},
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=8,
-        head_dim=128,
-        architectures=["Qwen3ForCausalLM"],
+        architectures=[kind.__name__.replace("Config", "ForCausalLM")],
     )
 
 
 # From the config.json of the Hugging Face repositories Qwen/<name>.
 SHAPES = {
-    "tiny": lambda: _qwen25(64, 172, 2, 2, 1, vocab_size=512),  # heads of 32: vLLM's CPU attention has none smaller
-    "qwen2.5-0.5b": lambda: _qwen25(896, 4864, 24, 14, 2, vocab_size=151936, tie_word_embeddings=True),
-    "qwen2.5-1.5b": lambda: _qwen25(1536, 8960, 28, 12, 2, vocab_size=151936, tie_word_embeddings=True),
-    "qwen2.5-7b": lambda: _qwen25(3584, 18944, 28, 28, 4),
-    "qwen2.5-14b": lambda: _qwen25(5120, 13824, 48, 40, 8),
-    "qwen2.5-32b": lambda: _qwen25(5120, 27648, 64, 40, 8),
-    "qwen3-1.7b": lambda: _qwen3(2048, 6144, 28, 16, tied=True),
-    "qwen3-8b": lambda: _qwen3(4096, 12288, 36, 32),
-    "qwen3-14b": lambda: _qwen3(5120, 17408, 40, 40),
-    "qwen3-32b": lambda: _qwen3(5120, 25600, 64, 64),
+    "tiny": lambda: _dense(
+        Qwen2Config, 64, 172, 2, 2, 1, vocab_size=512
+    ),  # heads of 32: vLLM's CPU attention has none smaller
+    "qwen2.5-0.5b": lambda: _dense(Qwen2Config, 896, 4864, 24, 14, 2, vocab_size=151936, tie_word_embeddings=True),
+    "qwen2.5-1.5b": lambda: _dense(Qwen2Config, 1536, 8960, 28, 12, 2, vocab_size=151936, tie_word_embeddings=True),
+    "qwen2.5-7b": lambda: _dense(Qwen2Config, 3584, 18944, 28, 28, 4),
+    "qwen2.5-14b": lambda: _dense(Qwen2Config, 5120, 13824, 48, 40, 8),
+    "qwen2.5-32b": lambda: _dense(Qwen2Config, 5120, 27648, 64, 40, 8),
+    "qwen3-1.7b": lambda: _dense(Qwen3Config, 2048, 6144, 28, 16, 8, **_QWEN3, tie_word_embeddings=True),
+    "qwen3-8b": lambda: _dense(Qwen3Config, 4096, 12288, 36, 32, 8, **_QWEN3),
+    "qwen3-14b": lambda: _dense(Qwen3Config, 5120, 17408, 40, 40, 8, **_QWEN3),
+    "qwen3-32b": lambda: _dense(Qwen3Config, 5120, 25600, 64, 64, 8, **_QWEN3),
     "qwen3-30b-a3b": lambda: Qwen3MoeConfig(
         **{**_QWEN, "vocab_size": 151936},
         hidden_size=2048,
