@@ -45,6 +45,7 @@ def measure(variant: str, model: str, settings: dict[str, Any]) -> dict[str, Any
         max_model_len=max(work.prompt + max(response_lengths(work)) for work in works) + 1,
         tensor_parallel_size=settings["tensor_parallel"],
         distributed_executor_backend="mp",  # as in a GPU run: scheduling overlaps with the GPU's work
+        max_cudagraph_capture_size=max(512, settings["max_num_seqs"]),  # the same
         **{name: settings[name] for name in ("gpu_memory_utilization", "max_num_batched_tokens", "max_num_seqs")},
     )
     vocabulary = json.loads((Path(model) / "config.json").read_text())["vocab_size"]
@@ -61,9 +62,8 @@ def measure(variant: str, model: str, settings: dict[str, Any]) -> dict[str, Any
         pairs = [(generate(1)[0], *generate()) for _ in range(settings["repeats"])]
         prefill, whole, ends = map(list, zip(*pairs, strict=True))
         sizes = [work.sequences, work.prompt, work.response]
-        timings.append({"workload": sizes, "seconds": whole, "prefill_seconds": prefill})
-        if settings["spread"]:
-            timings[-1]["ends"] = ends
+        timings.append({"workload": sizes, "seconds": whole, "prefill_seconds": prefill, "ends": ends})
+        print(json.dumps(timings[-1]), flush=True)
     memory = llm.collective_rpc("bench_memory")[0]
     llm.llm_engine.engine_core.shutdown()  # newer vLLMs leave it to the end of this process, which waits for it
     return {"variant": variant, "memory": memory, "timings": timings}

@@ -96,11 +96,11 @@ def run_variant(name: str, words: list[str], folder: Path, steps: int, settings:
 
 
 def rows_of(results: list[dict[str, Any]]) -> list[list[str]]:
-    """Medians of the steps behind the first."""
+    """Means of the steps behind the first."""
     table = []
     for one in results:
         of = {
-            key: statistics.median(values)
+            key: statistics.fmean(values)
             if (values := [s[key] for s in one["steps"][1:] if s.get(key) is not None])
             else None
             for key in COLUMNS
@@ -154,7 +154,7 @@ def step(
         results[name] = run_variant(name, [*common, *chosen[name]], output / name, steps, settings)
         write_json(file, {"settings": asked, "environment": here, "results": list(results.values())})
     table = rows_of([results[name] for name in names])
-    show(f"{model}, medians of {steps - 1} steps", ("variant", *COLUMNS), table)
+    show(f"{model}, means of {steps - 1} steps", ("variant", *COLUMNS), table)
     print(f"written: {file}")
 
 

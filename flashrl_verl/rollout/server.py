@@ -55,6 +55,11 @@ class FlashRLHttpServer(vLLMHttpServer):
         super()._preprocess_engine_kwargs(engine_kwargs)
         if vllm_device() == "cpu" and self.config.tensor_model_parallel_size * self.config.data_parallel_size == 1:
             one_process(engine_kwargs)
+        chosen = {"compilation_config", "cudagraph_capture_sizes", "speculative_config"} & engine_kwargs.keys()
+        chosen = chosen or self.config.cudagraph_capture_sizes
+        if self.config.max_num_seqs > 512 and vllm_device() == "cuda" and not chosen:
+            # vLLM captures up to 512. A larger batch would have no CUDA graph, and take two to three times as long.
+            engine_kwargs.setdefault("max_cudagraph_capture_size", self.config.max_num_seqs)
         for name, value in kv_cache_arguments(self.flashrl.kv_cache).items():
             # vLLM takes attention's backend by this name or by that of its configuration, and not by both.
             if name != "attention_backend" or not (engine_kwargs.get("attention_config") or {}).get("backend"):

@@ -77,7 +77,9 @@ def measured() -> list[Measured]:
                 sequences, prompt, response = timing["workload"]
                 tail = {"spread": settings.get("spread", 0.0), "limit": settings.get("limit")}
                 work = Work(sequences=sequences, prompt=prompt, response=response, **tail)
-                clock = Clock(shape=shape, choice=known[row["variant"]], gpu=gpu)
+                clock = Clock(
+                    shape=shape, choice=known[row["variant"]], gpu=gpu, tensor_parallel=engine.tensor_parallel
+                )
                 where = str(file.relative_to(RESULTS).with_suffix(""))
                 found.append(Measured(where, work, clock, engine, row["memory"]["kv_tokens"], timing))
     assert len(found) > 88

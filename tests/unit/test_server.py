@@ -81,3 +81,24 @@ def test_an_engine_of_one_rank_computes_where_it_schedules_on_a_cpu_alone(
     engine.flashrl = FlashRLConfig()
     engine._preprocess_engine_kwargs(arguments := dict(chosen))
     assert (arguments.get("distributed_executor_backend"), os.environ[variable]) == (backend, own_process)
+
+
+@pytest.mark.parametrize(
+    ("device", "words", "chosen", "largest"),
+    [
+        ("cuda", ["max_num_seqs=1024"], {}, 1024),
+        ("cuda", ["max_num_seqs=512"], {}, None),  # vLLM's own
+        ("cpu", ["max_num_seqs=1024"], {}, None),
+        ("cuda", ["max_num_seqs=1024"], {"max_cudagraph_capture_size": 600}, 600),
+        ("cuda", ["max_num_seqs=1024"], {"compilation_config": {"cudagraph_capture_sizes": [8]}}, None),
+        ("cuda", ["max_num_seqs=1024", "cudagraph_capture_sizes=[8]"], {}, None),
+    ],
+)
+def test_cuda_graphs_are_captured_for_as_many_sequences_as_may_run(monkeypatch, device, words, chosen, largest):
+    monkeypatch.setattr(server, "vllm_device", lambda: device)
+    engine = object.__new__(FlashRLHttpServer)
+    composed = compose(["experiment=smoke", *(f"actor_rollout_ref.rollout.{word}" for word in words)])
+    engine.config, engine.flashrl = composed.actor_rollout_ref.rollout, FlashRLConfig()
+    engine._preprocess_engine_kwargs(arguments := dict(chosen))
+    assert arguments.get("max_cudagraph_capture_size") == largest
+    assert chosen.items() <= arguments.items()
