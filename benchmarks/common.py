@@ -121,6 +121,11 @@ def _print_to(log: str) -> None:
     os.dup2(file, 2)
 
 
+def ranged(values: Sequence[float], form: str) -> str:
+    """Median, and lowest and highest."""
+    return f"{statistics.median(values):{form}} ({min(values):{form}}-{max(values):{form}})"
+
+
 def show(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table."""
     from rich.console import Console

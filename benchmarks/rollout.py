@@ -15,17 +15,21 @@ import random
 import re
 import statistics
 import time
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from benchmarks.common import environment, in_own_process, run, show, words_of
+from benchmarks.common import environment, in_own_process, ranged, run, show, words_of
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.tools.plan.schedule import Work, response_lengths
 from flashrl_verl.trainer.atomic_write import write_whole
 
 RESULTS = "rollout.jsonl"
+ENGINE_SETTINGS = "gpu_memory_utilization", "max_num_batched_tokens", "max_num_seqs", "max_cudagraph_capture_size"
+SPEED_HEADER = ("workload", "variant", "tokens/s (range)", "x BF16", "decode x BF16", "sequences fit")
 
 
 def measure(variant: str, model: str, settings: dict[str, Any]) -> dict[str, Any]:
@@ -45,8 +49,7 @@ def measure(variant: str, model: str, settings: dict[str, Any]) -> dict[str, Any
         max_model_len=max(work.prompt + max(response_lengths(work)) for work in works) + 1,
         tensor_parallel_size=settings["tensor_parallel"],
         distributed_executor_backend="mp",  # as in a GPU run: scheduling overlaps with the GPU's work
-        max_cudagraph_capture_size=max(512, settings["max_num_seqs"]),  # the same
-        **{name: settings[name] for name in ("gpu_memory_utilization", "max_num_batched_tokens", "max_num_seqs")},
+        **{name: settings[name] for name in ENGINE_SETTINGS},
     )
     vocabulary = json.loads((Path(model) / "config.json").read_text())["vocab_size"]
     draw, timings = random.Random(0), []
@@ -101,20 +104,62 @@ def workloads_of(text: str) -> list[list[int]]:
     return found
 
 
-def rows_of(results: list[dict[str, Any]]) -> list[list[str]]:
-    """By workload and variant: tokens/s with its range, its ratio to BF16, and sequences that fit."""
-    rows, base = [], {}
-    for result in results:
-        for timing in result["timings"]:
-            sequences, prompt, response = timing["workload"]
-            speeds = [sequences * response / seconds for seconds in timing["seconds"]]
-            speed = statistics.median(speeds)
-            if result["variant"] == "bf16":
-                base[sequences, prompt, response] = speed
-            ratio = f"{speed / base[s]:.2f}" if (s := (sequences, prompt, response)) in base else "-"
-            shown = f"{speed:.0f} ({min(speeds):.0f}-{max(speeds):.0f})", ratio
-            fit = result["memory"]["kv_tokens"] // (prompt + response)
-            rows.append([f"{sequences} x ({prompt} -> {response})", result["variant"], *shown, f"{fit}"])
+@dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """A variant at a workload, of one measurement."""
+
+    memory_gib: float
+    workload: tuple[int, int, int]
+    """Sequences, prompt tokens, response tokens."""
+    variant: str
+    seconds: list[float]
+    decode_seconds: float
+    """The whole less the same prompts with one token each."""
+    memory: dict[str, Any]
+
+    @property
+    def tokens_per_second(self) -> list[float]:
+        return [self.workload[0] * self.workload[2] / seconds for seconds in self.seconds]
+
+
+def rollouts_of(lines: list[Any]) -> list[Rollout]:
+    """Of a ``rollout.jsonl``: by workload, then by variant."""
+    head, *results = lines
+    share, memory = head["settings"]["gpu_memory_utilization"], head["environment"]["memory_bytes"] or 0
+    found = [
+        Rollout(
+            memory_gib=share * memory / 2**30,
+            workload=tuple(timing["workload"]),
+            variant=result["variant"],
+            seconds=timing["seconds"],
+            decode_seconds=statistics.median(
+                whole - prompts for whole, prompts in zip(timing["seconds"], timing["prefill_seconds"], strict=True)
+            ),
+            memory=result["memory"],
+        )
+        for result in results
+        for timing in result["timings"]
+    ]
+    order = list(dict.fromkeys(one.workload for one in found))
+    return sorted(found, key=lambda one: order.index(one.workload))
+
+
+def speed_ups(one: Rollout, among: Iterable[Rollout]) -> tuple[str, str]:
+    """Of whole rollouts and of decoding, over BF16 of the same measurement."""
+    for base in among:
+        if base.variant == "bf16" and base.workload == one.workload:
+            whole = statistics.median(base.seconds) / statistics.median(one.seconds)
+            return f"{whole:.2f}", f"{base.decode_seconds / one.decode_seconds:.2f}"
+    return "-", "-"
+
+
+def speeds_of(of: list[Rollout]) -> list[list[str]]:
+    """Rows under ``SPEED_HEADER``."""
+    rows = []
+    for one in of:
+        fit = one.memory["kv_tokens"] // sum(one.workload[1:])
+        speed = ranged(one.tokens_per_second, ".0f"), *speed_ups(one, of)
+        rows.append(["{} x ({} -> {})".format(*one.workload), one.variant, *speed, f"{fit}"])
     return rows
 
 
@@ -156,7 +201,7 @@ def rollout(
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": max_num_batched_tokens,
         "layers": layers,
-        "embedding_bytes": 2 * config.vocab_size * config.hidden_size,
+        "max_cudagraph_capture_size": max(512, max_num_seqs),  # as a run's engines have it
     }
     file = output / RESULTS
     lines = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
@@ -177,8 +222,7 @@ def rollout(
             head["environment"]["memory_bytes"] = results[-1]["memory"].pop("memory_bytes")
             text = "".join(json.dumps(line) + "\n" for line in (head, *results))
             write_whole(file, text.encode())
-    header = ("workload", "variant", "tokens/s (range)", "x BF16", "sequences fit")
-    show(f"{model} on {head['environment']['device']}", header, rows_of(results))
+    show(f"{model} on {head['environment']['device']}", SPEED_HEADER, speeds_of(rollouts_of([head, *results])))
     print(f"written: {file}")
 
 

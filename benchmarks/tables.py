@@ -13,8 +13,8 @@ from __future__ import annotations
 import json
 import re
 import statistics
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,9 +22,11 @@ from typing import Annotated, Any
 import typer
 from matplotlib.figure import Figure
 
-from benchmarks.common import RESULTS, ROOT, interval, run
-from benchmarks.learning import HEADER, by_variant
+from benchmarks.common import RESULTS, ROOT, interval, ranged, run
+from benchmarks.learning import HEADER as LEARNING_HEADER
+from benchmarks.learning import by_variant
 from benchmarks.learning import table as learning_table
+from benchmarks.rollout import SPEED_HEADER, Rollout, rollouts_of, speed_ups, speeds_of
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.tools.plan.command import CONSTANT, DEFAULTS, of_run, plan_of
 from flashrl_verl.tools.plan.gpus import find
@@ -48,11 +50,6 @@ def lines(file: str) -> list[Any]:
     return [json.loads(line) for line in (RESULTS / file).read_text().splitlines()]
 
 
-def ranged(values: Sequence[float], form: str) -> str:
-    """Median, and lowest and highest."""
-    return f"{statistics.median(values):{form}} ({min(values):{form}}-{max(values):{form}})"
-
-
 def plus_minus(values: Sequence[float], form: str = ".3f") -> str:
     """Mean, and half of its 95 % interval."""
     middle, half = interval(values)
@@ -62,71 +59,9 @@ def plus_minus(values: Sequence[float], form: str = ".3f") -> str:
 # ---- rollout and throughput ----
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rollout:
-    """A variant at a workload, of one measurement."""
-
-    measurement: str
-    model: str
-    memory_gib: float
-    workload: tuple[int, int, int]
-    """Sequences, prompt tokens, response tokens."""
-    variant: str
-    seconds: list[float]
-    decode_seconds: float
-    """The whole less the same prompts with one token each."""
-    memory: dict[str, Any]
-    profile: dict[str, Any] | None
-    embedding_bytes: int
-    """A step reads a few rows of it."""
-
-    @property
-    def tokens_per_second(self) -> list[float]:
-        return [self.workload[0] * self.workload[2] / seconds for seconds in self.seconds]
-
-    @property
-    def step_ms(self) -> float:
-        return 1e3 * self.decode_seconds / (self.workload[2] - 1)
-
-    @property
-    def what(self) -> str:
-        return "{} x ({} -> {})".format(*self.workload)
-
-
 def rollouts(file: str) -> list[Rollout]:
     """A result of ``benchmarks.rollout``: by workload, then by variant."""
-    head, *results = lines(f"{file}.jsonl")
-    share = head["settings"]["gpu_memory_utilization"]
-    found: dict[tuple, Rollout] = {}
-    for result in results:
-        for timing in result["timings"]:
-            key = tuple(timing["workload"]), result["variant"]
-            pairs = list(zip(timing["seconds"], timing["prefill_seconds"], strict=True))
-            if key in found:
-                raise ConfigError(f"{file}: {key} is there twice")
-            found[key] = Rollout(
-                measurement=file.rpartition("/")[2],
-                model=head["settings"]["model"],
-                memory_gib=share * head["environment"]["memory_bytes"] / 2**30,
-                workload=key[0],
-                variant=result["variant"],
-                seconds=timing["seconds"],
-                decode_seconds=statistics.median(whole - prompts for whole, prompts in pairs),
-                memory=result["memory"],
-                profile=timing.get("profile"),
-                embedding_bytes=head["settings"]["embedding_bytes"],
-            )
-    order = list(dict.fromkeys(workload for workload, _ in found))
-    return sorted(found.values(), key=lambda one: order.index(one.workload))
-
-
-def speed_ups(one: Rollout, among: Iterable[Rollout]) -> tuple[str, str]:
-    """Of whole rollouts and of decoding, over BF16 of the same measurement."""
-    for base in among:
-        if base.variant == "bf16" and base.workload == one.workload:
-            whole = statistics.median(base.seconds) / statistics.median(one.seconds)
-            return f"{whole:.2f}", f"{base.decode_seconds / one.decode_seconds:.2f}"
-    return "-", "-"
+    return rollouts_of(lines(f"{file}.jsonl"))
 
 
 def rollout_memory(*files: str) -> Rows:
@@ -141,39 +76,12 @@ def rollout_memory(*files: str) -> Rows:
     return rows
 
 
-COPY_BYTES_PER_SECOND = 0.88 * 4.8e12
-"""Of an H200: 88 % of its data sheet."""
-
-
-def floor_ms(one: Rollout) -> float:
-    """To read weights, keys and values of a profiled decode step once, at a copy's speed."""
-    memory, profile = one.memory, one.profile
-    cached = profile["sequences"] * profile["context"] * memory["kv_bytes"] / memory["kv_tokens"]
-    return 1e3 * (memory["weight_bytes"] - one.embedding_bytes + cached) / COPY_BYTES_PER_SECOND
-
-
-def rollout_steps(*files: str) -> Rows:
-    """Where a decode step goes: milliseconds by class of kernel."""
-    found = [one for file in files for one in rollouts(file) if one.profile]
-    kinds = [kind for kind in found[0].profile["milliseconds"] if any(o.profile["milliseconds"][kind] for o in found)]
-    rows = [["workload", "variant", "context", "step ms", "floor ms", "floor / step", *kinds, "no kernel"]]
-    for one in found:
-        kernels, floor = one.profile["milliseconds"], floor_ms(one)
-        step = f"{one.profile['context']:.0f}", f"{one.step_ms:.2f}", f"{floor:.2f}", f"{floor / one.step_ms:.0%}"
-        parts = [*(kernels[kind] for kind in kinds), one.step_ms - sum(kernels.values())]
-        rows.append([one.what, one.variant, *step, *(f"{part:.2f}" for part in parts)])
-    return rows
-
-
 def throughput(*files: str) -> Rows:
     """Speed by model, memory, workload and variant."""
-    header = ["measurement", "memory GiB", "workload", "variant", "tokens/s (range)", "x BF16", "decode x BF16"]
-    rows = [[*header, "sequences fit"]]
-    for of in map(rollouts, files):
-        for one in of:
-            fit = one.memory["kv_tokens"] // sum(one.workload[1:])
-            speed = ranged(one.tokens_per_second, ".0f"), *speed_ups(one, of)
-            rows.append([one.measurement, f"{one.memory_gib:.0f}", one.what, one.variant, *speed, f"{fit}"])
+    rows = [["measurement", "memory GiB", *SPEED_HEADER]]
+    for file, of in ((file, rollouts(file)) for file in files):
+        where = file.rpartition("/")[2], f"{of[0].memory_gib:.0f}"
+        rows += [[*where, *speed] for speed in speeds_of(of)]
     return rows
 
 
@@ -214,18 +122,10 @@ def levers(*where: str) -> Rows:
 
 def training(*files: str) -> Rows:
     """The trainer's passes."""
-    header = ["pass", "length", "settings", "layer ms", "head ms", "whole model s", "tokens/s"]
-    rows = []
-    for file in files:
-        record = load(file)
-        words = ["FlashAttention 4"] * ("flash-attn-4" in record["environment"])
-        words += [word.split(".")[-1] for word in record["settings"]["overrides"][1:]]
-        changed = " ".join(words) or "FlashAttention 2"
-        for one in record["passes"]:
-            each = f"{one['layer_s'] * 1e3:.2f}", f"{one['head_s'] * 1e3:.2f}", f"{one['whole_s']:.2f}"
-            speed = f"{one['tokens'] / one['whole_s']:.0f}"
-            rows.append([one["name"], str(one["length"]), changed, *each, speed, f"{one['share']:.0%}"])
-    return [[*header, "of the data sheet's BF16"], *sorted(rows, key=lambda row: (row[0], int(row[1])))]
+    from benchmarks.training import HEADER, rows_of  # verl comes with it
+
+    rows = [row for file in files for row in rows_of(load(file))]
+    return [list(HEADER), *sorted(rows, key=lambda row: (row[0], int(row[1])))]
 
 
 def steps_run(file: str) -> Rows:
@@ -394,7 +294,7 @@ def recipe(*folders: str) -> Rows:
 
 def learning(file: str) -> Rows:
     """One experiment, by variant."""
-    return [list(HEADER), *map(list, learning_table(load(f"learning/{file}.json")))]
+    return [list(LEARNING_HEADER), *map(list, learning_table(load(f"learning/{file}.json")))]
 
 
 def finals(record: dict[str, Any], variant: str) -> dict[int, float]:
@@ -457,7 +357,7 @@ def readme() -> Rows:
 TABLES: dict[str, Callable[..., Rows]] = {
     function.__name__: function
     for function in (
-        rollout_memory, rollout_steps, throughput, refit, levers, training, composed, steps_run,
+        rollout_memory, throughput, refit, levers, training, composed, steps_run,
         mismatch, noise, outliers, quickstart, recipe, learning, learning_summary,
         readme,
     )

@@ -55,11 +55,12 @@ class FlashRLHttpServer(vLLMHttpServer):
         super()._preprocess_engine_kwargs(engine_kwargs)
         if vllm_device() == "cpu" and self.config.tensor_model_parallel_size * self.config.data_parallel_size == 1:
             one_process(engine_kwargs)
-        chosen = {"compilation_config", "cudagraph_capture_sizes", "speculative_config"} & engine_kwargs.keys()
-        chosen = chosen or self.config.cudagraph_capture_sizes
-        if self.config.max_num_seqs > 512 and vllm_device() == "cuda" and not chosen:
-            # vLLM captures up to 512. A larger batch would have no CUDA graph, and take two to three times as long.
-            engine_kwargs.setdefault("max_cudagraph_capture_size", self.config.max_num_seqs)
+        sequences = engine_kwargs.get("max_num_seqs") or self.config.max_num_seqs
+        chosen = self.config.cudagraph_capture_sizes or "cudagraph_capture_size" in str(engine_kwargs)
+        if sequences > 512 and vllm_device() == "cuda" and not chosen and "speculative_config" not in engine_kwargs:
+            # vLLM captures up to 512, in steps of 16, and a batch without a CUDA graph takes up to three times as long.
+            # Where it speculates it captures what a step of many tokens a sequence needs.
+            engine_kwargs["max_cudagraph_capture_size"] = -(-sequences // 16) * 16
         for name, value in kv_cache_arguments(self.flashrl.kv_cache).items():
             # vLLM takes attention's backend by this name or by that of its configuration, and not by both.
             if name != "attention_backend" or not (engine_kwargs.get("attention_config") or {}).get("backend"):

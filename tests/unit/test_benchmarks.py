@@ -154,8 +154,9 @@ def test_speeds_are_over_bf16_of_the_same_workload():
         timings = [{"workload": [10, 100, 50], "seconds": seconds, "prefill_seconds": [1.0, 1.0]}]
         return {"variant": variant, "memory": {"kv_tokens": 1000}, "timings": timings}
 
-    rows = rollout.rows_of([result("bf16", [4.0, 5.0]), result("int8", [2.0, 2.5])])
-    assert [row[3] for row in rows] == ["1.00", "2.00"] and {row[4] for row in rows} == {"6"}
+    head = {"settings": {"gpu_memory_utilization": 0.5}, "environment": {"memory_bytes": None}}
+    rows = rollout.speeds_of(rollout.rollouts_of([head, result("bf16", [4.0, 5.0]), result("int8", [2.0, 2.5])]))
+    assert [row[3:5] for row in rows] == [["1.00", "1.00"], ["2.00", "2.80"]] and {row[5] for row in rows} == {"6"}
     assert rows[1][2] == "225 (200-250)"
 
 

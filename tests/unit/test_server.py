@@ -89,8 +89,11 @@ def test_an_engine_of_one_rank_computes_where_it_schedules_on_a_cpu_alone(
         ("cuda", ["max_num_seqs=1024"], {}, 1024),
         ("cuda", ["max_num_seqs=512"], {}, None),  # vLLM's own
         ("cpu", ["max_num_seqs=1024"], {}, None),
+        ("cuda", ["max_num_seqs=1000"], {"compilation_config": {"cudagraph_mode": "PIECEWISE"}}, 1008),
+        ("cuda", ["max_num_seqs=256"], {"max_num_seqs": 600}, 608),
         ("cuda", ["max_num_seqs=1024"], {"max_cudagraph_capture_size": 600}, 600),
-        ("cuda", ["max_num_seqs=1024"], {"compilation_config": {"cudagraph_capture_sizes": [8]}}, None),
+        ("cuda", ["max_num_seqs=1024"], {"compilation_config": '{"cudagraph_capture_sizes": [8]}'}, None),
+        ("cuda", ["max_num_seqs=1024"], {"speculative_config": {"method": "ngram"}}, None),
         ("cuda", ["max_num_seqs=1024", "cudagraph_capture_sizes=[8]"], {}, None),
     ],
 )
