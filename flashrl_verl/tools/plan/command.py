@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,7 +12,6 @@ import typer
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.settings import ASYNC
 from flashrl_verl.tools.plan.gpus import GPU, GPUS, find
-from flashrl_verl.trainer.atomic_write import write_whole
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -107,9 +105,6 @@ def plan(
     explain: Annotated[
         bool, typer.Option("--explain", help="Memory, decode steps, other layouts, assumptions.")
     ] = False,
-    as_json: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", dir_okay=False, help="Write every figure here too.")
-    ] = None,
 ) -> None:
     """Compute memory and seconds of a training step in each precision, and say which to take. No GPU is needed.
 
@@ -134,12 +129,6 @@ def plan(
     kind = find(gpu)
     made = plan_of(DEFAULTS | run, kind if gpu_memory_gib is None else replace(kind, memory_gib=gpu_memory_gib))
     Console(highlight=False, markup=False).print(render(made, explain))
-    if as_json is not None:
-        try:
-            as_json.expanduser().parent.mkdir(parents=True, exist_ok=True)
-            write_whole(as_json.expanduser(), (json.dumps(made.as_json(), indent=1) + "\n").encode())
-        except OSError as error:
-            raise ConfigError(f"--json {as_json} cannot be written: {error.strerror or error}") from error
 
 
 def plan_of(values: dict[str, Any], gpu: GPU) -> Plan:

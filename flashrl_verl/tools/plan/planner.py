@@ -2,8 +2,7 @@
 """One plan: every variant on the same work, and which of them to take."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from flashrl_verl.attention.limits import why_not
 from flashrl_verl.errors import ConfigError
@@ -24,6 +23,9 @@ mismatch whatever they gain."""
 
 LAYOUTS = (1, 2, 4, 8)
 """GPUs of one engine that are compared."""
+
+STOCK = "stock verl, BF16"
+"""The baseline of the levers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,16 +89,6 @@ class Plan:
     """A step of stock verl in BF16, then with one lever more each, in engines as asked."""
     not_planned: tuple[str, ...]
     """Settings of the run that change memory or speed and are not in these figures."""
-
-    def as_json(self) -> dict[str, Any]:
-        """The plan as JSON takes it; bytes and seconds."""
-        record = asdict(self)
-        for row, outcome in zip(record["outcomes"], self.outcomes, strict=True):
-            if outcome.memory is not None:
-                row["memory"]["tokens"] = outcome.memory.tokens
-                row["whole"]["seconds"] = outcome.whole.seconds
-        record["by_lever"] = [asdict(whole) | {"name": name, "seconds": whole.seconds} for name, whole in self.by_lever]
-        return record
 
 
 def choices() -> list[Choice]:
@@ -196,7 +188,7 @@ def _by_lever(
     """Stock verl, and what each lever makes of the step before it; what does not fit is left out."""
     choice = Choice(precision=Precision.BF16)
     stock = now = Levers(constant=levers.constant, refill=False, even_mini_batches=False)
-    steps: list[tuple[str, Choice, Levers]] = [("stock verl, BF16", choice, stock)]
+    steps: list[tuple[str, Choice, Levers]] = [(STOCK, choice, stock)]
     if levers.constant:
         now = replace(now, refill=True)
         steps.append(("+ refill", choice, now))

@@ -10,7 +10,7 @@ from rich.console import Group
 from rich.table import Table
 
 from flashrl_verl.tools.plan.gpus import GIB
-from flashrl_verl.tools.plan.planner import Plan
+from flashrl_verl.tools.plan.planner import STOCK, Plan
 from flashrl_verl.tools.plan.whole_step import ATTENTION, EIGHT_BITS, LIGER, PRODUCTS, REFIT_RATE, WholeStep
 
 TRAINER_BYTES = 16
@@ -74,9 +74,9 @@ def _seconds(whole: WholeStep) -> list[str]:
 def _levers(plan: Plan) -> Table:
     names = ["rollout", "old log-probs", "update", "refit", "step", "x stock"]
     table = _table("Seconds of a step, a lever more in each row", "levers", names)
-    stock = plan.by_lever[0][1].seconds if plan.by_lever else 0.0
+    stock = {name: whole.seconds for name, whole in plan.by_lever}.get(STOCK)  # missing where BF16 does not fit
     for name, whole in plan.by_lever:
-        table.add_row(name, *_seconds(whole), f"{stock / whole.seconds:.2f}")
+        table.add_row(name, *_seconds(whole), f"{stock / whole.seconds:.2f}" if stock else "-")
     return table
 
 
