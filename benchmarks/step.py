@@ -133,14 +133,17 @@ def step(
     common = [*overrides_of(output, folder, steps), *context.args]
     cfg = compose([*common, *chosen[names[0]]])
     settings = {"median": median, "spread": spread, "constant": constant}
-    make_model(model, depth, folder)
-    make_prompts("flashrl-bench-step", 64 * cfg.data.train_batch_size, output)
     file = output / "step.json"
     here = environment()
     asked = {"model": model, "layers": depth, "steps": steps, **settings, "overrides": context.args}
     record = json.loads(file.read_text()) if file.is_file() else {}
-    same = record.get("settings") == asked and record.get("environment") == here
-    results = {one["variant"]: one for one in record["results"]} if same else {}
+    if record and (record["settings"], record["environment"]) != (asked, here):
+        raise ConfigError(
+            f"{file} has results of other settings or another machine. Name another --output, or remove it"
+        )
+    results = {one["variant"]: one for one in record.get("results", [])}
+    make_model(model, depth, folder)
+    make_prompts("flashrl-bench-step", 64 * cfg.data.train_batch_size, output)
     lengths = [
         min(response_length(str(prompt), number, median, spread), cfg.data.max_response_length)
         for prompt in range(256)

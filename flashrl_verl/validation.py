@@ -243,7 +243,7 @@ RULES = (
         "trainer.v1.trainer_mode",
         one_of("flashrl", ASYNC),
         "there is a flashrl node, but another trainer would run, without its correction, receipts and bounds",
-        "trainer.v1.trainer_mode=flashrl, or leave FlashRL's experiment out",
+        f"trainer.v1.trainer_mode=flashrl, or {ASYNC}; or leave FlashRL's experiment out",
     ),
     # Trajectories of several versions of the policy.
     Rule(
@@ -326,6 +326,7 @@ RULES = (
         for key, what, sensible in (
             (f"{ROLLOUT}.tensor_model_parallel_size", "GPUs of an engine", 1),
             (f"{ROLLOUT}.n", "responses to each prompt", 16),
+            (f"{ROLLOUT}.max_num_seqs", "sequences that an engine decodes together", 256),
             ("data.train_batch_size", "prompts of a step", 512),
             (f"{ACTOR}.ppo_mini_batch_size", "prompts of an optimizer step", 32),
             *((key, "GPUs that share a sequence", 1) for key in _ULYSSES),
@@ -341,6 +342,13 @@ RULES = (
         f"{ACTOR}.optim.lr=1.0e-6, or another number from 0 on",
         default=1e-6,
     ),
+    Rule(
+        f"{ROLLOUT}.gpu_memory_utilization",
+        lambda share: _number(share) and 0 < share <= 1,
+        "it is the engine's share of a GPU's memory",
+        f"{ROLLOUT}.gpu_memory_utilization=0.8, or another number from 0 to 1",
+        default=0.5,
+    ),
     # Groups that say nothing.
     Rule(
         f"{ROLLOUT}.n",
@@ -355,7 +363,10 @@ RULES = (
         one_of(None),
         "a sampler of your own and flashrl.sampling.refill would both choose the batch",
         "flashrl.sampling.refill=false",
-        when=lambda cfg: bool(get(cfg, "flashrl.sampling.refill", True)) and not _asynchronous(cfg),
+        when=lambda cfg: (
+            bool(get(cfg, "flashrl.sampling.refill", True) and get(cfg, "algorithm.filter_groups.enable"))
+            and not _asynchronous(cfg)
+        ),
     ),
     Rule(
         f"{ACTOR}.strategy",

@@ -60,6 +60,7 @@ CASES = [
         for key, good in (
             (f"{ROLLOUT}.tensor_model_parallel_size", 1),
             (f"{ROLLOUT}.n", 16),
+            (f"{ROLLOUT}.max_num_seqs", 256),
             ("data.train_batch_size", 512),
             (f"{ACTOR}.ppo_mini_batch_size", 32),
             (f"{ACTOR}.ulysses_sequence_parallel_size", 1),
@@ -70,6 +71,10 @@ CASES = [
             (f"{ENGINE}.max_model_len", "null"),
         )
         for bad in (0, -1, "two")
+    ),
+    *(
+        ({f"{ROLLOUT}.gpu_memory_utilization": bad}, f"{ROLLOUT}.gpu_memory_utilization=0.8")
+        for bad in (0, 1.8, "half", math.nan)
     ),
     *(({f"{ACTOR}.optim.lr": bad}, f"{ACTOR}.optim.lr=1.0e-6") for bad in (-1e-6, "fast", math.nan)),
     ({f"{ROLLOUT}.n": 1}, f"{ROLLOUT}.n=16"),
