@@ -60,8 +60,7 @@ def measure(variant: str, model: str, settings: dict[str, Any]) -> dict[str, Any
             lengths = response_lengths(work)  # noqa: B023
             return _generate(llm, prompts, [min(length, most or length) for length in lengths])
 
-        generate(1)  # kernels of these sizes are chosen or compiled
-        generate(8)
+        generate(8)  # kernels of these sizes are chosen or compiled
         pairs = [(generate(1)[0], *generate()) for _ in range(settings["repeats"])]
         prefill, whole, ends = map(list, zip(*pairs, strict=True))
         sizes = [work.sequences, work.prompt, work.response]
@@ -113,8 +112,10 @@ class Rollout:
     """Sequences, prompt tokens, response tokens."""
     variant: str
     seconds: list[float]
+    prefill_seconds: float
+    """The same prompts with one token each."""
     decode_seconds: float
-    """The whole less the same prompts with one token each."""
+    """The whole less that."""
     memory: dict[str, Any]
 
     @property
@@ -132,6 +133,7 @@ def rollouts_of(lines: list[Any]) -> list[Rollout]:
             workload=tuple(timing["workload"]),
             variant=result["variant"],
             seconds=timing["seconds"],
+            prefill_seconds=statistics.median(timing["prefill_seconds"]),
             decode_seconds=statistics.median(
                 whole - prompts for whole, prompts in zip(timing["seconds"], timing["prefill_seconds"], strict=True)
             ),
