@@ -170,7 +170,7 @@ def composed() -> Rows:
         speed = {one["name"]: one["tokens"] / one["whole_s"] for one in timed if one["length"] == LENGTH}
         passes = [tokens / speed[part] for part in ("old log-probs", "policy update")]
         passes[1] *= 1.0 if now.even_mini_batches else WAITS
-        started = round(USED * now.started)
+        started = round(USED * now.started(512))
         generation = rollout_s[variant, started]
         if now.asynchronous:
             generation = STEADY * (rollout_s[variant, 2 * started] - generation)

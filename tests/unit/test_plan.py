@@ -172,10 +172,12 @@ def test_a_whole_step(qwen32b):
 
 
 def test_groups_that_are_generated_for_one_that_is_used():
-    assert Levers().started == 1
-    assert Levers(constant=0.4).started == pytest.approx(1.05 / 0.6)
-    assert Levers(constant=0.4, refill=False).started == pytest.approx(1.4 / 0.6)
-    assert Levers(constant=0.4, asynchronous=True).started == pytest.approx(1 / 0.6)
+    assert Levers().started(512) == 1
+    # 1.79 standard deviations: 512 / 0.6 started, each informative with a probability of 0.6
+    deviation = math.sqrt(512 / 0.6 * 0.6 * 0.4)
+    assert Levers(constant=0.4).started(512) == pytest.approx((512 + 1.79 * deviation) / 0.6 / 512)
+    assert Levers(constant=0.4, refill=False).started(512) == pytest.approx(1.4 / 0.6)
+    assert Levers(constant=0.4, asynchronous=True).started(512) == pytest.approx(1 / 0.6)
 
 
 # ---- the schedule ----

@@ -132,7 +132,8 @@ def make_plan(
 
     def outcome_of(choice: Choice, size: int, levers: Levers) -> Outcome:
         there = replace(engine, tensor_parallel=size)
-        share = replace(work, sequences=max(1, round(sequences * levers.started * size / gpus)))
+        started = sequences * levers.started(sequences / samples)
+        share = replace(work, sequences=max(1, round(started * size / gpus)))
         outcome = _outcome(choice, shape, gpu, there, share, max(1.0, samples * size / gpus), levers.asynchronous)
         if outcome.timeline is None:
             return outcome
