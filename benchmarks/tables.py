@@ -108,26 +108,33 @@ def planned(gpu: str, gpus: str) -> Plan:
     return plan_of(DEFAULTS | run, find(gpu))
 
 
-def levers(*where: str) -> Rows:
-    """Seconds of a step by lever, on such as ``32xh100``."""
-    header = ["GPUs", "levers", "rollout s", "old log-probs s", "policy update s", "weight update s", "step s"]
-    rows = [[*header, "steps an hour", "x stock"]]
-    for gpus, gpu in (one.split("x", 1) for one in where):
-        by_lever = planned(gpu, gpus).by_lever
-        stock = by_lever[0][1].seconds
-        for name, step in by_lever:
-            parts = step.rollout, step.log_probs, step.update, step.refit, step.seconds
-            speed = f"{3600 / step.seconds:.3g}", f"{stock / step.seconds:.2f}"
-            rows.append([f"{gpus} x {gpu}", name, *(f"{part:.0f}" for part in parts), *speed])
+def levers(first: str, *others: str) -> Rows:
+    """Seconds of a step by lever, on such as ``32xh100``, and of whole steps on others."""
+    plans = {where: planned(where.split("x", 1)[1], where.split("x", 1)[0]) for where in (first, *others)}
+    header = ["levers", "rollout s", "old log-probs s", "policy update s", "weight update s", "step s", "steps an hour"]
+    rows = [[*header, "x stock", *(f"{where.replace('x', ' x ', 1)}: step s (x stock)" for where in others)]]
+    for name, step in plans[first].by_lever:
+        parts = step.rollout, step.log_probs, step.update, step.refit, step.seconds
+        row = [name, *(f"{part:.0f}" for part in parts), f"{3600 / step.seconds:.3g}"]
+        row.append(f"{plans[first].by_lever[0][1].seconds / step.seconds:.2f}")
+        for there in (dict(plans[where].by_lever) for where in others):
+            theirs = there[name].seconds if name in there else None
+            row.append(f"{theirs:.0f} ({there[STOCK].seconds / theirs:.2f})" if theirs else "-")
+        rows.append(row)
     return rows
 
 
 def training(*files: str) -> Rows:
-    """The trainer's passes."""
-    from benchmarks.training import HEADER, rows_of  # verl comes with it
+    """The trainer's passes: a layer's milliseconds, and the whole model's share of the data sheet's BF16 operations."""
+    from benchmarks.training import settings_of  # verl comes with it
 
-    rows = [row for file in files for row in rows_of(load(file))]
-    return [list(HEADER), *sorted(rows, key=lambda row: (row[0], int(row[1])))]
+    records = [load(file) for file in files]
+    passes = [
+        {(one["name"], one["length"]): f"{1e3 * one['layer_s']:.1f} ({one['share']:.0%})" for one in record["passes"]}
+        for record in records
+    ]
+    header = [f"{name}, {length} tokens" for name, length in passes[0]]
+    return [["settings", *header], *([settings_of(r), *of.values()] for r, of in zip(records, passes, strict=True))]
 
 
 def steps_run(file: str) -> Rows:

@@ -35,8 +35,6 @@ from flashrl_verl.validation import settle_packages
 PASSES = {"old log-probs": 1, "policy update": whole_step.PASSES}
 """How many forward passes' operations each takes."""
 
-HEADER = "pass", "length", "settings", "layer ms", "head ms", "whole model s", "tokens/s", "of the data sheet's BF16"
-
 
 def one_rank(words: list[str], folder: Path) -> list[str]:
     """The run's overrides, for one rank and the model in `folder`."""
@@ -174,16 +172,10 @@ def by_part(name: str, seconds: dict[int, list[float]], layers: int) -> dict[str
     return {"name": name, "seconds": seconds, "layer_s": layer, "head_s": head, "whole_s": whole}
 
 
-def rows_of(record: dict[str, Any]) -> list[list[str]]:
-    """Under ``HEADER``."""
-    words = ["FlashAttention 4"] * ("flash-attn-4" in record["environment"])
-    words += [word.split(".")[-1] for word in record["settings"]["overrides"][1:]]
-    rows = []
-    for one in record["passes"]:
-        each = f"{one['layer_s'] * 1e3:.2f}", f"{one['head_s'] * 1e3:.2f}", f"{one['whole_s']:.2f}"
-        speed = f"{one['tokens'] / one['whole_s']:.0f}", "-" if one["share"] is None else f"{one['share']:.0%}"
-        rows.append([one["name"], str(one["length"]), " ".join(words) or "FlashAttention 2", *each, *speed])
-    return rows
+def settings_of(record: dict[str, Any]) -> str:
+    """What a record's passes ran with."""
+    words = ["FlashAttention 4" if "flash-attn-4" in record["environment"] else "FlashAttention 2"]
+    return " ".join(words + [word.split(".")[-1] for word in record["settings"]["overrides"][1:]])
 
 
 def training(
@@ -231,7 +223,17 @@ def training(
     settings = {"overrides": words, "model": model, "layers": depths, "sequences": sequences, "repeats": repeats}
     record = {"settings": settings, "environment": here, "gib_allocated": found["gib"], "passes": passes}
     write_json(output / "training.json", record)
-    show(f"{model} on {here['device']}, {sequences} sequences", HEADER, rows_of(record))
+    rows = [
+        [
+            one["name"],
+            str(one["length"]),
+            *(f"{1e3 * one[part]:.2f}" for part in ("layer_s", "head_s", "whole_s")),
+            "-" if one["share"] is None else f"{one['share']:.0%}",
+        ]
+        for one in passes
+    ]
+    header = ("pass", "length", "layer ms", "head ms", "whole model ms", "of the data sheet's BF16")
+    show(f"{model} on {here['device']}, {sequences} sequences", header, rows)
     print(f"written: {output / 'training.json'}")
 
 
