@@ -112,10 +112,8 @@ class Rollout:
     """Sequences, prompt tokens, response tokens."""
     variant: str
     seconds: list[float]
-    prefill_seconds: float
-    """The same prompts with one token each."""
     decode_seconds: float
-    """The whole less that."""
+    """The whole less the same prompts with one token each."""
     memory: dict[str, Any]
 
     @property
@@ -133,7 +131,6 @@ def rollouts_of(lines: list[Any]) -> list[Rollout]:
             workload=tuple(timing["workload"]),
             variant=result["variant"],
             seconds=timing["seconds"],
-            prefill_seconds=statistics.median(timing["prefill_seconds"]),
             decode_seconds=statistics.median(
                 whole - prompts for whole, prompts in zip(timing["seconds"], timing["prefill_seconds"], strict=True)
             ),

@@ -126,15 +126,13 @@ def levers(first: str, *others: str) -> Rows:
 
 def training(*files: str) -> Rows:
     """The trainer's passes: a layer's milliseconds, and the whole model's share of the data sheet's BF16 operations."""
-    from benchmarks.training import settings_of  # verl comes with it
-
-    records = [load(file) for file in files]
-    passes = [
-        {(one["name"], one["length"]): f"{1e3 * one['layer_s']:.1f} ({one['share']:.0%})" for one in record["passes"]}
-        for record in records
-    ]
-    header = [f"{name}, {length} tokens" for name, length in passes[0]]
-    return [["settings", *header], *([settings_of(r), *of.values()] for r, of in zip(records, passes, strict=True))]
+    records, rows = [load(file) for file in files], []
+    for record in records:
+        words = ["FlashAttention 4" if "flash-attn-4" in record["environment"] else "FlashAttention 2"]
+        words += [word.split(".")[-1] for word in record["settings"]["overrides"][1:]]
+        cells = (f"{1e3 * one['layer_s']:.1f} ({one['share']:.0%})" for one in record["passes"])
+        rows.append([" ".join(words), *cells])
+    return [["settings", *(f"{one['name']}, {one['length']} tokens" for one in records[0]["passes"])], *rows]
 
 
 def steps_run(file: str) -> Rows:

@@ -172,12 +172,6 @@ def by_part(name: str, seconds: dict[int, list[float]], layers: int) -> dict[str
     return {"name": name, "seconds": seconds, "layer_s": layer, "head_s": head, "whole_s": whole}
 
 
-def settings_of(record: dict[str, Any]) -> str:
-    """What a record's passes ran with."""
-    words = ["FlashAttention 4" if "flash-attn-4" in record["environment"] else "FlashAttention 2"]
-    return " ".join(words + [word.split(".")[-1] for word in record["settings"]["overrides"][1:]])
-
-
 def training(
     context: typer.Context,
     model: Annotated[str, typer.Option(help="A name (qwen2.5-32b, ...), a config.json, or its folder.")] = "tiny",

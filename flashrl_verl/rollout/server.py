@@ -58,8 +58,8 @@ class FlashRLHttpServer(vLLMHttpServer):
         sequences = engine_kwargs.get("max_num_seqs") or self.config.max_num_seqs
         chosen = self.config.cudagraph_capture_sizes or "cudagraph_capture_size" in str(engine_kwargs)
         if sequences > 512 and vllm_device() == "cuda" and not chosen and "speculative_config" not in engine_kwargs:
-            # vLLM captures up to 512, in steps of 16, and a batch without a CUDA graph takes up to three times as long.
-            # Where it speculates it captures what a step of many tokens a sequence needs.
+            # vLLM captures up to 512, in steps of 16. A larger batch runs without a CUDA graph (docs/results/step.md).
+            # With speculation it captures what a step of many tokens a sequence needs.
             engine_kwargs["max_cudagraph_capture_size"] = -(-sequences // 16) * 16
         for name, value in kv_cache_arguments(self.flashrl.kv_cache).items():
             # vLLM takes attention's backend by this name or by that of its configuration, and not by both.

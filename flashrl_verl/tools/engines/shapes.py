@@ -20,8 +20,6 @@ from flashrl_verl.errors import ConfigError
 _QWEN = dict(
     vocab_size=152064, max_position_embeddings=32768, rope_theta=1e6, tie_word_embeddings=False, rms_norm_eps=1e-6
 )
-
-
 _QWEN3 = dict(vocab_size=151936, max_position_embeddings=40960, head_dim=128)
 
 
@@ -41,9 +39,8 @@ def _dense(
 
 # From the config.json of the Hugging Face repositories Qwen/<name>.
 SHAPES = {
-    "tiny": lambda: _dense(
-        Qwen2Config, 64, 172, 2, 2, 1, vocab_size=512
-    ),  # heads of 32: vLLM's CPU attention has none smaller
+    # heads of 32: vLLM's CPU attention has none smaller
+    "tiny": lambda: _dense(Qwen2Config, 64, 172, 2, 2, 1, vocab_size=512),
     "qwen2.5-0.5b": lambda: _dense(Qwen2Config, 896, 4864, 24, 14, 2, vocab_size=151936, tie_word_embeddings=True),
     "qwen2.5-1.5b": lambda: _dense(Qwen2Config, 1536, 8960, 28, 12, 2, vocab_size=151936, tie_word_embeddings=True),
     "qwen2.5-7b": lambda: _dense(Qwen2Config, 3584, 18944, 28, 28, 4),

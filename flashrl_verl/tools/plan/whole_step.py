@@ -30,8 +30,8 @@ two. The head is not repeated, which is 0.6 % of 32 billion parameters' operatio
 SURPLUS = 1.79
 """Informative groups that ``flashrl.sampling.refill`` generates and does not use, in standard deviations of how many of
 those that it starts are informative, which is the root of constant groups x groups used. It is 5 % of 512 and 20 % of
-32, with 40 % constant. On verl's buffer with simulated engines 1.5 to 2.0, of 32 to 512 groups with 20 and 40 %
-constant. verl's surplus is about the share of constant groups: 13 to 20 % at 20, 29 to 38 % at 40."""
+32, with 40 % constant. On verl's buffer with simulated engines it is 1.5 to 2.0 (tests/unit/test_refill.py). verl's
+surplus is about the share of constant groups: 13 to 20 % at 20, 29 to 38 % at 40."""
 
 WAITS = 1.05
 """How much longer an update takes where ranks wait for each other in each mini-batch, as in verl's order. Simulated
