@@ -14,7 +14,6 @@ import json
 import re
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,10 +27,14 @@ from benchmarks.learning import by_variant
 from benchmarks.learning import table as learning_table
 from benchmarks.rollout import SPEED_HEADER, Rollout, rollouts_of, speed_ups, speeds_of
 from flashrl_verl.errors import ConfigError
-from flashrl_verl.tools.plan.command import CONSTANT, DEFAULTS, of_run, plan_of
+from flashrl_verl.tools.engines.shapes import load_config
+from flashrl_verl.tools.plan.command import DEFAULTS, of_run, plan_of
 from flashrl_verl.tools.plan.gpus import find
-from flashrl_verl.tools.plan.planner import STOCK, Plan
-from flashrl_verl.tools.plan.whole_step import WAITS, Levers
+from flashrl_verl.tools.plan.planner import STOCK, Plan, choices
+from flashrl_verl.tools.plan.schedule import Work, length_over_tokens, simulate
+from flashrl_verl.tools.plan.shape import shape_of
+from flashrl_verl.tools.plan.step import Clock
+from flashrl_verl.tools.plan.whole_step import WAITS
 from flashrl_verl.trainer.atomic_write import write_whole
 
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs" / "results").glob("*.md")))
@@ -142,46 +145,46 @@ def steps_run(file: str) -> Rows:
     return [["variant", *COLUMNS], *rows_of(load(file)["results"])]
 
 
-LENGTH = 8192
-"""Tokens of the sequences that the trainer's speeds in it are of."""
-USED = 192
-"""Responses that it trains on, an engine's share."""
-STEADY = 1.23
-"""Seconds of a rollout with two batches in flight, in steady state, over what a second batch adds to a first one, which
-is what was measured: both by ``flashrl_verl.tools.plan.schedule.simulate``, 41.9 and 34.1 s."""
-
-
-def composed() -> Rows:
-    """A step of measured phases. Groups are as `flashrl plan` counts them; the weight update is its guess."""
-    found = [one for name in ("bf16", "int8", "int8-kv") for one in rollouts(f"rollout/qwen2.5-32b-step-{name}")]
-    rollout_s = {(one.variant, one.workload[0]): statistics.median(one.seconds) for one in found}
-    tokens = USED * sum(found[0].workload[1:])
-    refit = planned("h200", "64").by_lever[0][1].refit
+def composed(gpu: str) -> Rows:
+    """DAPO-32B's step on 32 GPUs by measured phases. The rollout is `flashrl plan`'s, times what an engine of four GPUs
+    took for as many sequences of mean length as run together over what the plan computes for these. The trainer's time
+    for a token was measured at two lengths, between which it is linear. The weight update is the plan's guess, and the
+    last column all its own."""
+    plan = planned(gpu, "32")
+    theirs, shape = dict(plan.by_lever), shape_of(load_config("qwen2.5-32b"))
+    longer = {}  # than planned, by variant
+    for file in ("bf16", "int8", "int8-kv"):
+        one = max(rollouts(f"rollout/{gpu}-tp4/qwen2.5-32b-{file}"), key=lambda one: one.workload[1])
+        choice = next(c for c in choices() if str(c) == one.variant.replace("+int8kv", " + INT8 KV"))
+        clock = Clock(shape=shape, choice=choice, gpu=plan.gpu, tensor_parallel=4)
+        work = Work(**dict(zip(("sequences", "prompt", "response"), one.workload, strict=True)))
+        simulated = simulate(clock, work, one.memory["kv_tokens"], max_num_seqs=1024)
+        longer[one.variant] = statistics.median(one.seconds) / simulated.seconds
+    tokens, length = plan.sequences * (plan.work.prompt + plan.work.response), length_over_tokens(plan.work)
     header = ["levers", "rollout s", "old log-probs s", "policy update s", "weight update s", "step s"]
-    rows, stock, now = [[*header, "steps an hour", "x stock"]], None, Levers(constant=CONSTANT, refill=False)
-    for name, variant, more, file in (
-        ("stock verl, BF16", "bf16", {"even_mini_batches": False}, "bf16"),
-        ("+ refill", "bf16", {"refill": True}, "bf16"),
-        ("+ even mini-batches", "bf16", {"even_mini_batches": True}, "bf16"),
-        ("+ INT8 weights", "int8", {}, "bf16"),
-        ("+ INT8 KV cache", "int8+int8kv", {}, "bf16"),
-        ("+ Liger's kernels", "int8+int8kv", {}, "liger-bf16"),
-        ("+ INT8 forward pass", "int8+int8kv", {}, "liger-int8"),
-        ("+ INT8 gradient", "int8+int8kv", {}, "liger-int8-backward"),
-        ("+ asynchrony", "int8+int8kv", {"asynchronous": True}, "liger-int8-backward"),
+    rows, stock, kv = [[*header, "steps an hour", "x stock", "x stock, computed"]], None, "+ INT8 KV cache"
+    for name, rollout, variant, file in (
+        (STOCK, STOCK, "bf16", "bf16"),
+        ("+ refill", "+ refill", "bf16", "bf16"),
+        ("+ even mini-batches", "+ even mini-batches", "bf16", "bf16"),
+        ("+ INT8 weights", "+ INT8 weights", "int8", "bf16"),
+        (kv, kv, "int8+int8kv", "bf16"),
+        ("+ Liger's kernels", kv, "int8+int8kv", "liger-bf16"),
+        ("+ INT8 forward pass", kv, "int8+int8kv", "liger-int8"),
+        ("+ INT8 gradient", kv, "int8+int8kv", "liger-int8-backward"),
+        ("+ asynchrony", "+ asynchrony", "int8+int8kv", "liger-int8-backward"),
     ):
-        now = replace(now, **more)
-        timed = load(f"step/8bit/{file}.json")["passes"]
-        speed = {one["name"]: one["tokens"] / one["whole_s"] for one in timed if one["length"] == LENGTH}
-        passes = [tokens / speed[part] for part in ("old log-probs", "policy update")]
-        passes[1] *= 1.0 if now.even_mini_batches else WAITS
-        started = round(USED * now.started(512))
-        generation = rollout_s[variant, started]
-        if now.asynchronous:
-            generation = STEADY * (rollout_s[variant, 2 * started] - generation)
-        step = sum(seconds := [generation, *passes, refit])
+        seconds = [theirs[rollout].rollout * longer[variant]]
+        for part in ("old log-probs", "policy update"):
+            timed = [one for one in load(f"step/8bit/{file}.json")["passes"] if one["name"] == part]
+            (short, first), (long, second) = sorted((one["length"], one["whole_s"] / one["tokens"]) for one in timed)
+            seconds.append((first + (second - first) * (length - short) / (long - short)) * tokens / 32)
+        seconds[2] *= WAITS if name in (STOCK, "+ refill") else 1.0
+        step = sum(seconds := [*seconds, theirs[STOCK].refit])
         stock = stock or step
-        rows.append([name, *(f"{s:.0f}" for s in (*seconds, step)), f"{3600 / step:.1f}", f"{stock / step:.2f}"])
+        computed = f"{theirs[STOCK].seconds / theirs[name].seconds:.2f}" if file == "bf16" else "-"
+        cells = *(f"{s:.0f}" for s in (*seconds, step)), f"{3600 / step:.3f}", f"{stock / step:.2f}", computed
+        rows.append([name, *cells])
     return rows
 
 
@@ -408,7 +411,7 @@ def tables(
             if not check:
                 write_whole(page, new.encode())
     if not check:
-        draw(composed(), ROOT / "docs" / "results" / "step" / "composed.png")
+        draw(composed("h200"), ROOT / "docs" / "results" / "step" / "composed.png")
     print(f"{'not up to date' if check else 'written'}: {', '.join(old) or 'none'}")
     raise typer.Exit(int(check and bool(old)))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`flashrl plan` against every rollout that was measured on an H200: memory, steps, prompts, ratios to BF16."""
+"""`flashrl plan` against every rollout that was measured on H200s: memory, steps, prompts, ratios to BF16."""
 
 import json
 import statistics
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from flashrl_verl.tools.engines.shapes import load_config
-from flashrl_verl.tools.plan.gpus import GIB, find, of_device
+from flashrl_verl.tools.plan.gpus import GIB, of_device
 from flashrl_verl.tools.plan.memory import Engine, memory_of
 from flashrl_verl.tools.plan.planner import choices
 from flashrl_verl.tools.plan.schedule import Work, simulate
@@ -20,10 +20,8 @@ from flashrl_verl.tools.plan.step import HOST_S, Clock
 from flashrl_verl.tools.plan.whole_step import Levers, whole_step
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
-FILES = [
-    *sorted([*RESULTS.glob("rollout/*.jsonl"), *RESULTS.glob("throughput/**/*.jsonl")]),
-    RESULTS / "rollout" / "inductor" / "custom-op.jsonl",
-]
+ONE_GPU = "rollout/*.jsonl", "throughput/**/*.jsonl", "rollout/inductor/custom-op.jsonl"
+FOUR_GPUS = ("rollout/*-tp4/*.jsonl",)
 NOISY = ("throughput/qwen2.5-7b-71gib", "throughput/again/qwen2.5-7b")
 """Two repeats of one engine, with 256 sequences, differ by 12 and 17 %."""
 LITTLE = ("throughput/qwen2.5-32b-71gib-two-arms", "throughput/again/qwen2.5-32b-71gib")
@@ -61,14 +59,13 @@ class Measured:
 
 
 @cache
-def measured() -> list[Measured]:
+def measured(files: tuple[str, ...] = ONE_GPU) -> list[Measured]:
     """All of it; formats that this release does not have are left out."""
     found, known = [], {str(choice).replace(" + INT8 KV", "+int8kv"): choice for choice in choices()}
-    for file in FILES:
+    for file in sorted(file for pattern in files for file in RESULTS.glob(pattern)):
         head, *rows = map(json.loads, file.read_text().splitlines())
         settings, environment = head["settings"], head["environment"]
-        assert environment["device"] == "NVIDIA H200"
-        gpu = replace(find("h200"), memory_gib=environment["memory_bytes"] / GIB)
+        gpu = replace(of_device(environment["device"]), memory_gib=environment["memory_bytes"] / GIB)
         shape = shape_of(load_config(settings["model"]))
         names = ("tensor_parallel", "gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens")
         engine = Engine(**{name: settings[name] for name in names})
@@ -82,11 +79,11 @@ def measured() -> list[Measured]:
                 )
                 where = str(file.relative_to(RESULTS).with_suffix(""))
                 found.append(Measured(where, work, clock, engine, row["memory"]["kv_tokens"], timing))
-    assert len(found) > 88
     return found
 
 
 def test_kv_caches_are_planned_within_1_percent_and_the_smallest_within_1_2():
+    assert len(measured()) > 88
     for one in measured():
         planned = memory_of(one.clock.shape, one.clock.choice, one.clock.gpu, one.engine).tokens
         within = 0.012 if one.file in LITTLE else 0.01
@@ -133,6 +130,19 @@ def test_rollouts_with_long_tails_are_planned_within_10_percent():
     for one in tailed:
         planned = simulate(one.clock, one.work, one.tokens, one.engine.max_num_seqs).seconds
         assert planned == pytest.approx(statistics.median(one.timing["seconds"]), rel=0.1), str(one.clock.choice)
+
+
+def test_rollouts_of_four_gpus_are_planned_within_3_percent_with_dapos_lengths_and_15_with_short_ones():
+    """With the KV cache that was measured: for CUDA graphs of up to 1,024 sequences vLLM leaves 5 to 6 % more out of it
+    than is planned."""
+    assert len(measured(FOUR_GPUS)) > 8
+    for one in measured(FOUR_GPUS):
+        said = (one.file, one.work)
+        planned = memory_of(one.clock.shape, one.clock.choice, one.clock.gpu, one.engine).tokens
+        assert planned == pytest.approx(1.055 * one.tokens, rel=0.01), said
+        seconds = simulate(one.clock, one.work, one.tokens, one.engine.max_num_seqs).seconds
+        within = 0.03 if one.work.prompt > 1024 else 0.15
+        assert seconds == pytest.approx(one.timing["seconds"][0], rel=within), said
 
 
 def test_the_parts_of_profiled_steps_are_planned():

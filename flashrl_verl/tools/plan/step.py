@@ -62,8 +62,9 @@ sequences of 152064."""
 HOST_S = 0.8e-3
 """What a step waits for the host, seconds."""
 
-REDUCE_S = 12e-6
-"""Latency of one all-reduce of a few hundred KiB over NVLink, seconds; two in a layer. Assumed, not fitted."""
+REDUCE_S = 24e-6
+"""Fixed part of one all-reduce over NVLink, seconds; two in a layer. Fitted to Qwen2.5-32B in engines of four H200s
+(``benchmarks/results/rollout/h200-tp4``), where NVLink's multicast was off."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,8 +17,8 @@ TRAINER_BYTES = 16
 """A parameter: weight, gradient, and AdamW's two moments, in FP32."""
 
 ASSUMPTIONS = (
-    "Estimates from data sheets and decode steps of a 32B model on one H200; other GPUs, mixtures of experts and "
-    "all-reduces are extrapolated. Lengths are lognormal (alike with a spread of 0), engines "
+    "Estimates from data sheets, decode steps of a 32B model on one H200 and all-reduces of four; other GPUs, other "
+    "numbers of them and mixtures of experts are extrapolated. Lengths are lognormal (alike with a spread of 0), engines "
     "work alike. Rollouts with such lengths took 2 to 11 % longer when measured. Of the data sheet's "
     f"BF16 operations the trainer's products reach {PRODUCTS:.0%}, its attention {ATTENTION[False][0]:.0%} (old "
     f"log-probs) and {ATTENTION[False][1]:.0%} (update, gradient checkpointing), FlashAttention 4 "
