@@ -18,13 +18,12 @@ TRAINER_BYTES = 16
 
 ASSUMPTIONS = (
     "Estimates from data sheets, decode steps of a 32B model on one H200 and all-reduces of four; other GPUs, other "
-    "numbers of them and mixtures of experts are extrapolated. Lengths are lognormal (alike with a spread of 0), engines "
-    "work alike. Rollouts with such lengths took 2 to 11 % longer when measured. Of the data sheet's "
-    f"BF16 operations the trainer's products reach {PRODUCTS:.0%}, its attention {ATTENTION[False][0]:.0%} (old "
-    f"log-probs) and {ATTENTION[False][1]:.0%} (update, gradient checkpointing), FlashAttention 4 "
-    f"{ATTENTION[True][0]:.0%} and {ATTENTION[True][1]:.0%}. Products are {LIGER} times as fast with Liger's kernels, "
-    f"and {EIGHT_BITS[0]} and {EIGHT_BITS[1]} times with a forward pass in 8 bits. Weights are sent at "
-    f"{REFIT_RATE / 1e9:.0f} GB/s (a guess)."
+    "numbers of them and mixtures of experts are extrapolated. Lengths are lognormal (alike with a spread of 0), "
+    "engines work alike. Rollouts with such lengths took 2 to 11 % longer when measured. Of the data sheet's BF16 "
+    f"operations the trainer's products reach {PRODUCTS:.0%}, its attention {ATTENTION[False][0]:.0%} (old log-probs) "
+    f"and {ATTENTION[False][1]:.0%} (update, gradient checkpointing), FlashAttention 4 {ATTENTION[True][0]:.0%} and "
+    f"{ATTENTION[True][1]:.0%}. Products are {LIGER} times as fast with Liger's kernels, and {EIGHT_BITS[0]} and "
+    f"{EIGHT_BITS[1]} times with a forward pass in 8 bits. Weights are sent at {REFIT_RATE / 1e9:.0f} GB/s (a guess)."
 )
 
 
