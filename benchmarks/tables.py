@@ -349,8 +349,8 @@ def readme() -> Rows:
         seconds[str(one.choice)] = one.step_s  # the best layout's
     for words, before, after in (
         ("stock verl, this recipe in BF16, engines of 4", STOCK, "+ even mini-batches"),
-        ("BF16, INT8 weights, each in its best layout", "bf16", "int8"),
-        ("BF16, INT8 weights and KV cache, each in its best layout", "bf16", "int8 + INT8 KV"),
+        ("BF16, INT8 weights, both in engines of 8", "bf16", "int8"),
+        ("BF16 in engines of 8, INT8 weights and KV cache in engines of 4", "bf16", "int8 + INT8 KV"),
     ):
         first, then = seconds[before], seconds[after]
         rows.append(

@@ -111,7 +111,7 @@ def _layouts(plan: Plan) -> Table:
     table = _table("Seconds of the rollout by layout", "variant", [f"TP {size}" for size in sizes])
     for outcome in plan.outcomes:
         cells = [seconds.get((outcome.choice, size)) for size in sizes]
-        table.add_row(str(outcome.choice), *("-" if cell is None else f"{cell:.4g}" for cell in cells))
+        table.add_row(str(outcome.choice), *("-" if cell is None else f"{cell:.0f}" for cell in cells))
     return table
 
 

@@ -29,7 +29,7 @@ NOTES = """\
 Held-out accuracy is asked of prompts that were never trained on. The training score is of the groups that dynamic
 sampling kept, neither all right nor all wrong, so it stays near the middle while the policy improves. Mismatch KL
 compares the rollout's probabilities with the trainer's for the sampled tokens: look closer above 0.01. ESS is the
-effective sample size of the importance weights, as a share. Times are means over all steps."""
+effective sample size of the importance weights, as a share. Seconds of a step leave the first out."""
 
 
 def write(report: Report, folder: Path | None = None) -> list[Path]:
