@@ -146,10 +146,10 @@ def steps_run(file: str) -> Rows:
 
 
 def composed(gpu: str) -> Rows:
-    """DAPO-32B's step on 32 GPUs by measured phases. The rollout is `flashrl plan`'s, times what an engine of four GPUs
-    took for as many sequences of mean length as run together over what the plan computes for these. The trainer's time
-    for a token was measured at two lengths, between which it is linear. The weight update is the plan's guess, and the
-    last column all its own."""
+    """DAPO-32B's step on 32 GPUs. The rollout is `flashrl plan`'s simulation, times how much longer than planned an
+    engine of four GPUs generated, without the prompts, for as many sequences of mean length as run together. The
+    trainer's time for a token was measured at two lengths, between which it is linear. The weight update is the plan's
+    guess, and the last column all its own."""
     plan = planned(gpu, "32")
     theirs, shape = dict(plan.by_lever), shape_of(load_config("qwen2.5-32b"))
     longer = {}  # than planned, by variant
@@ -159,7 +159,8 @@ def composed(gpu: str) -> Rows:
         clock = Clock(shape=shape, choice=choice, gpu=plan.gpu, tensor_parallel=4)
         work = Work(**dict(zip(("sequences", "prompt", "response"), one.workload, strict=True)))
         simulated = simulate(clock, work, one.memory["kv_tokens"], max_num_seqs=1024)
-        longer[one.variant] = statistics.median(one.seconds) / simulated.seconds
+        prompts = clock.prefill(work.sequences * work.prompt, work.prompt, work.sequences)
+        longer[one.variant] = one.decode_seconds / (simulated.seconds - prompts)
     tokens, length = plan.sequences * (plan.work.prompt + plan.work.response), length_over_tokens(plan.work)
     header = ["levers", "rollout s", "old log-probs s", "policy update s", "weight update s", "step s"]
     rows, stock, kv = [[*header, "steps an hour", "x stock", "x stock, computed"]], None, "+ INT8 KV cache"

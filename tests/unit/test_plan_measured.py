@@ -132,7 +132,7 @@ def test_rollouts_with_long_tails_are_planned_within_10_percent():
         assert planned == pytest.approx(statistics.median(one.timing["seconds"]), rel=0.1), str(one.clock.choice)
 
 
-def test_rollouts_of_four_gpus_are_planned_within_3_percent_with_dapos_lengths_and_15_with_short_ones():
+def test_prompts_of_four_gpus_are_planned_within_11_percent_and_what_follows_within_17():
     """With the KV cache that was measured: for CUDA graphs of up to 1,024 sequences vLLM leaves 5 to 6 % more out of it
     than is planned."""
     assert len(measured(FOUR_GPUS)) > 8
@@ -141,8 +141,8 @@ def test_rollouts_of_four_gpus_are_planned_within_3_percent_with_dapos_lengths_a
         planned = memory_of(one.clock.shape, one.clock.choice, one.clock.gpu, one.engine).tokens
         assert planned == pytest.approx(1.055 * one.tokens, rel=0.01), said
         seconds = simulate(one.clock, one.work, one.tokens, one.engine.max_num_seqs).seconds
-        within = 0.03 if one.work.prompt > 1024 else 0.15
-        assert seconds == pytest.approx(one.timing["seconds"][0], rel=within), said
+        assert one.prefill() == pytest.approx(one.timing["prefill_seconds"][0], rel=0.11), said
+        assert seconds - one.prefill() == pytest.approx(one.decode_s, rel=0.17), said
 
 
 def test_the_parts_of_profiled_steps_are_planned():
