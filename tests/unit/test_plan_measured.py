@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`flashrl plan` against every rollout that was measured on H200s: memory, steps, prompts, ratios to BF16."""
+"""`flashrl plan` against the rollouts that were measured on H200s: memory, steps, prompts, ratios to BF16."""
 
 import json
 import statistics

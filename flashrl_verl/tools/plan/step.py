@@ -64,7 +64,7 @@ HOST_S = 0.8e-3
 
 REDUCE_S = 24e-6
 """Fixed part of one all-reduce over NVLink, seconds; two in a layer. Fitted to Qwen2.5-32B in engines of four H200s
-(``benchmarks/results/rollout/h200-tp4``), where NVLink's multicast was off. Short 8-bit steps are up to 19 % longer
+(``benchmarks/results/rollout/h200-tp4``), with NCCL_NVLS_ENABLE=0. Short 8-bit steps are up to 19 % longer
 than planned with it."""
 
 
