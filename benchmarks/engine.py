@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from typing import Any
 import torch
 
 from flashrl_verl.errors import ConfigError, FlashRLError
+from flashrl_verl.quantization import numerics
 from flashrl_verl.rollout.worker import FlashRLWorkerExtension
 from flashrl_verl.settings import FlashRLConfig, KVCache, Precision
 
@@ -20,18 +23,45 @@ _BUCKET_TENSORS = 16
 """Tensors handed over at once; verl counts bytes instead."""
 
 
+FP8_VERL = "fp8-verl"
+"""verl's own FP8 rollout: 128 x 128 blocks of the weight, 128 channels of a token."""
+
+
 def formats_of(variant: str) -> FlashRLConfig:
-    """Formats of ``int8`` or ``int8+int8kv``.
+    """Formats of ``int8``, ``int8-unrotated``, ``int8-block32`` (``block_of``) or ``int8+int8kv``; BF16 of ``FP8_VERL``,
+    which is not ours.
 
     Raises:
         ConfigError: it names another format.
     """
-    precision, *kv_cache = variant.split("+")
-    if precision not in [member.value for member in Precision] or kv_cache not in ([], ["int8kv"]):
+    name, *kv_cache = variant.split("+")
+    precision, _, rotation = ("bf16" if name == FP8_VERL else name).partition("-")
+    if (
+        precision not in [member.value for member in Precision]
+        or (rotation and (precision != "int8" or not re.fullmatch("unrotated|block(16|32|64)", rotation)))
+        or kv_cache not in ([], ["int8kv"])
+    ):
         names = ", ".join(member.value for member in Precision)
-        raise ConfigError(f"--variants {variant!r}: a variant is one of {names}, or with +int8kv behind it")
-    cache = KVCache.INT8_PER_TOKEN_HEAD if kv_cache else KVCache.AUTO
-    return FlashRLConfig(precision=Precision(precision), kv_cache=cache)
+        raise ConfigError(
+            f"--variants {variant!r}: a variant is one of {names}, int8-unrotated, int8-block32, int8-block16, {FP8_VERL}, "
+            "or one of these with +int8kv behind it"
+        )
+    return FlashRLConfig(
+        precision=Precision(precision),
+        rotation=False if rotation == "unrotated" else None,
+        kv_cache=KVCache.INT8_PER_TOKEN_HEAD if kv_cache else KVCache.AUTO,
+    )
+
+
+@contextlib.contextmanager
+def block_of(variant: str) -> Iterator[None]:
+    """Rotate by at most the channels that a variant names, in this process."""
+    before, named = numerics.MAX_BLOCK, re.search(r"-block(\d+)", variant)
+    numerics.MAX_BLOCK = int(named[1]) if named else before
+    try:
+        yield
+    finally:
+        numerics.MAX_BLOCK = before
 
 
 def start(model: str, variant: str, *, in_process: bool, **arguments: Any) -> Any:
@@ -63,7 +93,7 @@ def start(model: str, variant: str, *, in_process: bool, **arguments: Any) -> An
 
     if vllm_device() != "cuda":
         arguments.pop("gpu_memory_utilization", None)
-    formats = formats_of(variant)
+    formats, verls = formats_of(variant), variant == FP8_VERL
     llm = vllm.LLM(
         model,
         skip_tokenizer_init=True,
@@ -71,17 +101,27 @@ def start(model: str, variant: str, *, in_process: bool, **arguments: Any) -> An
         dtype="bfloat16",
         load_format="dummy",
         logprobs_mode="processed_logprobs",
-        **engine_arguments(formats),
+        **(_verls_fp8() if verls else engine_arguments(formats)),
         **arguments,
     )
     layers = llm.collective_rpc("flashrl_layers")[0]
     fmt = weight_format(formats.precision)
     if set(layers["quantized"]) != (set() if fmt is None else {fmt.storage}):
         raise FlashRLError(f"{variant}: the engine's quantized weights are {layers['quantized'] or 'none'}")
-    llm.collective_rpc("bench_update", args=(model,))
+    llm.collective_rpc("bench_update_by_verl" if verls else "bench_update", args=(model,))
     if not llm.reset_prefix_cache():
         raise FlashRLError("vLLM kept keys and values of the weights before the update. Run the command again")
     return llm
+
+
+def _verls_fp8() -> dict[str, Any]:
+    """Arguments of an engine as ``rollout.quantization=fp8`` starts it (``vLLMHttpServer._apply_quantization``)."""
+    from verl.utils.vllm.vllm_quant_utils import apply_vllm_quant_patches
+
+    apply_vllm_quant_patches()
+    os.environ["VERL_VLLM_FP8_QUANT_ENABLED"] = "1"
+    config = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
+    return {"quantization": "fp8", "hf_overrides": {"quantization_config": config}}
 
 
 class BenchWorkerExtension(FlashRLWorkerExtension):
@@ -101,6 +141,19 @@ class BenchWorkerExtension(FlashRLWorkerExtension):
                 refit.load(bucket)
                 del bucket  # or the next one is made while this one still takes memory
             refit.finish()
+
+    def bench_update_by_verl(self, model: str) -> None:
+        """One weight update as verl's own worker makes it, of a quantized rollout of verl's."""
+        from verl.utils.vllm import vllm_quant_utils as verls
+
+        runner = self.model_runner
+        state = verls.prepare_quanted_weights_for_loading(runner.model)
+        for bucket in _buckets(model, next(runner.model.parameters()).device):
+            verls.load_quanted_weights(bucket, runner)
+        verls.process_quanted_weights_after_loading(runner.model, state)
+        dtypes = {p.dtype for n, p in runner.model.named_parameters() if n.endswith("proj.weight")}
+        if dtypes != {torch.float8_e4m3fn}:
+            raise FlashRLError(f"{FP8_VERL}: the engine's linear layers are in {dtypes}")
 
     def bench_memory(self) -> dict[str, Any]:
         """Tokens that the KV cache holds, its bytes and those of the weights on this worker; the device."""

@@ -1,25 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far the rollout's policy is from the trainer's, by variant, without training.
+"""How far the rollout's policy is from the trainer's, by variant, for a pretrained model and real problems.
 
-    python -m benchmarks.mismatch --variants int8,int8+int8kv,fp8
-    python -m benchmarks.mismatch --model /shared/models/Qwen2.5-7B-Instruct --data gsm8k.parquet --tokens 512
-    python -m benchmarks.mismatch --model qwen2.5-0.5b --layers 6 --variants int8      # random weights
+    python -m benchmarks.mismatch --model /shared/models/Qwen2.5-7B-Instruct --data gsm8k/test.jsonl
+    python -m benchmarks.mismatch ... --variants int8,fp8 --context 8000 --prompts 128
 
 One vLLM engine after another, BF16 first, gets the model's weights as a run sends them and samples at temperature 1.
 The trainer's side is the Hugging Face model with BF16 weights under autocast to BF16, as verl's FSDP engine computes,
 and verl's own function of log-probs. Two sets of tokens are compared: each engine's own samples, which is what a run
-logs, and the BF16 engine's samples scored by all of them. Last, what quantization does to each type of layer. Engines
-run eagerly, without CUDA graphs.
+logs, and the BF16 engine's samples scored by all of them. Last, what each type of layer contributes: the trainer's
+model with that type alone in 8 bits. Engines run eagerly, without CUDA graphs.
+
+Variants: ``bf16``; ``int8``, ``int8-unrotated``, ``int8-block32`` and ``int8-block16`` (rotated by so many channels);
+``fp8`` (a scale a row and token); ``fp8-verl``, verl's own FP8 rollout (128 x 128 blocks). ``+int8kv`` may follow.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
+import json
 import math
 import random
 import re
-import statistics
-from collections.abc import Collection
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,17 +31,15 @@ import torch
 import typer
 
 from benchmarks.common import environment, in_own_process, run, show, words_of, write_json
-from benchmarks.random_model import make_model
 from flashrl_verl.errors import ConfigError
 
+VARIANTS = "int8,int8-unrotated,fp8,fp8-verl"
 K3_KL = "rollout_corr/k3_kl"
-PROBS_DIFF = "training/rollout_probs_diff_mean"
+KL = "rollout_corr/kl"
 CORRELATION = "training/rollout_actor_probs_pearson_corr"
 ESS = "rollout_corr/rollout_is_eff_sample_size"
 LOGIT_BYTES = 2 << 30
 """Room for the logits of one batch of the trainer's."""
-NOISE_TOKENS = 2048
-"""Tokens whose activations go through every layer in float64."""
 
 Tokens = list[list[int]]
 LogProbs = list[list[float]]
@@ -46,12 +48,17 @@ LogProbs = list[list[float]]
 
 
 def sample(model: str, variant: str, job: dict[str, Any]) -> dict[str, Any]:
-    """Start an engine, sample a response to each prompt, and score its own and the common ones (None: its own)."""
+    """Start an engine, sample a response to each prompt, and score the common ones (None: its own)."""
+    from benchmarks.engine import block_of
+
+    with block_of(variant):
+        return _sample(model, variant, job)
+
+
+def _sample(model: str, variant: str, job: dict[str, Any]) -> dict[str, Any]:
     from vllm import SamplingParams
 
-    from benchmarks.engine import formats_of, start
-    from flashrl_verl.quantization.formats import weight_format
-    from flashrl_verl.quantization.gemm import device_kernel
+    from benchmarks.engine import start
 
     prompts = job["prompts"]
     llm = start(
@@ -85,17 +92,14 @@ def sample(model: str, variant: str, job: dict[str, Any]) -> dict[str, Any]:
             for result, prompt, ids in zip(results, prompts, whole, strict=True)
         ]
 
-    again = scored(responses)
+    common = scored(job["common"] or responses)
     layers = llm.collective_rpc("flashrl_layers")[0]
-    fmt = weight_format(formats_of(variant).precision)
     return {
         "responses": responses,
         "own": own,
-        "again": again,
-        "common": again if job["common"] is None else scored(job["common"]),
-        "kernel": "unquantized" if fmt is None else device_kernel(fmt).value,
+        "common": common,
         "quantized_layers": layers["quantized_layers"],
-        "unquantized": list(layers["unquantized_layers"]),
+        "unrotated": layers["unrotated"],
     }
 
 
@@ -107,30 +111,14 @@ class Trainer:
 
     Args:
         model: folder of the checkpoint.
-        precision: of its decoder layers' products; bf16, or as ``flashrl.trainer_forward``.
-        skipped: layers that stay in BF16 all the same.
     """
 
-    def __init__(self, model: str, precision: str = "bf16", skipped: Collection[str] = ()):
+    def __init__(self, model: str):
         from transformers import AutoModelForCausalLM
-
-        from flashrl_verl.settings import Precision
-        from flashrl_verl.trainer.forward_8bit import compute_in_8_bits
 
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16, attn_implementation="sdpa")
         self.module = loaded.to(self.device).eval()
-        if precision != "bf16":
-            weights = [f"{name}.weight" for name, _ in self.linear_layers(skipped)]
-            compute_in_8_bits(self.module, weights, Precision(precision), Precision.BF16)
-
-    def linear_layers(self, skipped: Collection[str]) -> list[tuple[str, torch.nn.Linear]]:
-        """Those of decoder layers that engines quantize; packed experts are none."""
-        return [
-            (name, module)
-            for name, module in self.module.named_modules()
-            if isinstance(module, torch.nn.Linear) and re.search(r"layers\.\d+\.", name) and name not in skipped
-        ]
 
     @torch.no_grad()
     def log_probs(self, prompts: Tokens, responses: Tokens) -> LogProbs:
@@ -160,58 +148,41 @@ class Trainer:
         ids[mask] = torch.tensor([token for row in rows for token in row])
         return ids.to(self.device), mask.to(self.device)
 
-    @torch.no_grad()
-    def noise(self, sequences: Tokens, precisions: list[str], skipped: set[str]) -> dict[str, list[dict[str, Any]]]:
-        """Signal-to-quantization-noise ratios in dB, by precision and type of layer: of the weights (codes times scales
-        against BF16) and of the outputs (the emulated W8A8 product against the exact one), median over matrices.
-
-        Args:
-            sequences: tokens whose activations are used; they run as one batch.
-            precisions: 8-bit ones.
-            skipped: layers that the engines keep in BF16.
-        """
+    @contextlib.contextmanager
+    def in_8_bits(self, kind: str, variant: str) -> Iterator[None]:
+        """Linear layers of decoder layers whose names end in one of ``kind``'s words compute as the engine's variant does
+        (whole rows, in float32)."""
+        from benchmarks.engine import block_of, formats_of
         from flashrl_verl.quantization.formats import weight_format
         from flashrl_verl.quantization.gemm import emulated_multiply
-        from flashrl_verl.quantization.numerics import quantize_rows, sqnr_db
-        from flashrl_verl.settings import Precision
+        from flashrl_verl.quantization.kernels import quantize_rows_into
 
-        ids, mask = self.padded(sequences)
-        found: dict[str, dict[str, list[tuple[float, float]]]] = {precision: {} for precision in precisions}
+        formats = formats_of(variant)
+        fmt = weight_format(formats.precision, formats.rotation)
 
-        def measure(name: str, module: torch.nn.Linear, inputs: torch.Tensor) -> None:
-            weight = module.weight
-            real = inputs.reshape(-1, inputs.shape[-1])[mask.flatten()].to(weight.dtype)
+        def forward(layer: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
+            weight = layer.weight.detach()
+            codes = torch.empty(weight.shape, dtype=fmt.dtype, device=weight.device)
+            scales = torch.empty(len(weight), 1, device=weight.device)
+            quantize_rows_into(weight, codes, scales, fmt)
             # Outside the autocast of the forward pass, which would round these products to BF16.
             with torch.autocast(self.device.type, enabled=False):
-                exact = real.double() @ weight.double().t()
-                for precision in precisions:
-                    fmt = weight_format(Precision(precision))
-                    codes, scales = quantize_rows(weight, fmt)
-                    ratios = (
-                        float(sqnr_db(weight, codes.double() * scales.double())),
-                        float(sqnr_db(exact, emulated_multiply(real, codes, scales, fmt))),
-                    )
-                    found[precision].setdefault(name.rpartition(".")[2], []).append(ratios)
+                return emulated_multiply(x.to(weight.dtype), codes, scales, fmt, layer.bias)
 
-        handles = [
-            module.register_forward_pre_hook(lambda m, arguments, name=name: measure(name, m, arguments[0]))
-            for name, module in self.linear_layers(skipped)
+        names = re.compile(rf"layers\.\d+\..*({kind.replace(', ', '|')})$")
+        changed = [
+            module
+            for name, module in self.module.named_modules()
+            if isinstance(module, torch.nn.Linear) and names.search(name)
         ]
-        with torch.autocast(self.device.type, dtype=torch.bfloat16):
-            self.module(input_ids=ids, attention_mask=mask.long(), use_cache=False)
-        for handle in handles:
-            handle.remove()
-
-        def median(of: list[tuple[float, float]], part: int) -> dict[str, float]:
-            return {"median": statistics.median(pair[part] for pair in of)}
-
-        return {
-            precision: [
-                {"kind": kind, "matrices": len(of), "weight": median(of, 0), "output": median(of, 1)}
-                for kind, of in kinds.items()
-            ]
-            for precision, kinds in found.items()
-        }
+        with block_of(variant):
+            for layer in changed:
+                layer.forward = functools.partial(forward, layer)
+            try:
+                yield
+            finally:
+                for layer in changed:
+                    del layer.forward
 
 
 def compare(trainer: LogProbs, rollout: LogProbs) -> dict[str, float]:
@@ -255,149 +226,116 @@ def compare(trainer: LogProbs, rollout: LogProbs) -> dict[str, float]:
 # ---- the command ----
 
 
-def prompts_of(model: str, data: Path | None, count: int, seed: int) -> dict[str, Any]:
+def prompts_of(model: str, data: Path, count: int, context: int, seed: int) -> dict[str, Any]:
     """Prompts as tokens, what ends a response, and the tokenizer's length.
 
+    Args:
+        model: folder with the tokenizer.
+        data: see ``mismatch``.
+        count: prompts.
+        context: tokens that solved problems fill before each question, about.
+        seed: of the choice of problems.
+
     Raises:
-        ConfigError: there is no chat template, or the file is not in verl's format.
+        ConfigError: there is no chat template, or the file has another form.
     """
     from transformers import AutoTokenizer, GenerationConfig
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     if not tokenizer.chat_template:
         raise ConfigError(f"--model {model}: its tokenizer has no chat template; take an instruction-tuned model")
-    if data is None:
-        from flashrl_verl.quickstart.task import TaskConfig, split_problems
+    try:
+        rows = [json.loads(line) for line in data.read_text().splitlines()]
+        problems = [(row["question"], row["answer"]) for row in rows]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"--data {data} has no lines like GSM8K's ({type(error).__name__}: {error})") from error
+    draw = random.Random(seed)
+    draw.shuffle(problems)
 
-        problems = split_problems(TaskConfig(), seed=seed).train
-        asked = [[{"role": "user", "content": problem.prompt}] for problem in problems]
-    else:
-        import pyarrow.parquet
+    def tokens_of(solved: list[tuple[str, str]], question: str) -> list[int]:
+        messages = []
+        for before, answer in solved:
+            messages += [{"role": "user", "content": before}, {"role": "assistant", "content": answer}]
+        messages.append({"role": "user", "content": question})
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        return tokenizer.encode(text, add_special_tokens=False)
 
-        try:
-            asked = pyarrow.parquet.read_table(data, columns=["prompt"]).column("prompt").to_pylist()
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"--data {data} is no parquet file with verl's column `prompt`: {error}") from error
-        random.Random(seed).shuffle(asked)
-    texts = [
-        tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        for messages in itertools.islice(itertools.cycle(asked), count)
-    ]
+    prompts = []
+    for question, _ in itertools.islice(itertools.cycle(problems), count):
+        solved: list[tuple[str, str]] = []
+        if context:
+            mean = len(tokens_of(problems[:32], "")) / 32
+            solved = draw.sample(problems, min(len(problems), int(context / mean)))
+        prompts.append(tokens_of(solved, question))
     stops = {tokenizer.eos_token_id}
     if (Path(model) / "generation_config.json").is_file():
         ids = GenerationConfig.from_pretrained(model).eos_token_id
         stops |= set(ids if isinstance(ids, list) else [ids])
-    tokens = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
-    return {"prompts": tokens, "stop_token_ids": sorted(stops - {None}), "vocab_size": len(tokenizer)}
+    return {"prompts": prompts, "stop_token_ids": sorted(stops - {None}), "vocab_size": len(tokenizer)}
+
+
+KINDS = ("q_proj, k_proj, v_proj", "o_proj", "gate_proj, up_proj", "down_proj")
+"""Layers that read the same activations."""
 
 
 def mismatch(
-    model: Annotated[
-        str,
-        typer.Option(
-            help="A Hugging Face folder in high precision; toy: the quickstart's model, made here; or a name such as "
-            "qwen2.5-0.5b: random weights."
-        ),
-    ] = "toy",
-    layers: Annotated[int | None, typer.Option(min=1, help="Decoder layers of random weights.")] = None,
-    variants: Annotated[
-        str, typer.Option(help="precision[+int8kv], separated by commas; bf16 is measured in any case.")
-    ] = "int8,fp8",
-    prompts: Annotated[int, typer.Option(min=2, help="Prompts, one sampled response each.")] = 1024,
-    tokens: Annotated[int, typer.Option(min=1, help="Longest response, in tokens.")] = 64,
-    data: Annotated[Path | None, typer.Option(help="Parquet file in verl's format; else the toy's additions.")] = None,
+    model: Annotated[str, typer.Option(help="A Hugging Face folder in high precision, with a chat template.")],
+    data: Annotated[Path, typer.Option(help="Problems as GSM8K publishes them: JSON lines with question and answer.")],
+    variants: Annotated[str, typer.Option(help="Separated by commas; bf16 is measured in any case.")] = VARIANTS,
+    prompts: Annotated[int, typer.Option(min=2, help="Prompts, one sampled response each.")] = 512,
+    tokens: Annotated[int, typer.Option(min=1, help="Longest response, in tokens.")] = 512,
+    context: Annotated[int, typer.Option(min=0, help="Tokens of solved problems before each question.")] = 0,
+    by_layer: Annotated[int, typer.Option(min=0, help="Responses by which types of layers are compared.")] = 64,
     gpu_memory_utilization: Annotated[float, typer.Option(help="vLLM's share of the GPU.")] = 0.5,
-    seed: Annotated[int, typer.Option(min=0, help="Of the prompts and the toy model.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the choice of problems.")] = 0,
     output: Annotated[Path, typer.Option(help="Folder for mismatch.json and logs.")] = Path("outputs/mismatch"),
 ) -> None:
     """Compare the rollout's log-probs with the trainer's, by variant, and say where the difference arises."""
-    from benchmarks.engine import formats_of
-    from flashrl_verl.tools.engines.shapes import SHAPES, load_config
+    from benchmarks.engine import FP8_VERL, formats_of
 
     names = ["bf16", *(name for name in words_of(variants, option="--variants") if name != "bf16")]
-    formats = {name: formats_of(name) for name in names}
-    if layers and model not in SHAPES:
-        raise ConfigError(f"--layers {layers} is of random weights, and --model {model} is none of {', '.join(SHAPES)}")
-    output = output.expanduser().resolve()
-    if model == "toy":
-        from flashrl_verl.quickstart.assets import AssetsConfig, make_assets
-
-        print("toy model: supervised warm-up", flush=True)
-        folder = str(make_assets(output / "assets", AssetsConfig(seed=seed)).model)
-    elif (Path(model) / "config.json").is_file():
-        folder = str(Path(model).resolve())
-    elif model in SHAPES:
-        layers = layers or load_config(model).num_hidden_layers
-        folder = str(output / f"{model}-{layers}")
-        make_model(model, layers, Path(folder))
-    else:
-        raise ConfigError(
-            f"--model {model} is neither toy, a folder with a config.json, nor one of {', '.join(SHAPES)}"
-        )
-    job = prompts_of(folder, data, prompts, seed)
+    for name in names:
+        formats_of(name)
+    folder, output = str(Path(model).expanduser().resolve()), output.expanduser().resolve()
+    if not (Path(folder) / "config.json").is_file():
+        raise ConfigError(f"--model {model} is no folder with a config.json")
+    job = prompts_of(folder, data, prompts, context, seed)
     job |= {"tokens": tokens, "gpu_memory_utilization": gpu_memory_utilization, "common": None}
-    answers = {}
+    here = environment()
+    record = {"model": Path(folder).name, "context": context, "device": here["device"], "versions": here, "seed": seed}
+    record |= {"results": [], "layers": {}}
+    trainer, common = None, []
     for name in names:
         print(f"{name}: started", flush=True)
-        answers[name] = in_own_process(sample, folder, name, job, log=output / f"{name}.log")
-        job["common"] = job["common"] or answers[name]["responses"]
-    print("trainer: log-probs, and noise of every layer", flush=True)
-    trainer = Trainer(folder)
-    common = trainer.log_probs(job["prompts"], job["common"])
-    whole = [[*p, *r] for p, r in zip(job["prompts"], job["common"], strict=True)]
-    few = [row for row, end in zip(whole, itertools.accumulate(map(len, whole)), strict=True) if end <= NOISE_TOKENS]
-    precisions = list(dict.fromkeys(f.precision.value for f in formats.values() if f.precision.value != "bf16"))
-    skipped = set.intersection(*(set(answers[name]["unquantized"]) for name in names))
-    noise = trainer.noise(few or whole[:1], precisions, skipped) if precisions else {}
-    in_8_bits = {precision: Trainer(folder, precision, skipped) for precision in precisions}
-    results = []
-    for name, answer in answers.items():
+        answer = in_own_process(sample, folder, name, job, log=output / f"{name}.log")
+        if trainer is None:
+            trainer, job["common"] = Trainer(folder), answer["responses"]
+            common = trainer.log_probs(job["prompts"], job["common"])
         theirs = common if name == "bf16" else trainer.log_probs(job["prompts"], answer["responses"])
-        same = in_8_bits.get(formats[name].precision.value)
-        eight = {} if same is None else {"own_8bit_trainer": same.log_probs(job["prompts"], answer["responses"])}
-        results.append(
-            {
-                "variant": name,
-                "precision": formats[name].precision.value,
-                "kv_cache": formats[name].kv_cache.value,
-                "kernels": {"linear": answer["kernel"]},
-                "quantized_layers": answer["quantized_layers"],
-                "own": compare(theirs, answer["own"]),
-                "common": compare(common, answer["common"]),
-                "own_again": compare(answer["again"], answer["own"]),
-                **{key: compare(log_probs, answer["own"]) for key, log_probs in eight.items()},
-                "noise": noise.get(formats[name].precision.value, []),
-            }
-        )
-    here = environment()
-    record = {"model": model, "layers": layers, "prompts": str(data or "additions of the toy task")}
-    record["device"] = here["device"]
-    write_json(output / "mismatch.json", record | {"versions": here, "seed": seed, "results": results})
+        one = {"variant": name, "own": compare(theirs, answer["own"]), "common": compare(common, answer["common"])}
+        record["results"].append(one | {key: answer[key] for key in ("quantized_layers", "unrotated")})
+        write_json(output / "mismatch.json", record)
+    few = job["prompts"][:by_layer], job["common"][:by_layer]
+    for name in names if by_layer else ():
+        if name != "bf16" and name != FP8_VERL and "+" not in name:
+            print(f"{name}: types of layers", flush=True)
+            of = record["layers"][name] = {}
+            for kind in (*KINDS, ", ".join(KINDS)):
+                with trainer.in_8_bits(kind, name):
+                    of[kind] = compare(common[:by_layer], trainer.log_probs(*few))
+            write_json(output / "mismatch.json", record)
     rows = [
         [
             one["variant"],
-            *(
-                f"{one[s][K3_KL]:.1e} ± {one[s]['k3_kl_standard_error']:.0e}" if s in one else "-"
-                for s in ("own", "common", "own_8bit_trainer", "own_again")
-            ),
-            f"{one['common'][PROBS_DIFF]:.2e}",
-            f"{one['common'][CORRELATION]:.5f}",
+            *(f"{one[s][K3_KL]:.1e} ± {one[s]['k3_kl_standard_error']:.0e}" for s in ("own", "common")),
+            *(f"{one['own'][key]:{form}}" for key, form in ((KL, ".1e"), (CORRELATION, ".5f"), (ESS, ".4f"))),
         ]
-        for one in results
+        for one in record["results"]
     ]
-    show(
-        f"Mismatch of {model} on {here['device']}",
-        (
-            "variant",
-            *("k3 KL, own tokens", "common tokens", "own, 8-bit trainer", "own, engine again"),
-            *("probs diff", "correlation"),
-        ),
-        rows,
-    )
-    for precision, kinds in noise.items():
-        header = ("layer", "weight dB", "output dB")
-        rows = [[k["kind"], f"{k['weight']['median']:.1f}", f"{k['output']['median']:.1f}"] for k in kinds]
-        show(f"Signal to quantization noise, {precision}", header, rows)
+    header = ("variant", "k3 KL, own tokens", "common tokens", "KL", "correlation", "ESS")
+    show(f"Mismatch of {record['model']} on {here['device']}, {context} tokens of context", header, rows)
+    rows = [[name, *(f"{one[K3_KL]:.1e}" for one in of.values())] for name, of in record["layers"].items()]
+    show("k3 KL of types of layers", ("variant", *KINDS, "all"), rows)
     print(f"written: {output / 'mismatch.json'}")
 
 

@@ -78,10 +78,11 @@ def _limit(default: float, accepts: Callable[[Any], bool], wanted: str) -> Any:
     )
 
 
-def _switch(default: bool) -> Any:
-    def read(key: str, value: Any) -> bool:
-        if not isinstance(value, bool):
-            refuse(key, _quoted(value), "it has to be true or false", f"{key}={str(default).lower()}, the default")
+def _switch(default: bool | None) -> Any:
+    def read(key: str, value: Any) -> bool | None:
+        if not isinstance(value, bool) and (value is not None or default is not None):
+            word = "null" if default is None else str(default).lower()
+            refuse(key, _quoted(value), "it has to be true or false", f"{key}={word}, the default")
         return value
 
     return _field(default, read)
@@ -283,6 +284,10 @@ class FlashRLConfig(Settings):
     replicas the last floor(share x R + 1/2) do, at least 1 and at most R - 1. The batch's mismatch falls with the share
     of tokens that they generate (``flashrl/replica_<i>_generated_tokens``)."""
 
+    rotation: bool | None = _switch(None)
+    """Whether inputs and weights of INT8 layers are rotated before they are quantized (``quantization/numerics.py``). null:
+    with INT8. FP8 gains nothing from it."""
+
     kv_cache: KVCache = _choice(KVCache.AUTO, "auto (BF16) or int8_per_token_head (A100 and later)")
     """Number format of keys and values in the rollout engine. Replicas in BF16 keep theirs in BF16."""
 
@@ -336,6 +341,13 @@ class FlashRLConfig(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.rotation and self.precision is not Precision.INT8:
+            refuse(
+                "flashrl.rotation",
+                "true",
+                f"flashrl.precision={self.precision.value} has no rotated layers: only INT8 gains from it",
+                "flashrl.rotation=null, or flashrl.precision=int8",
+            )
         if self.bf16_replica_fraction and self.precision is Precision.BF16:
             refuse(
                 "flashrl.bf16_replica_fraction",

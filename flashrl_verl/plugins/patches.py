@@ -24,11 +24,24 @@ versions                               verl 0.9.1
 drop it when                           the function takes a batch of tokens at a time
 tested by                              tests/unit/test_log_probs.py
 =====================================  =================================================================================
+
+=====================================  =================================================================================
+target                                 ``vllm.model_executor.layers.fused_moe.fused_moe.moe_kernel_quantize_input``
+why                                    vLLM's function of fused experts quantizes the inputs of both products by itself, and
+                                       rotated experts need theirs rotated
+applied                                while ``QuantizedMoEMethod.apply`` of rotated experts calls that function
+upstream                               https://github.com/vllm-project/vllm/blob/main/vllm/model_executor/layers/fused_moe/fused_moe.py
+versions                               vLLM 0.24 to 0.31
+drop it when                           the function takes a quantizer
+tested by                              tests/numerics/test_moe_kernels.py on a GPU
+=====================================  =================================================================================
 """
 
+import contextlib
 import functools
 import inspect
 import types
+from collections.abc import Callable, Iterator
 
 from flashrl_verl.errors import FlashRLError
 
@@ -63,3 +76,27 @@ def patch_logprobs_from_logits(torch_functional: types.ModuleType) -> None:
             "flashrl_verl/plugins/patches.py and use verl 0.9.1"
         )
     setattr(torch_functional, name, log_probs)
+
+
+@contextlib.contextmanager
+def quantizing_experts_inputs(fused_moe: types.ModuleType, quantize: Callable) -> Iterator[None]:
+    """Apply the third entry to ``vllm.model_executor.layers.fused_moe.fused_moe`` for the time of a call.
+
+    Args:
+        fused_moe: the module.
+        quantize: x [T, K] -> codes [T, K], scales [T, 1] float32.
+
+    Raises:
+        FlashRLError: it has no such function any more.
+    """
+    name = "moe_kernel_quantize_input"
+    if (original := getattr(fused_moe, name, None)) is None:
+        raise FlashRLError(
+            f"{fused_moe.__name__} has no {name} any more; see the entry in flashrl_verl/plugins/patches.py. Set "
+            "flashrl.rotation=false, or install a tested vLLM (`flashrl version`)"
+        )
+    setattr(fused_moe, name, lambda A, **_: quantize(A))  # noqa: N803 - vLLM's name of it
+    try:
+        yield
+    finally:
+        setattr(fused_moe, name, original)

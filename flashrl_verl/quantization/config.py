@@ -61,7 +61,7 @@ class FlashRLQuantizationConfig(QuantizationConfig):
         require_kv_kernel(settings.kv_cache)
         self.fp32_lm_head = settings.fp32_lm_head
         self.precision = settings.precision
-        self.format = weight_format(settings.precision)
+        self.format = weight_format(settings.precision, settings.rotation)
         self.selection = LayerSelection(
             ignore=settings.ignore, keep_first=settings.keep_first_layers, keep_last=settings.keep_last_layers
         )
@@ -79,7 +79,7 @@ class FlashRLQuantizationConfig(QuantizationConfig):
 
     @classmethod
     def get_min_capability(cls) -> int:
-        return 75  # Turing, the least that any format needs; `gemm.choose_kernel` decides per format
+        return 80  # Ampere, the least that any format needs; `gemm.choose_kernel` decides per format
 
     @staticmethod
     def get_config_filenames() -> list[str]:
@@ -195,6 +195,7 @@ def quantization_config_dict(settings: FlashRLConfig) -> dict[str, Any]:
     return {
         "quant_method": NAME,
         "precision": settings.precision.value,
+        "rotation": settings.rotation,
         "ignore": list(settings.ignore),
         "keep_first_layers": settings.keep_first_layers,
         "keep_last_layers": settings.keep_last_layers,

@@ -4,6 +4,7 @@
 The router is a linear layer of its own (``ReplicatedLinear``) and stays as it is.
 """
 
+import contextlib
 from collections.abc import Callable
 from functools import partial
 
@@ -14,9 +15,10 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
 from flashrl_verl.errors import ConfigError
+from flashrl_verl.plugins import patches
 from flashrl_verl.plugins.vllm_api import cpu_select_experts
 from flashrl_verl.quantization.formats import Kernel
-from flashrl_verl.quantization.gemm import device_kernel, emulated_multiply
+from flashrl_verl.quantization.gemm import device_kernel, emulated_multiply, w8a8
 from flashrl_verl.quantization.numerics import WeightFormat
 from flashrl_verl.quantization.parameter import QuantizedExperts
 
@@ -155,19 +157,21 @@ class QuantizedMoEMethod(FusedMoEMethodBase):
     ) -> torch.Tensor:
         # The function and not vLLM's TritonExperts class, whose assertion on the activations' dtype leaves INT8 out
         # (0.24 to 0.27): there "INT8 experts" are weight-only.
-        from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
+        from vllm.model_executor.layers.fused_moe import fused_moe
 
-        return fused_experts(
-            x,
-            layer.w13_weight,
-            layer.w2_weight,
-            topk_weights,
-            topk_ids,
-            activation=layer.activation,
-            apply_router_weight_on_input=layer.apply_router_weight_on_input,
-            global_num_experts=layer.global_num_experts,
-            quant_config=self.moe_quant_config,
-        )
+        rotated = patches.quantizing_experts_inputs(fused_moe, w8a8(self.format)[0])
+        with rotated if self.format.rotated else contextlib.nullcontext():
+            return fused_moe.fused_experts(
+                x,
+                layer.w13_weight,
+                layer.w2_weight,
+                topk_weights,
+                topk_ids,
+                activation=layer.activation,
+                apply_router_weight_on_input=layer.apply_router_weight_on_input,
+                global_num_experts=layer.global_num_experts,
+                quant_config=self.moe_quant_config,
+            )
 
     def apply_monolithic(
         self,

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The 8-bit formats of ``flashrl.precision``: their codes, and the kernels there are. ``gemm.py`` chooses.
 
-INT8: integer codes -127 to 127, INT32 accumulation. Every GPU since Turing has the tensor cores, A100 among them.
+INT8: integer codes -127 to 127 of rotated rows (``numerics.py``), INT32 accumulation. Every GPU since Turing has the
+tensor cores, A100 among them.
 
 FP8: E4M3 codes (1 sign, 4 exponent, 3 mantissa bits; no Inf; OCP 8-bit Floating Point Specification, 2023). Tensor
 cores for it exist since Ada (8.9) and Hopper (9.0).
@@ -9,6 +10,7 @@ cores for it exist since Ada (8.9) and Hopper (9.0).
 A CPU multiplies the codes of both in float32, for their accuracy.
 """
 
+from dataclasses import replace
 from enum import Enum
 
 import torch
@@ -30,7 +32,11 @@ INT8 = WeightFormat(
     name="int8",
     dtype=torch.int8,
     code_max=127.0,
+    rotated=True,
 )
+
+INT8_UNROTATED = replace(INT8, rotated=False)
+"""What exported folders hold, which plain vLLM serves."""
 
 FP8 = WeightFormat(
     name="fp8",
@@ -39,6 +45,7 @@ FP8 = WeightFormat(
 )
 
 
-def weight_format(precision: Precision) -> WeightFormat | None:
-    """Return the format of a precision; None for BF16, which quantizes nothing."""
-    return {Precision.INT8: INT8, Precision.FP8: FP8}.get(precision)
+def weight_format(precision: Precision, rotation: bool | None = None) -> WeightFormat | None:
+    """Return the format of a precision; None for BF16, which quantizes nothing. ``rotation``: ``flashrl.rotation``."""
+    int8 = INT8_UNROTATED if rotation is False else INT8
+    return {Precision.INT8: int8, Precision.FP8: FP8}.get(precision)

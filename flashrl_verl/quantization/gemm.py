@@ -10,11 +10,13 @@ from functools import cache, partial
 
 import torch
 from vllm import _custom_ops as ops
+from vllm.utils.torch_utils import direct_register_custom_op
 
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.plugins.versions import cuda_capability, vllm_device
 from flashrl_verl.quantization import numerics
 from flashrl_verl.quantization.formats import Kernel
+from flashrl_verl.quantization.kernels import rotate_quantize_tokens
 from flashrl_verl.quantization.numerics import WeightFormat
 
 _MIN_TOKEN_SCALE = 1.0 / (448.0 * 512.0)
@@ -44,9 +46,9 @@ def choose_kernel(fmt: WeightFormat, device: str, capability: int) -> Kernel:
     """
     if device == "cpu":
         return Kernel.EMULATED
-    since = 75 if fmt.rounds_to_integers else 89  # Turing, Ada
+    since = 80 if fmt.rounds_to_integers else 89  # Ampere, Ada
     if capability < since:
-        other = "int8" if not fmt.rounds_to_integers and capability >= 75 else "bf16"
+        other = "int8" if not fmt.rounds_to_integers and capability >= 80 else "bf16"
         raise ConfigError(
             f"flashrl.precision={fmt.name} has no kernel for a GPU of compute capability {capability / 10:.1f}; it "
             f"needs at least {since / 10:.1f}. Set flashrl.precision={other}"
@@ -72,6 +74,8 @@ def w8a8(fmt: WeightFormat) -> tuple[TokenQuantizer, ScaledProduct]:
     if kernel is Kernel.EMULATED:
         return partial(emulated_tokens, fmt=fmt), emulated_scaled_mm
     quantize = _int8_tokens if fmt.rounds_to_integers else _fp8_tokens
+    if fmt.rotated:
+        quantize = _rotated_tokens(_rotate_quantize())
     # vLLM's CUTLASS op uses the Triton one by itself, and more slowly, when N or K is no multiple of 16.
     return quantize, ops.cutlass_scaled_mm if kernel is Kernel.CUTLASS else _triton_scaled_mm()
 
@@ -96,6 +100,7 @@ def linear_kernel(fmt: WeightFormat) -> LinearKernel:
 
 def emulated_tokens(x: torch.Tensor, fmt: WeightFormat) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes [..., K] and scales [..., 1] of x [..., K], by its rows."""
+    x = numerics.rotate(x, fmt.block(x.shape[-1]))
     scale = numerics.row_scales(x, fmt)
     if not fmt.rounds_to_integers:
         scale = scale.clamp_(min=_MIN_TOKEN_SCALE)
@@ -149,6 +154,25 @@ def emulated_multiply(
 def _int8_tokens(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     codes, scales, _ = ops.scaled_int8_quant(x, None, None, symmetric=True)
     return codes, scales
+
+
+def _rotated_tokens(op: Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]) -> TokenQuantizer:
+    def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        block = numerics.rotation_block(x.shape[-1])
+        return _int8_tokens(x) if block == 1 else op(x, block)
+
+    return quantize
+
+
+@cache  # an operator is registered once in a process
+def _rotate_quantize() -> Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]:
+    """``kernels.rotate_quantize_tokens`` as an operator, which torch.compile takes as it is."""
+
+    def shapes(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return x.new_empty(x.shape, dtype=torch.int8), x.new_empty((x.shape[0], 1), dtype=torch.float32)
+
+    direct_register_custom_op("flashrl_rotate_quantize", rotate_quantize_tokens, fake_impl=shapes)
+    return torch.ops.vllm.flashrl_rotate_quantize
 
 
 def _fp8_tokens(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

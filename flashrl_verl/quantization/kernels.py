@@ -27,7 +27,8 @@ _SOURCES = (torch.bfloat16, torch.float16, torch.float32)
 def quantize_rows_into(
     weight: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, fmt: WeightFormat, column_offset: int = 0
 ) -> None:
-    """Quantize rows of ``weight`` in place into ``codes`` and ``scales``; nothing is copied to the host.
+    """Quantize rows of ``weight`` in place into ``codes`` and ``scales``; nothing is copied to the host. With a rotated
+    format the block is that of ``codes``' columns, one rank's.
 
     Args:
         weight: [N, K] bfloat16, float16 or float32, any strides.
@@ -45,6 +46,7 @@ def quantize_rows_into(
     if weight.is_cuda:
         _launch(weight, codes, scales, fmt, column_offset)
         return
+    weight = numerics.rotate_weight(weight, fmt.block(codes.shape[1]))
     row_scales = numerics.row_scales(weight, fmt)
     codes.copy_(numerics.quantize_rows(weight.narrow(1, column_offset, codes.shape[1]), fmt, row_scales)[0])
     scales.copy_(row_scales)
@@ -60,10 +62,11 @@ def _launch(
     (rows, k), k_local = weight.shape, codes.shape[1]
     strides = (*weight.stride(), *codes.stride(), scales.stride(0))
     arguments = (weight, codes, scales, k, column_offset, k_local, *strides, fmt.code_max, fmt.rounds_to_integers)
+    arguments += (fmt.block(k_local).bit_length() - 1,)
     head, tail = split_row(k)
     if head + tail > _MAX_IN_REGISTERS:
-        block, warps = next((block, warps) for longest, block, warps in _LONG_ROWS if k <= longest)
-        triton_rows.quantize_long_rows_kernel[(rows,)](*arguments, BLOCK=block, num_warps=warps)
+        chunk, warps = next((chunk, warps) for longest, chunk, warps in _LONG_ROWS if k <= longest)
+        triton_rows.quantize_long_rows_kernel[(rows,)](*arguments, CHUNK=chunk, num_warps=warps)
         return
     warps = next(warps for columns, warps in _WARPS.items() if head + tail <= columns)
     triton_rows.quantize_rows_kernel[(rows,)](*arguments, HEAD=head, TAIL=tail, num_warps=warps)
@@ -91,3 +94,34 @@ def split_row(k: int) -> tuple[int, int]:
     head = 1 << (k.bit_length() - 1)
     rest = k - head
     return head, 1 << (rest - 1).bit_length() if rest else 0
+
+
+_FEW_TOKENS, _LONG_TOKEN = 256, 32768
+"""So few tokens do not fill a GPU: each then stays in the registers of one large program, up to so many channels."""
+
+
+def rotate_quantize_tokens(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate tokens and quantize them to INT8, by ``numerics.py``, on CUDA.
+
+    Args:
+        x: [T, K] bfloat16 or float16, contiguous in K.
+        block: of ``numerics.rotation_block``, 16 or more.
+
+    Returns:
+        codes [T, K] int8, scales [T, 1] float32.
+    """
+    from flashrl_verl.quantization import triton_tokens  # Triton is only where a GPU is
+
+    tokens, k = x.shape
+    codes = torch.empty(tokens, k, dtype=torch.int8, device=x.device)
+    scales = torch.empty(tokens, 1, dtype=torch.float32, device=x.device)
+    if tokens:
+        lines, warps = max(16, 1 << (k // block - 1).bit_length()), 4
+        if lines * block > _MAX_IN_REGISTERS:
+            # Measured on an H200, docs/results/throughput.md.
+            one = tokens <= _FEW_TOKENS and lines * block <= _LONG_TOKEN
+            lines, warps = (lines, 16) if one else (64, 4)
+        triton_tokens.rotate_quantize_kernel[(tokens,)](
+            x, codes, scales, k, x.stride(0), BLOCK=block, LINES=lines, ONE=lines * block >= k, num_warps=warps
+        )
+    return codes, scales

@@ -13,6 +13,25 @@ calibrated: the scheme is a function of the weight alone (W8A8; in compressed-te
 dynamic per-token activations).
 compressed-tensors' observer divides by about 127.5 and keeps BF16 scales, so about a tenth of its INT8 codes differ:
 compare codes only after handing it the scales from here.
+
+**Rotation** (INT8). A few input channels of a language model are tens of times larger than the others, and a scale that
+fits them rounds the others away. So both factors of ``y = w x`` are rotated, which leaves the product as it is: with H
+the Hadamard matrix of ``b`` channels, whose entries are 1 and -1 (Sylvester's order: ``H[i, j] = (-1)^popcount(i & j)``,
+symmetric, ``H H = b``),
+
+    y = w x = sum over blocks of b channels of (w H / b) (H x)
+
+and ``w H / b`` and ``H x`` are what is quantized. An outlier is spread over its block, where even steps lose little.
+(FP8's steps grow with the value: it gains nothing.) ``b`` is ``rotation_block`` of the layer's input channels on one
+tensor-parallel rank, so that no rank's slice cuts a block, and codes are equal for all tensor-parallel sizes with the
+same block. The weight's rotation is exact to the bit: log2(b) stages of float32 additions, first between neighbours,
+then two apart, four, ..., and last a factor 1/b, a power of two::
+
+    for m in 1, 2, 4, ..., b/2:   w[i], w[i + m] = w[i] + w[i + m], w[i] - w[i + m]      where i has no bit m
+
+Activations are rotated so on a CPU; on a GPU tensor cores add in an order of their own (``triton_tokens.py``).
+Rotated quantization: QuaRot (arXiv 2404.00456), QuIP# (arXiv 2402.04396); block-diagonal and inside the layer, it needs
+no change of the checkpoint.
 """
 
 from dataclasses import dataclass
@@ -33,6 +52,13 @@ class WeightFormat:
     code_max: float
     """Largest code: what a row's absmax becomes. The code book is symmetric."""
 
+    rotated: bool = False
+    """Whether weights and activations are rotated before they are quantized."""
+
+    def block(self, columns: int) -> int:
+        """Channels rotated together in a layer with so many input channels a rank; 1 is no rotation."""
+        return rotation_block(columns) if self.rotated else 1
+
     @property
     def rounds_to_integers(self) -> bool:
         return not self.dtype.is_floating_point
@@ -41,6 +67,42 @@ class WeightFormat:
     def storage(self) -> str:
         """Name of the dtype, as ``rollout/inspection.py`` reads it off a live engine."""
         return str(self.dtype).removeprefix("torch.")
+
+
+MAX_BLOCK, MIN_BLOCK = 64, 16
+"""Channels of a rotation. On pretrained models 128 is no better than 64; below 16 too little is spread
+(docs/results/mismatch.md)."""
+
+
+def rotation_block(columns: int) -> int:
+    """Channels that are rotated together in a layer with so many input channels a rank: the largest power of two up to
+    ``MAX_BLOCK`` that divides them; 1, which is no rotation, where that is below ``MIN_BLOCK``."""
+    block = min(columns & -columns, MAX_BLOCK)
+    return block if block >= MIN_BLOCK else 1
+
+
+def rotate(x: torch.Tensor, block: int) -> torch.Tensor:
+    """``H x`` of every block of channels, in the order of additions above and without a factor.
+
+    Args:
+        x: [..., K] bfloat16, float16 or float32; K is a multiple of ``block``.
+        block: of ``rotation_block``; 1 returns x as it is.
+
+    Returns:
+        [..., K] float32; x itself with a block of 1. NaN and Inf make their block NaN or Inf.
+    """
+    if block == 1:
+        return x
+    shape, x, distance = x.shape, x.float(), 1
+    while distance < block:
+        a, b = x.reshape(-1, 2, distance).unbind(1)
+        x, distance = torch.stack([a + b, a - b], 1), 2 * distance
+    return x.reshape(shape)
+
+
+def rotate_weight(weight: torch.Tensor, block: int) -> torch.Tensor:
+    """``w H / b``: ``rotate`` of the rows [..., K], times 1/b."""
+    return weight if block == 1 else rotate(weight, block) * (1.0 / block)
 
 
 def row_scales(weight: torch.Tensor, fmt: WeightFormat) -> torch.Tensor:

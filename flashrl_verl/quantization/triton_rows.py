@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fused row kernel: absmax, scale, round and store in one pass over a weight row, as ``numerics.py`` defines them;
-and the way back.
+"""The fused row kernel: rotate, absmax, scale, round and store in one pass over a weight row, as ``numerics.py`` defines
+them; and the way back.
 
 One program a row, which lies in registers as two pieces (a power of two of columns, and the rest rounded up to one), so
 that few lanes are idle. Three things make it as fast as memory allows:
@@ -47,6 +47,20 @@ def _absmax(bits, dtype: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
+def _rotate(x, SIZE: tl.constexpr, STAGES: tl.constexpr):
+    """``numerics.rotate_weight`` of [SIZE] by blocks of 2^STAGES, float32; x itself without stages."""
+    if STAGES > 0:
+        x = x.to(tl.float32)
+    for stage in tl.static_range(STAGES):
+        pairs = tl.permute(tl.reshape(x, (SIZE >> (stage + 1), 2, 1 << stage)), (0, 2, 1))
+        a, b = tl.split(pairs)
+        x = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 2, 1)), (SIZE,))
+    if STAGES > 0:
+        x *= 1.0 / (1 << STAGES)
+    return x
+
+
+@triton.jit
 def _codes(x, scale, inverse, EXACT: tl.constexpr, INTEGER: tl.constexpr, dtype: tl.constexpr):
     x = x.to(tl.float32)
     if EXACT:
@@ -82,22 +96,23 @@ def _scale(bits, s_ptr, dtype: tl.constexpr, WIDE: tl.constexpr, CODE_MAX: tl.co
 @triton.jit
 def quantize_rows_kernel(
     w_ptr, q_ptr, s_ptr, k, first, k_local, w_row, w_col, q_row, q_col, s_row,
-    CODE_MAX: tl.constexpr, INTEGER: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr,
+    CODE_MAX: tl.constexpr, INTEGER: tl.constexpr, STAGES: tl.constexpr, HEAD: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
-    """One row of ``w_ptr`` [N, k] to codes of columns ``first : first + k_local`` and one scale.
+    """One row of ``w_ptr`` [N, k], rotated by blocks of 2^STAGES (0: not), to codes of columns
+    ``first : first + k_local`` and one scale.
 
     ``HEAD <= k <= HEAD + TAIL``: both pieces stay in registers.
     """
-    dtype: tl.constexpr = w_ptr.dtype.element_ty
+    dtype: tl.constexpr = w_ptr.dtype.element_ty if STAGES == 0 else tl.float32
     WIDE: tl.constexpr = dtype == tl.float32
     row = tl.program_id(0).to(tl.int64)
     w_ptr, q_ptr, s_ptr = w_ptr + row * w_row, q_ptr + row * q_row, s_ptr + row * s_row
     head = tl.arange(0, HEAD)
-    x = tl.load(w_ptr + head * w_col)
+    x = _rotate(tl.load(w_ptr + head * w_col), HEAD, STAGES)
     bits = tl.max(_magnitudes(x, WIDE), 0)
     if TAIL > 0:
         tail = HEAD + tl.arange(0, TAIL)
-        y = tl.load(w_ptr + tail * w_col, mask=tail < k, other=0.0)
+        y = _rotate(tl.load(w_ptr + tail * w_col, mask=tail < k, other=0.0), TAIL, STAGES)
         bits = tl.maximum(bits, tl.max(_magnitudes(y, WIDE), 0))
     scale = _scale(bits, s_ptr, dtype, WIDE, CODE_MAX)
     inverse = tl.div_rn(1.0, scale)
@@ -114,25 +129,27 @@ def quantize_rows_kernel(
 @triton.jit
 def quantize_long_rows_kernel(
     w_ptr, q_ptr, s_ptr, k, first, k_local, w_row, w_col, q_row, q_col, s_row,
-    CODE_MAX: tl.constexpr, INTEGER: tl.constexpr, BLOCK: tl.constexpr,
+    CODE_MAX: tl.constexpr, INTEGER: tl.constexpr, STAGES: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """As ``quantize_rows_kernel``, for rows that registers do not hold: read twice, block by block."""
-    dtype: tl.constexpr = w_ptr.dtype.element_ty
+    """As ``quantize_rows_kernel``, for rows that registers do not hold: read twice, chunk by chunk."""
+    dtype: tl.constexpr = w_ptr.dtype.element_ty if STAGES == 0 else tl.float32
     WIDE: tl.constexpr = dtype == tl.float32
     row = tl.program_id(0).to(tl.int64)
     w_ptr, q_ptr, s_ptr = w_ptr + row * w_row, q_ptr + row * q_row, s_ptr + row * s_row
-    offsets = tl.arange(0, BLOCK)
-    x = tl.load(w_ptr + offsets * w_col, mask=offsets < k, other=0.0)
+    offsets = tl.arange(0, CHUNK)
+    x = _rotate(tl.load(w_ptr + offsets * w_col, mask=offsets < k, other=0.0), CHUNK, STAGES)
     magnitudes = _magnitudes(x, WIDE)
-    for start in range(BLOCK, k, BLOCK):
+    for start in range(CHUNK, k, CHUNK):
         x = tl.load(w_ptr + (start + offsets) * w_col, mask=start + offsets < k, other=0.0)
+        x = _rotate(x, CHUNK, STAGES)
         magnitudes = tl.maximum(magnitudes, _magnitudes(x, WIDE))
     scale = _scale(tl.max(magnitudes, 0), s_ptr, dtype, WIDE, CODE_MAX)
     inverse = tl.div_rn(1.0, scale)
     ordinary = (scale >= _LEAST) & (scale <= _MOST)
-    for start in range(first, first + k_local, BLOCK):
+    for start in range(first, first + k_local, CHUNK):
         columns = start + offsets
         x = tl.load(w_ptr + columns * w_col, mask=columns < first + k_local, other=0.0)
+        x = _rotate(x, CHUNK, STAGES)
         if ordinary:
             _store(q_ptr, q_col, x, columns, first, k_local, scale, inverse, False, INTEGER)
         else:

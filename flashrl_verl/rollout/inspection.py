@@ -36,7 +36,8 @@ def describe_model(runner: Any) -> dict[str, Any]:
 
     Returns:
         ``precision`` of the engine's quantization config; ``quantized``: quantized weights by dtype (a linear layer has
-        one, a layer of experts two); ``quantized_layers`` and ``quantized_names``; ``unquantized_layers``: name ->
+        one, a layer of experts two); ``quantized_layers`` and ``quantized_names``; ``unrotated``: names of quantized
+        weights whose input channels no rotation divides; ``unquantized_layers``: name ->
         class of other layers that came to our quantization config; ``never_quantized``: name -> bytes of all other
         modules with matrices, which vLLM builds without it (routers, convolutions, plain parameters), embeddings and
         head left out; ``kept_layers`` that the user kept, ``kept_indices`` of decoder layers kept whole,
@@ -51,19 +52,22 @@ def describe_model(runner: Any) -> dict[str, Any]:
     unquantized: dict[str, str] = {}
     never: dict[str, int] = {}
     names: list[str] = []
+    unrotated: list[str] = []
     for name, module in model.named_modules():
         # The runner around the experts is what the model, and the user, calls by name.
         name = module.layer_name if isinstance(module, RoutedExperts) else name
-        parameters = list(module.parameters(recurse=False))
-        storages = [p for p in parameters if isinstance(p, QuantizedStorage)]
+        parameters = dict(module.named_parameters(recurse=False))
+        storages = {n: p for n, p in parameters.items() if isinstance(p, QuantizedStorage)}
         if storages:
             names.append(name)
         elif _asked_to_quantize(module):
             unquantized[name] = type(module).__name__
         elif not isinstance(module, VocabParallelEmbedding):
-            if matrices := [p for p in parameters if p.dim() > 1]:
+            if matrices := [p for p in parameters.values() if p.dim() > 1]:
                 never[name] = sum(p.numel() * p.element_size() for p in matrices)
-        for storage in storages:
+        for parameter, storage in storages.items():
+            if storage.format.rotated and storage.block == 1:
+                unrotated.append(f"{name}.{parameter}")
             quantized[str(storage.data.dtype).removeprefix("torch.")] += 1
             quantized_bytes += storage.numel() * storage.element_size() + storage.scales.numel() * 4
             bf16_bytes += storage.numel() * 2
@@ -76,6 +80,7 @@ def describe_model(runner: Any) -> dict[str, Any]:
         "quantized": dict(quantized),
         "quantized_layers": len(names),
         "quantized_names": names,
+        "unrotated": unrotated,
         "unquantized_layers": unquantized,
         "never_quantized": never,
         "kept_layers": selection.kept if selection is not None else [],

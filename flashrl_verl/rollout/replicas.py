@@ -57,7 +57,9 @@ def precisions(settings: FlashRLConfig, replicas: int) -> list[Precision]:
 def settings_of(settings: FlashRLConfig, replica: int, replicas: int) -> FlashRLConfig:
     """What one replica's engine is started with: formats of its own, and no fraction; raises like ``bf16_replicas``."""
     precision = precisions(settings, replicas)[replica]
-    own = {} if precision is settings.precision else {"kv_cache": KVCache.AUTO}  # or its mismatch would not be BF16's
+    own = {}
+    if precision is not settings.precision:
+        own = {"rotation": None, "kv_cache": KVCache.AUTO}  # or its mismatch would not be BF16's
     return dataclasses.replace(settings, precision=precision, bf16_replica_fraction=0.0, **own)
 
 

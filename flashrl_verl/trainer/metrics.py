@@ -109,6 +109,17 @@ def describe_rollout(precision: str, layers: dict[str, float], refit: dict[str, 
     )
 
 
+def describe_unrotated(worker: dict[str, Any]) -> str:
+    """The log's line on quantized weights without rotation; empty where there is none."""
+    if not worker["unrotated"]:
+        return ""
+    return (
+        f"[flashrl] {len(worker['unrotated'])} weights are quantized without rotation, as no power of two from 16 on "
+        f"divides their input channels on a rank: {listed(worker['unrotated'])}. Another "
+        "actor_rollout_ref.rollout.tensor_model_parallel_size may; flashrl.ignore keeps them in BF16"
+    )
+
+
 def describe_never_quantized(worker: dict[str, Any]) -> str:
     """The log's line on matrices that no precision quantizes, layers of all numbers together; empty where none is."""
     found: dict[str, list[int]] = {}

@@ -12,7 +12,7 @@ from flashrl_verl.trainer.atomic_write import write_whole
 FILE = "flashrl.json"
 """In verl's folder of a checkpoint, ``global_step_N``."""
 
-KEYS = ("precision", "ignore", "keep_first_layers", "keep_last_layers", "fp32_lm_head", "kv_cache")
+KEYS = ("precision", "rotation", "ignore", "keep_first_layers", "keep_last_layers", "fp32_lm_head", "kv_cache")
 """Settings that decide what the engine computes from given weights."""
 
 
@@ -37,7 +37,7 @@ def load(folder: Path) -> dict[str, Any] | None:
     """
     path = folder / FILE
     try:
-        found = json.loads(path.read_text())
+        found = {"rotation": False} | json.loads(path.read_text())  # older checkpoints' runs had none
         return record(FlashRLConfig.from_mapping({key: found[key] for key in KEYS}))
     except FileNotFoundError:
         return None

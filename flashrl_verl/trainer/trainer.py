@@ -43,6 +43,7 @@ from flashrl_verl.trainer.guard import Guard
 from flashrl_verl.trainer.metrics import (
     MetricsFile,
     describe_never_quantized,
+    describe_unrotated,
     describe_rollout,
     metrics_path,
     per_replica,
@@ -131,8 +132,9 @@ class FlashRLMixin:
         wanted = precisions(self.flashrl, len(replicas))
         self._layer_metrics = summarize_layers(replicas, wanted)
         log.info(describe_rollout(describe(wanted), self._layer_metrics, metrics))
-        if kept := describe_never_quantized(max((w for r in replicas for w in r), key=lambda w: w["quantized_layers"])):
-            log.info(kept)
+        worker = max((w for r in replicas for w in r), key=lambda w: w["quantized_layers"])
+        for line in filter(None, (describe_never_quantized(worker), describe_unrotated(worker))):
+            log.info(line)
         if self.flashrl.self_check:
             self._self_check()
         if self.flashrl.trainer_forward is not Precision.BF16:

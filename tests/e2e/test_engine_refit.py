@@ -63,6 +63,7 @@ def test_four_linears_per_layer_are_int8_and_take_about_half_the_bytes(engine):
     (layers,) = engine.collective_rpc("flashrl_layers")
     require_settings(FlashRLConfig(precision="int8"), layers)
     assert layers["quantized_layers"] == 4 * LAYERS
+    assert layers["unrotated"] == [f"model.layers.{i}.mlp.down_proj.weight" for i in range(LAYERS)]  # 344 = 8 x 43
     assert layers["unquantized_layers"] == layers["never_quantized"] == {}
     assert 0.5 < layers["quantized_bytes"] / layers["quantized_bytes_as_bf16"] < 0.53
 

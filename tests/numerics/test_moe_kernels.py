@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+from references import hadamard
 
 from flashrl_verl.plugins.vllm import register
 from flashrl_verl.quantization import numerics
@@ -14,10 +15,18 @@ from flashrl_verl.tools.check.kernels import EXPERTS, HIDDEN, INTERMEDIATE, TOP_
 TOKENS = 33
 
 
+def rotated(x: torch.Tensor, fmt: numerics.WeightFormat) -> torch.Tensor:
+    """In float64."""
+    if not fmt.rotated:
+        return x
+    return torch.from_numpy(hadamard(x.reshape(*x.shape[:-1], -1, 64).numpy())).view(x.shape)
+
+
 def as_codes(x: torch.Tensor, fmt: numerics.WeightFormat | None) -> torch.Tensor:
     """Per-token quantization in float64."""
     if fmt is None:
         return x
+    x = rotated(x, fmt)
     scale = x.abs().amax(-1, keepdim=True) / fmt.code_max
     codes = x / scale
     codes = codes.round() if fmt.name == "int8" else codes.to(fmt.dtype).double()
@@ -26,7 +35,9 @@ def as_codes(x: torch.Tensor, fmt: numerics.WeightFormat | None) -> torch.Tensor
 
 def exact(fmt: numerics.WeightFormat | None, w13, w2, x, logits) -> torch.Tensor:
     if fmt:
-        w13, w2 = (numerics.dequantize(*numerics.quantize_rows(weight, fmt)) for weight in (w13, w2))
+        b = 64 if fmt.rotated else 1
+        w13, w2 = (rotated(weight.double(), fmt).float() / b for weight in (w13, w2))
+        w13, w2 = (codes.double() * scales for codes, scales in (numerics.quantize_rows(w, fmt) for w in (w13, w2)))
     out, probabilities = torch.zeros(TOKENS, HIDDEN, dtype=torch.float64), logits.double().softmax(-1)
     for token in range(TOKENS):
         chosen = probabilities[token].topk(TOP_K).indices.tolist()

@@ -4,23 +4,27 @@
 import numpy as np
 import pytest
 import torch
+from references import block_of
 from references import quantize as reference
 
-from flashrl_verl.quantization.formats import FP8, INT8
+from flashrl_verl.quantization.formats import FP8, INT8, INT8_UNROTATED
 from flashrl_verl.quantization.kernels import dequantize_rows, quantize_rows_into
 from flashrl_verl.quantization.numerics import WeightFormat, as_bytes, quantize_rows
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-FORMATS = [pytest.param(INT8, id="int8"), pytest.param(FP8, id="fp8")]
+UNROTATED = [pytest.param(INT8_UNROTATED, id="int8_unrotated"), pytest.param(FP8, id="fp8")]
+FORMATS = [pytest.param(INT8, id="int8"), *UNROTATED]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 NEVER = {"int8": 0x80, "fp8": 0x7F}
 """A byte that no finite row becomes."""
 
 
 def random_weight(seed: int, dtype: torch.dtype) -> torch.Tensor:
-    """Shapes no tile divides, rows of very different sizes, rows of zeros and subnormals, and exact ties."""
+    """Shapes no tile divides, columns for four ranks with every block of a rotation, rows of very different sizes, rows
+    of zeros and subnormals, and exact ties."""
     g = torch.Generator().manual_seed(seed)
-    n, k = (int(torch.randint(8, high, (1,), generator=g)) for high in (70, 400))
+    n, k = (int(torch.randint(8, high, (1,), generator=g)) for high in (70, 100))
+    k = 4 * (k, max(16, k // 16 * 16), max(32, k // 32 * 32), 64 * (1 + k % 3))[seed % 4]
     decades = 4 if dtype is torch.float16 else 30
     weight = torch.randn(n, k, generator=g) * torch.logspace(-decades, decades, n).unsqueeze(1)
     # An absmax of 127 makes every half a tie; one of 448 does so of E4M3's subnormals and the values between.
@@ -42,7 +46,7 @@ def assert_exact(
     scales = torch.full((n, 1), float("nan"), device=weight.device)
     inside = storage[2:-2, 3:-3]
     quantize(weight, inside, scales, fmt, first)
-    codes, expected = reference(weight, fmt.name)
+    codes, expected = reference(weight, fmt.name, block_of(width) if fmt.rotated else 1)
     np.testing.assert_array_equal(scales.cpu().numpy(), expected)
     np.testing.assert_array_equal(inside.cpu().double().numpy(), codes[:, first : first + width])
     as_bytes(inside).fill_(NEVER[fmt.name])
@@ -71,9 +75,9 @@ def test_rows_of_subnormals_neither_overflow_nor_divide_by_zero(fmt):
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_nan_and_inf_show_in_the_scale_of_their_row_only(device, fmt, dtype):
-    weight = torch.randn(6, 33, generator=torch.Generator().manual_seed(5)).to(dtype)
+    weight = torch.randn(6, 48, generator=torch.Generator().manual_seed(5)).to(dtype)
     weight[1, 0], weight[2, 7], weight[4, 32] = float("nan"), float("inf"), float("-inf")
-    codes, scales = torch.zeros(6, 33, dtype=fmt.dtype, device=device), torch.zeros(6, 1, device=device)
+    codes, scales = torch.zeros(6, 48, dtype=fmt.dtype, device=device), torch.zeros(6, 1, device=device)
     quantize_rows_into(weight.to(device), codes, scales, fmt)
     assert scales.isfinite().flatten().tolist() == [True, False, False, True, False, True]
 
@@ -81,14 +85,14 @@ def test_nan_and_inf_show_in_the_scale_of_their_row_only(device, fmt, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("columns", [5120, 8192, 8193, 16384, 16385, 27648, 65536])
+@pytest.mark.parametrize("columns", [896, 5120, 8192, 8193, 8208, 16384, 16416, 27648, 65536])
 def test_rows_of_every_length_have_the_same_codes(columns, dtype, fmt):
     weight = torch.randn(5, columns, generator=torch.Generator().manual_seed(columns))
     assert_exact(weight.to("cuda", dtype), fmt)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt", UNROTATED)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sixteen_million_quotients_are_rounded_as_ieee_division_rounds_them(fmt, dtype):
     """The kernel divides by multiplication: many scales, and values beside exact ties, where one ulp changes a code."""

@@ -17,10 +17,25 @@ _E4M3 = np.array(
 CODE_MAX = {"int8": 127.0, "fp8": 448.0}
 
 
-def quantize(rows: torch.Tensor, precision: str) -> tuple[np.ndarray, np.ndarray]:
-    """DESIGN: scale = absmax / code_max, code = round-half-even(w / scale) in float32. Codes as their values in
-    float64; scales [N, 1]."""
+def block_of(columns: int) -> int:
+    """Channels that are rotated together in an INT8 layer with so many input channels a rank."""
+    return next((block for block in (64, 32, 16) if columns % block == 0), 1)
+
+
+def hadamard(w: np.ndarray) -> np.ndarray:
+    """Sylvester's transform of the last axis, by its definition: sum and difference of the halves' transforms."""
+    if w.shape[-1] == 1:
+        return w
+    low, high = (hadamard(half) for half in np.split(w, 2, axis=-1))
+    return np.concatenate([low + high, low - high], axis=-1)
+
+
+def quantize(rows: torch.Tensor, precision: str, block: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    """scale = absmax / code_max, code = round-half-even(w / scale) in float32, of rows rotated by blocks. Codes as their
+    values in float64; scales [N, 1]."""
     w = rows.detach().float().cpu().numpy()
+    if block > 1:
+        w = hadamard(w.reshape(len(w), -1, block)).reshape(w.shape) * np.float32(1 / block)
     scales = (np.abs(w).max(axis=1, keepdims=True) / np.float32(CODE_MAX[precision])).astype(np.float32)
     scales[scales == 0] = 1
     quotients = w / scales
@@ -87,7 +102,11 @@ class Rank:
 
 
 def assert_storage(
-    stored: dict[str, torch.Tensor], weights: dict[str, torch.Tensor], precision: str, place: Rank | None = None
+    stored: dict[str, torch.Tensor],
+    weights: dict[str, torch.Tensor],
+    precision: str,
+    place: Rank | None = None,
+    rotation: bool = True,
 ) -> dict[str, int]:
     """Compare every parameter of one rank of an engine with the checkpoint, exactly.
 
@@ -96,6 +115,7 @@ def assert_storage(
         weights: the checkpoint's tensors.
         precision: int8 or fp8.
         place: the rank; None without tensor parallelism.
+        rotation: whether INT8 layers are rotated.
 
     Returns:
         How many parameters of each kind were compared.
@@ -114,11 +134,12 @@ def assert_storage(
             counts["copies"] += 1
             continue
         scales = stored[f"{name}_scale"].data.cpu().numpy()
+        block = block_of(values.shape[-1]) if rotation and precision == "int8" else 1
         if values.dim() == 2:
-            codes, expected_scales = quantize(sources(name, weights), precision)
+            codes, expected_scales = quantize(sources(name, weights), precision, block)
             counts["quantized"] += 1
         else:
-            codes, expected_scales = experts(name, values.shape[0], weights, precision)
+            codes, expected_scales = experts(name, values.shape[0], weights, precision, block)
             counts["experts"] += 1
         if place is not None:
             codes, expected_scales = place.columns(name, place.rows(name, codes)), place.rows(name, expected_scales)
@@ -127,10 +148,13 @@ def assert_storage(
     return counts
 
 
-def experts(name: str, count: int, weights: dict[str, torch.Tensor], precision: str) -> tuple[np.ndarray, np.ndarray]:
+def experts(
+    name: str, count: int, weights: dict[str, torch.Tensor], precision: str, block: int
+) -> tuple[np.ndarray, np.ndarray]:
     base = name.split(".experts.")[0] + ".experts"
     projections = ("gate_proj", "up_proj") if "w13" in name else ("down_proj",)
     pairs = [
-        quantize(torch.cat([weights[f"{base}.{e}.{p}.weight"] for p in projections]), precision) for e in range(count)
+        quantize(torch.cat([weights[f"{base}.{e}.{p}.weight"] for p in projections]), precision, block)
+        for e in range(count)
     ]
     return np.stack([c for c, _ in pairs]), np.stack([s for _, s in pairs])

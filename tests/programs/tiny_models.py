@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small random models of the shapes that users train, as Hugging Face modules, and their weights as verl sends them.
 
-Hidden 136 and intermediate 344 are divided by no kernel's tile; 2 KV heads under 4 heads make q, k and v differ in
-rows.
+Hidden 136 and intermediate 344 are divided by no kernel's tile and no rotation; 352 is by 32; 2 KV heads under 4 heads
+make q, k and v differ in rows.
 """
 
 import copy

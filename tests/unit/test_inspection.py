@@ -15,6 +15,7 @@ HELD = {
     "quantized": {"int8": 8},
     "quantized_layers": 8,
     "quantized_names": ["model.layers.0.mlp.down_proj"],
+    "unrotated": [],
     "quantized_bytes_as_bf16": 4096,
     "unquantized_layers": {},
     "never_quantized": {"model.layers.0.mlp.gate": 512},

@@ -10,7 +10,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.plugins.vllm import register
 from flashrl_verl.quantization.config import FlashRLQuantizationConfig, quantization_config_dict
-from flashrl_verl.quantization.formats import FP8, INT8, Kernel
+from flashrl_verl.quantization.formats import FP8, INT8, INT8_UNROTATED, Kernel
 from flashrl_verl.quantization.gemm import choose_kernel
 from flashrl_verl.quantization.linear import Fp32HeadMethod, QuantizedLinearMethod
 from flashrl_verl.quantization.selection import LayerSelection
@@ -64,23 +64,23 @@ def test_an_entry_of_ignore_is_of_use_for_every_kind_of_layer_and_precision(kind
 
 def test_the_config_survives_the_way_through_the_engine_arguments():
     register()
-    settings = FlashRLConfig(precision="fp8", fp32_lm_head=True, ignore=IGNORE, keep_first_layers=1, keep_last_layers=2)
+    settings = FlashRLConfig(fp32_lm_head=True, ignore=IGNORE, keep_first_layers=1, keep_last_layers=2, rotation=False)
     config = get_quantization_config("flashrl").from_config(quantization_config_dict(settings))
-    assert config.precision is Precision.FP8 and config.fp32_lm_head
+    assert config.precision is Precision.INT8 and config.format is INT8_UNROTATED and config.fp32_lm_head
     assert config.selection == LayerSelection(ignore=IGNORE, keep_first=1, keep_last=2)
 
 
 @pytest.mark.parametrize(
     "fmt, device, capability, expected",
     [
-        *((INT8, "cuda", capability, Kernel.CUTLASS) for capability in (75, 80, 90)),
+        *((INT8, "cuda", capability, Kernel.CUTLASS) for capability in (80, 90)),
         *((INT8, "cuda", capability, Kernel.TRITON) for capability in (100, 120)),
         (INT8, "cpu", 0, Kernel.EMULATED),
         *((FP8, "cuda", capability, Kernel.CUTLASS) for capability in (89, 90, 120)),
         (FP8, "cpu", 0, Kernel.EMULATED),
-        *((FP8, "cuda", capability, "int8") for capability in (75, 80, 86)),
-        (FP8, "cuda", 70, "bf16"),
-        (INT8, "cuda", 70, "bf16"),
+        *((FP8, "cuda", capability, "int8") for capability in (80, 86)),
+        (FP8, "cuda", 75, "bf16"),
+        (INT8, "cuda", 75, "bf16"),
     ],
 )
 def test_a_gpu_gets_a_kernel_that_it_has_or_is_told_another_precision(fmt, device, capability, expected):

@@ -9,13 +9,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from references import Rank, quantize
+from references import Rank, block_of, quantize
 
 from flashrl_verl.quantization.formats import INT8
 from flashrl_verl.quantization.parameter import QuantizedExperts, QuantizedStorage, QuantizedWeight
 from flashrl_verl.refit.code_digest import code_digest
 
-HEADS, HEAD_DIM, HIDDEN, INTERMEDIATE, EXPERTS = 4, 6, 20, 16, 3
+HEADS, HEAD_DIM, HIDDEN, INTERMEDIATE, EXPERTS = 4, 32, 48, 64, 3
+"""Rotated by 16 (hidden), by 64 and on four ranks by 32 (o_proj), by 64, 32 and 16 (experts' down_proj)."""
 
 
 def shard(rows: int, columns: int, rank: int, size: int) -> QuantizedWeight:
@@ -42,7 +43,9 @@ def random(rows: int, columns: int, seed: int) -> torch.Tensor:
 
 def assert_holds(weight: QuantizedWeight | QuantizedExperts, place: Rank, name: str, *wholes: torch.Tensor) -> None:
     """Its part of the whole weights, one of each expert, every element written once."""
-    codes, scales = (np.stack(parts) for parts in zip(*(quantize(whole, "int8") for whole in wholes), strict=True))
+    block = block_of(weight.data.shape[-1])
+    found = [quantize(whole, "int8", block) for whole in wholes]
+    codes, scales = (np.stack(parts) for parts in zip(*found, strict=True))
     if isinstance(weight, QuantizedWeight):
         codes, scales = codes[0], scales[0]
     np.testing.assert_array_equal(weight.data.double(), place.columns(name, place.rows(name, codes)))

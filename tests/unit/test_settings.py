@@ -18,6 +18,7 @@ DEFAULTS = {
     **{f"sampling.{f.name}": f.default for f in dataclasses.fields(SamplingConfig)},
 }
 WITH_NULL = {name for name in DEFAULTS if name.startswith("guard.") and name.endswith(("_min", "_max"))}
+"""Numbers that null turns off."""
 
 RANGES = {
     "keep_first_layers": ([0, 3], [-1, 0.5]),
@@ -40,6 +41,7 @@ CHOICES = {
     # By itself; with others below.
     "trainer_forward": (["bf16", "int8"], ["int4", "fp8"]),
     "trainer_backward": (["bf16"], ["int4", "int8"]),
+    "rotation": ([True, False, None], ["true", 1]),
     "kv_cache": (["auto", "int8_per_token_head"], ["fp8_e5m2", "fp8", "fp8_per_token_head"]),
     "server_address": (["loopback", "node"], ["0.0.0.0"]),
     "guard.action": (["warn", "stop"], ["abort"]),
@@ -77,7 +79,7 @@ def test_every_setting_takes_its_range_and_refuses_what_is_beyond_it_or_of_anoth
     for key, (accepted, refused) in table.items():
         for value in accepted:
             read(key, value)
-        for value in [*refused, {"a": 1}, *([] if key in WITH_NULL else [None])]:
+        for value in [*refused, {"a": 1}, *([] if key in WITH_NULL or None in accepted else [None])]:
             refusal(key, value)
         for value in [True, "60", math.nan] if key in RANGES else []:
             assert f"flashrl.{key}={DEFAULTS[key]:g}" in refusal(key, value)
@@ -88,7 +90,7 @@ def test_every_setting_takes_its_range_and_refuses_what_is_beyond_it_or_of_anoth
 @pytest.mark.parametrize(
     ("key", "value", "remedy"),
     [
-        ("precison", "int8", "remove it, or use one of precision, bf16_replica_fraction, kv_cache"),
+        ("precison", "int8", "remove it, or use one of precision, bf16_replica_fraction, rotation"),
         ("guard.patiense", 3, "remove it, or use one of enable, action, patience"),
         *(("guard", value, "flashrl.guard.enable=false") for value in (None, False, "off")),
     ],
@@ -98,6 +100,9 @@ def test_an_unknown_key_and_a_word_for_a_node_are_told_what_there_is(key, value,
 
 
 def test_settings_that_contradict_each_other_are_refused():
+    for precision in ("fp8", "bf16"):
+        with pytest.raises(ConfigError, match="flashrl.rotation=true is refused: .*flashrl.rotation=null"):
+            FlashRLConfig.from_mapping({"rotation": True, "precision": precision})
     with pytest.raises(ConfigError, match="flashrl.bf16_replica_fraction=0.5 is refused: .*flashrl.precision=bf16"):
         FlashRLConfig.from_mapping({"bf16_replica_fraction": 0.5, "precision": "bf16"})
     with pytest.raises(ConfigError, match="flashrl.trainer_forward=int8 is refused: .*flashrl.trainer_forward=fp8"):

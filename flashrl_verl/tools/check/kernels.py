@@ -20,10 +20,10 @@ import torch
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 from flashrl_verl.quantization.config import NAME, quantization_config_dict, require_kv_kernel
-from flashrl_verl.quantization.formats import INT8, Kernel, weight_format
+from flashrl_verl.quantization.formats import INT8_UNROTATED, Kernel, weight_format
 from flashrl_verl.quantization.gemm import device_kernel
 from flashrl_verl.quantization.kernels import quantize_rows_into
-from flashrl_verl.quantization.numerics import WeightFormat, as_bytes
+from flashrl_verl.quantization.numerics import WeightFormat, as_bytes, rotate_weight
 from flashrl_verl.settings import FlashRLConfig, KVCache, Precision
 from flashrl_verl.tools.check import Finding, error, ok
 from flashrl_verl.tools.engines import model as engine_model
@@ -161,9 +161,9 @@ def load(built: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
 
 
 def exact_rows(weight: torch.Tensor, fmt: WeightFormat) -> tuple[torch.Tensor, torch.Tensor]:
-    """The reference: codes [..., K] of ``fmt.dtype`` and scales [..., 1] float32 of rows, computed in float64. There a
-    float32 quotient is exact to the last bit after rounding once more."""
-    rows = weight.double().cpu()
+    """The reference: codes [..., K] of ``fmt.dtype`` and scales [..., 1] float32 of rows, computed in float64 behind their
+    rotation. There a float32 quotient is exact to the last bit after rounding once more."""
+    rows = rotate_weight(weight.cpu(), fmt.block(weight.shape[-1])).double()
     scales = (rows.abs().amax(-1, keepdim=True) / fmt.code_max).float()
     quotients = (rows / scales.double()).float()
     codes = quotients.round() if fmt.rounds_to_integers else quotients
@@ -301,7 +301,7 @@ def attention_error(heads: int, kv_heads: int, size: int, lengths: tuple[int, ..
         scratch = kernels.Scratch.make(len(lengths), heads, kv_heads, size, place)
         tokens = torch.tensor(lengths, dtype=torch.int32, device=place)
         kernels.decode(query.to(place), views, table.to(place), tokens, size**-0.5, out, scratch)
-    keys, values = (codes.double() * s.double() for codes, s in (exact_rows(x, INT8) for x in (keys, values)))
+    keys, values = (codes.double() * s.double() for codes, s in (exact_rows(x, INT8_UNROTATED) for x in (keys, values)))
     errors = []
     for row, (k, v) in enumerate(zip(keys.split(lengths), values.split(lengths), strict=True)):
         scores = torch.einsum("hgd,thd->hgt", query[row].double().unflatten(0, (kv_heads, -1)), k) * size**-0.5

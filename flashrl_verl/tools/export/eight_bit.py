@@ -62,7 +62,7 @@ def quantize(source: Path, output: Path, settings: FlashRLConfig, shard_size: in
         ConfigError: the layers to keep match nothing, or the output is there already; nothing was written.
         FlashRLError: the source is damaged, or holds NaN or Inf; nothing is left behind.
     """
-    fmt = weight_format(settings.precision)
+    fmt = weight_format(settings.precision, rotation=False)
     where = locate(source)
     layers = survey(source, settings, where)
     chosen = {f"{layer}.weight" for layer in layers.quantized}

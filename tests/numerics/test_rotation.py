@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rotation leaves a layer's product as it is, and INT8 products of real activations' shape come nearer to it."""
+
+import numpy as np
+import pytest
+import torch
+from references import block_of, hadamard
+
+from flashrl_verl.plugins.vllm import register
+from flashrl_verl.quantization.formats import INT8, INT8_UNROTATED
+from flashrl_verl.quantization.gemm import w8a8
+from flashrl_verl.quantization.kernels import quantize_rows_into
+from flashrl_verl.quantization.numerics import quantize_rows, rotate, rotate_weight, rotation_block, sqnr_db
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+WIDTHS = {
+    # hidden, all heads', intermediate (an expert's of the -A models), heads
+    "Qwen2.5-0.5B": (896, 896, 4864, 14), "Qwen2.5-1.5B": (1536, 1536, 8960, 12), "Qwen2.5-3B": (2048, 2048, 11008, 16),
+    "Qwen2.5-7B": (3584, 3584, 18944, 28), "Qwen2.5-14B": (5120, 5120, 13824, 40), "Qwen2.5-32B": (5120, 5120, 27648, 40),
+    "Qwen2.5-72B": (8192, 8192, 29568, 64), "Qwen3-0.6B": (1024, 2048, 3072, 16), "Qwen3-1.7B": (2048, 2048, 6144, 16),
+    "Qwen3-4B": (2560, 4096, 9728, 32), "Qwen3-8B": (4096, 4096, 12288, 32), "Qwen3-14B": (5120, 5120, 17408, 40),
+    "Qwen3-32B": (5120, 8192, 25600, 64), "Qwen3-30B-A3B": (2048, 4096, 768, 32), "Qwen3-235B-A22B": (4096, 8192, 1536, 64),
+    "Llama-3.2-1B": (2048, 2048, 8192, 32), "Llama-3.2-3B": (3072, 3072, 8192, 24), "Llama-3.1-8B": (4096, 4096, 14336, 32),
+    "Llama-3.1-70B": (8192, 8192, 28672, 64), "Mistral-7B": (4096, 4096, 14336, 32), "Mistral-Small-24B": (5120, 4096, 32768, 32),
+    "Phi-4-mini": (3072, 3072, 8192, 24), "Phi-4": (5120, 5120, 17920, 40), "SmolLM2-135M": (576, 576, 1536, 9),
+    "Gemma-2-2B": (2304, 2048, 9216, 8), "Gemma-2-9B": (3584, 4096, 14336, 16), "Gemma-3-12B": (3840, 4096, 15360, 16),
+    "Gemma-3-27B": (5376, 4096, 21504, 32),
+}  # fmt: skip
+"""Of models that people train, from their config.json."""
+SMALLER = {
+    ("Qwen2.5-3B", 8): 32, ("Qwen2.5-72B", 4): 32, ("Qwen2.5-72B", 8): 16, ("Qwen3-30B-A3B", 8): 32,
+}  # fmt: skip
+"""Model and tensor-parallel size whose down_proj (an expert's) does not take 64."""
+
+
+@pytest.mark.parametrize("model", WIDTHS)
+def test_layers_of_models_that_people_train_rotate_64_channels_on_every_rank_or_the_named_fewer(model):
+    hidden, heads_width, intermediate, heads = WIDTHS[model]
+    for ranks in (ranks for ranks in (1, 2, 4, 8) if heads % ranks == 0):
+        assert rotation_block(hidden) == rotation_block(heads_width // ranks) == 64
+        assert rotation_block(intermediate // ranks) == SMALLER.get((model, ranks), 64)
+
+
+@pytest.mark.parametrize("columns, block", [(64 * 7, 64), (96, 32), (48, 16), (40, 1), (8, 1), (1, 1), (344, 1)])
+def test_a_block_is_a_power_of_two_from_16_to_64_that_divides_the_columns_or_there_is_none(columns, block):
+    assert rotation_block(columns) == block == block_of(columns)
+
+
+@pytest.mark.parametrize("block", [16, 32, 64])
+def test_rotation_is_the_hadamard_matrix_and_products_are_what_they_were(block):
+    g = torch.Generator().manual_seed(block)
+    weight, x = torch.randn(9, 4 * block, generator=g), torch.randn(5, 4 * block, generator=g)
+    matrix = torch.from_numpy(hadamard(np.eye(block)))
+    rows, columns = torch.meshgrid(torch.arange(block), torch.arange(block), indexing="ij")
+    odd = torch.tensor([bin(int(shared)).count("1") % 2 for shared in (rows & columns).flatten()]).view(block, block)
+    assert torch.equal(matrix, 1.0 - 2.0 * odd) and torch.equal(matrix @ matrix, block * torch.eye(block).double())
+    by_matrix = (x.double().view(5, -1, block) @ matrix).flatten(1)
+    torch.testing.assert_close(rotate(x, block).double(), by_matrix, rtol=0, atol=1e-5)
+    product = rotate_weight(weight.double(), block).double() @ rotate(x.double(), block).double().t()
+    torch.testing.assert_close(product, weight.double() @ x.double().t(), rtol=1e-5, atol=1e-5)
+
+
+def outliers(tokens: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Activations with a few channels that are 30 times as large, as language models have them, and a token of zeros."""
+    g = torch.Generator().manual_seed(columns + tokens)
+    x = torch.randn(tokens, columns, generator=g)
+    x[:, :: columns // 5] *= 30
+    x[tokens // 2] = 0
+    return x.to(dtype)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("columns", [512, 896])
+def test_a_layer_with_outlier_channels_comes_ten_times_nearer_to_its_product_when_rotated(device, columns):
+    """In power of the noise, 10 dB. The same layer without rotation on one side only is another product."""
+    register()
+    x = outliers(64, columns).to(device)
+    weight = torch.randn(128, columns, generator=torch.Generator().manual_seed(1)).bfloat16().to(device)
+    exact, ratios = x.double() @ weight.double().t(), []
+    for fmt in (INT8, INT8_UNROTATED):
+        codes, scales = torch.empty(weight.shape, dtype=torch.int8, device=device), torch.empty(128, 1, device=device)
+        quantize_rows_into(weight, codes, scales, fmt)
+        quantize, multiply = w8a8(fmt)
+        tokens, token_scales = quantize(x)
+        ratios.append(sqnr_db(exact, multiply(tokens, codes.t(), token_scales, scales, torch.bfloat16)))
+    assert ratios[0] > 36 and ratios[0] > ratios[1] + 10
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("columns", [48, 96, 896, 1848 * 2, 4864, 5120, 8192, 8960, 27648, 32832])
+def test_a_gpus_tokens_are_the_references_but_for_the_order_of_sums(columns, dtype):
+    for tokens in (1, 5, 300):
+        x = outliers(tokens, columns, dtype)
+        rotated = rotate(x, rotation_block(columns))
+        expected, expected_scales = quantize_rows(rotated, INT8)
+        codes, scales = (part.cpu() for part in w8a8(INT8)[0](x.cuda()))
+        ulps = (scales.view(torch.int32) - expected_scales.view(torch.int32)).abs()
+        apart = (codes.int() - expected.int()).abs()
+        assert ulps.max() <= 2 and apart.max() <= 1 and apart.float().mean() <= 1e-4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("columns", [896, 27648])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_token_that_is_not_finite_shows_in_its_scale_only(columns, value):
+    x = outliers(9, columns).cuda()
+    x[3, columns - 1] = value
+    finite = w8a8(INT8)[0](x)[1].isfinite().flatten()
+    assert finite.tolist() == [token != 3 for token in range(9)]
