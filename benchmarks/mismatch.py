@@ -38,7 +38,7 @@ K3_KL = "rollout_corr/k3_kl"
 KL = "rollout_corr/kl"
 CORRELATION = "training/rollout_actor_probs_pearson_corr"
 ESS = "rollout_corr/rollout_is_eff_sample_size"
-LOGIT_BYTES = 2 << 30
+LOGIT_BYTES = 1 << 30
 """Room for the logits of one batch of the trainer's."""
 
 Tokens = list[list[int]]
@@ -67,7 +67,7 @@ def _sample(model: str, variant: str, job: dict[str, Any]) -> dict[str, Any]:
         in_process=True,
         enforce_eager=True,
         max_model_len=max(map(len, prompts)) + job["tokens"] + 1,  # scoring asks for one token more
-        max_num_batched_tokens=4096,
+        max_num_batched_tokens=2048,  # scoring keeps as many rows of logits, several times
         max_num_seqs=256,
         gpu_memory_utilization=job["gpu_memory_utilization"],
     )
@@ -138,6 +138,7 @@ class Trainer:
             for row, i in zip(values.double().tolist(), batch, strict=True):
                 start = len(prompts[i]) - 1  # position t predicts token t + 1
                 found[i] = row[start : start + len(responses[i])]
+            torch.cuda.empty_cache()  # batches differ in shape, and an engine starts beside it
         return found
 
     def padded(self, rows: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
