@@ -107,22 +107,14 @@ class Trainer:
 
     Args:
         model: folder of the checkpoint.
-        precision: of its decoder layers' products; bf16, or as ``flashrl.trainer_forward``.
-        skipped: layers that stay in BF16 all the same.
     """
 
-    def __init__(self, model: str, precision: str = "bf16", skipped: Collection[str] = ()):
+    def __init__(self, model: str):
         from transformers import AutoModelForCausalLM
-
-        from flashrl_verl.settings import Precision
-        from flashrl_verl.trainer.forward_8bit import compute_in_8_bits
 
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16, attn_implementation="sdpa")
         self.module = loaded.to(self.device).eval()
-        if precision != "bf16":
-            weights = [f"{name}.weight" for name, _ in self.linear_layers(skipped)]
-            compute_in_8_bits(self.module, weights, Precision(precision), Precision.BF16)
 
     def linear_layers(self, skipped: Collection[str]) -> list[tuple[str, torch.nn.Linear]]:
         """Those of decoder layers that engines quantize; packed experts are none."""
@@ -349,12 +341,9 @@ def mismatch(
     precisions = list(dict.fromkeys(f.precision.value for f in formats.values() if f.precision.value != "bf16"))
     skipped = set.intersection(*(set(answers[name]["unquantized"]) for name in names))
     noise = trainer.noise(few or whole[:1], precisions, skipped) if precisions else {}
-    in_8_bits = {precision: Trainer(folder, precision, skipped) for precision in precisions}
     results = []
     for name, answer in answers.items():
         theirs = common if name == "bf16" else trainer.log_probs(job["prompts"], answer["responses"])
-        same = in_8_bits.get(formats[name].precision.value)
-        eight = {} if same is None else {"own_8bit_trainer": same.log_probs(job["prompts"], answer["responses"])}
         results.append(
             {
                 "variant": name,
@@ -365,7 +354,6 @@ def mismatch(
                 "own": compare(theirs, answer["own"]),
                 "common": compare(common, answer["common"]),
                 "own_again": compare(answer["again"], answer["own"]),
-                **{key: compare(log_probs, answer["own"]) for key, log_probs in eight.items()},
                 "noise": noise.get(formats[name].precision.value, []),
             }
         )
@@ -376,10 +364,7 @@ def mismatch(
     rows = [
         [
             one["variant"],
-            *(
-                f"{one[s][K3_KL]:.1e} ± {one[s]['k3_kl_standard_error']:.0e}" if s in one else "-"
-                for s in ("own", "common", "own_8bit_trainer", "own_again")
-            ),
+            *(f"{one[s][K3_KL]:.1e} ± {one[s]['k3_kl_standard_error']:.0e}" for s in ("own", "common", "own_again")),
             f"{one['common'][PROBS_DIFF]:.2e}",
             f"{one['common'][CORRELATION]:.5f}",
         ]
@@ -389,7 +374,7 @@ def mismatch(
         f"Mismatch of {model} on {here['device']}",
         (
             "variant",
-            *("k3 KL, own tokens", "common tokens", "own, 8-bit trainer", "own, engine again"),
+            *("k3 KL, own tokens", "common tokens", "own, engine again"),
             *("probs diff", "correlation"),
         ),
         rows,
