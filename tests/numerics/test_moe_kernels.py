@@ -26,7 +26,8 @@ def as_codes(x: torch.Tensor, fmt: numerics.WeightFormat | None) -> torch.Tensor
 
 def exact(fmt: numerics.WeightFormat | None, w13, w2, x, logits) -> torch.Tensor:
     if fmt:
-        w13, w2 = (numerics.dequantize(*numerics.quantize_rows(weight, fmt)) for weight in (w13, w2))
+        quantized = (numerics.quantize_rows(weight, fmt) for weight in (w13, w2))
+        w13, w2 = (codes.float() * scales for codes, scales in quantized)
     out, probabilities = torch.zeros(TOKENS, HIDDEN, dtype=torch.float64), logits.double().softmax(-1)
     for token in range(TOKENS):
         chosen = probabilities[token].topk(TOP_K).indices.tolist()
