@@ -82,8 +82,6 @@ EXTRAS = {
     "int8kv": "flashrl.kv_cache=int8_per_token_head",
     "async": "trainer.v1.trainer_mode=flashrl_colocate_async",
     "verls_order": "flashrl.sampling.even_mini_batches=false",
-    "forward8": "flashrl.trainer_forward={precision} "
-    "++actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=bfloat16",  # on a CPU it would be float32
 }
 """Words of a variant beside precision and correction."""
 SCORE = re.compile(r"val-core/.*/acc/mean@\d+")
@@ -190,7 +188,7 @@ def variant_overrides(variant: str) -> list[str]:
             f"--variants {variant!r}: {', '.join(rest)} is no precision, no correction and none of {', '.join(EXTRAS)}"
         )
     fixed = [f"flashrl.precision={chosen['precision']}", f"correction={chosen['correction']}"]
-    return [*fixed, *(part for word in extras for part in EXTRAS[word].format(**chosen).split())]
+    return [*fixed, *(EXTRAS[word] for word in extras)]
 
 
 def run_overrides(this: Run, assets: Path, hardware: str, kv_cache_bytes: int, overrides: Sequence[str]) -> list[str]:

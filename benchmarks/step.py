@@ -29,10 +29,6 @@ LEVERS = {
     "int8": ("flashrl.precision=int8",),
     "fp8": ("flashrl.precision=fp8",),
     "kv": ("flashrl.kv_cache=int8_per_token_head",),
-    "forward8": (
-        "flashrl.trainer_forward=${flashrl.precision}",
-        "++actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=bfloat16",  # on a CPU it would be float32
-    ),
     "async": ("trainer.v1.trainer_mode=flashrl_colocate_async",),
 }
 """Overrides. A variant is one or more, such as `int8+kv`. `stock` is verl's sampling and order of mini-batches in BF16,

@@ -171,13 +171,11 @@ def composed(gpu: str) -> Rows:
         ("+ INT8 weights", "+ INT8 weights", "int8", "bf16"),
         (kv, kv, "int8+int8kv", "bf16"),
         ("+ Liger's kernels", kv, "int8+int8kv", "liger-bf16"),
-        ("+ INT8 forward pass", kv, "int8+int8kv", "liger-int8"),
-        ("+ INT8 gradient", kv, "int8+int8kv", "liger-int8-backward"),
-        ("+ asynchrony", "+ asynchrony", "int8+int8kv", "liger-int8-backward"),
+        ("+ asynchrony", "+ asynchrony", "int8+int8kv", "liger-bf16"),
     ):
         seconds = [theirs[rollout].rollout * longer[variant]]
         for part in ("old log-probs", "policy update"):
-            timed = [one for one in load(f"step/8bit/{file}.json")["passes"] if one["name"] == part]
+            timed = [one for one in load(f"step/h200/{file}.json")["passes"] if one["name"] == part]
             (short, first), (long, second) = sorted((one["length"], one["whole_s"] / one["tokens"]) for one in timed)
             seconds.append((first + (second - first) * (length - short) / (long - short)) * tokens / 32)
         seconds[2] *= WAITS if name in (STOCK, "+ refill") else 1.0
@@ -212,17 +210,14 @@ def far_off(k3_kl: float, of: dict[str, Any]) -> str:
 
 
 def mismatch(*files: str) -> Rows:
-    """Distance of every engine from trainers in 16 and in 8 bits, and from itself."""
-    header = ["device", "model", "precision", "KV cache", "k3 KL, own", "k3 KL, common", "own, 8-bit trainer"]
-    rows = [[*header, "own, engine again", "correlation, own", "ESS, own"]]
+    """Distance of every engine from the trainer, and from itself."""
+    header = ["device", "model", "precision", "KV cache", "k3 KL, own", "k3 KL, common", "own, engine again"]
+    rows = [[*header, "correlation, own", "ESS, own"]]
     for record in map(load, files):
         depth = f", {record['layers']} layers" if record.get("layers") else ""
         where = [record["device"].partition(" (")[0], record["model"].rpartition("/")[2] + depth]
         for one in record["results"]:
-            far = [
-                far_off(one[tokens]["rollout_corr/k3_kl"], one[tokens]) if tokens in one else "-"
-                for tokens in ("own", "common", "own_8bit_trainer", "own_again")
-            ]
+            far = [far_off(one[tokens]["rollout_corr/k3_kl"], one[tokens]) for tokens in ("own", "common", "own_again")]
             correlation = f"{one['own']['training/rollout_actor_probs_pearson_corr']:.5f}"
             sizes = f"{one['own']['rollout_corr/rollout_is_eff_sample_size']:.4f}"
             kv_cache = one["kv_cache"].replace("auto", "BF16")

@@ -80,8 +80,6 @@ def time_passes(
 
         worker = FlashRLWorker(config.actor_rollout_ref, role="actor")
         worker.init_model()
-        if config.flashrl.trainer_forward != "bf16":
-            worker.flashrl_compute_in_8_bits(decoder_weights(worker.actor.engine.module))
         for length in lengths:
             work = passes_of(worker, config, length, sequences)
             for name, one in zip(PASSES, work, strict=True):
@@ -94,14 +92,6 @@ def time_passes(
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
     return {"seconds": seconds, "gib": gib}
-
-
-def decoder_weights(model: torch.nn.Module) -> list[str]:
-    """What an engine quantizes, as none is here to say it: the decoder layers' linear weights."""
-    from flashrl_verl.trainer.forward_8bit import linear_layers
-
-    layers = linear_layers(model).items()
-    return [name for name, layer in layers if ".layers." in name and isinstance(layer, torch.nn.Linear)]
 
 
 def passes_of(worker: Any, config: Any, length: int, sequences: int) -> tuple[Callable[[], Any], Callable[[], Any]]:

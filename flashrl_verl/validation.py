@@ -40,7 +40,6 @@ from flashrl_verl.settings import (
     ROLLOUT,
     FlashRLConfig,
     KVCache,
-    Precision,
     get,
     positive_integer,
 )
@@ -80,7 +79,7 @@ def validate_config(cfg: DictConfig) -> FlashRLConfig:
     _check_engine_arguments(cfg)
     _check_lengths(cfg)
     _check_batches(cfg)
-    _check_same_dtype(cfg, settings)
+    _check_head(cfg, settings)
     _check_replicas(cfg, settings)
     _check_attention(cfg)
     return settings
@@ -843,22 +842,19 @@ _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "16": "float16", "fp32": "floa
 """verl's other names for them (``PrecisionType``)."""
 
 
-def _check_same_dtype(cfg: DictConfig, settings: FlashRLConfig) -> None:
-    """What is to compute the same on both sides needs the same operands."""
+def _check_head(cfg: DictConfig, settings: FlashRLConfig) -> None:
+    """Logits that are to be the same on both sides need the same operands."""
     key = f"{ACTOR}.fsdp_config.mixed_precision"
     written = ((get(cfg, key) or {}).get("param_dtype", "bf16"), get(cfg, f"{ROLLOUT}.dtype", "bfloat16"))
     trainer, rollout = (_DTYPES.get(str(name), str(name)) for name in written)
-    asked = {"flashrl.fp32_lm_head=true": "flashrl.fp32_lm_head=false"} if settings.fp32_lm_head else {}
-    if settings.trainer_forward is not Precision.BF16:
-        asked[f"flashrl.trainer_forward={settings.trainer_forward.value}"] = "flashrl.trainer_forward=bf16"
-    if asked and trainer != rollout:
+    if settings.fp32_lm_head and trainer != rollout:
         other = f", or {ROLLOUT}.dtype={trainer}" if trainer != "float32" else ""
         refuse(
             f"{key}.param_dtype",
             trainer,
-            f"the trainer would round weights and inputs differently from {ROLLOUT}.dtype={rollout}, and for "
-            f"{' and '.join(asked)} both sides need the same",
-            f"{key}.param_dtype={rollout}, {' '.join(asked.values())}{other}",
+            f"the trainer would round lm_head's weight and input differently from {ROLLOUT}.dtype={rollout}, and for "
+            "flashrl.fp32_lm_head=true both sides need the same",
+            f"{key}.param_dtype={rollout}, flashrl.fp32_lm_head=false{other}",
         )
 
 

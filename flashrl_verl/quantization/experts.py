@@ -18,7 +18,7 @@ from flashrl_verl.errors import ConfigError
 from flashrl_verl.plugins import patches
 from flashrl_verl.plugins.vllm_api import cpu_select_experts
 from flashrl_verl.quantization.formats import Kernel
-from flashrl_verl.quantization.gemm import device_kernel, emulated_multiply, w8a8
+from flashrl_verl.quantization.gemm import device_kernel, emulated_multiply, token_quantizer
 from flashrl_verl.quantization.numerics import WeightFormat
 from flashrl_verl.quantization.parameter import QuantizedExperts
 
@@ -159,7 +159,7 @@ class QuantizedMoEMethod(FusedMoEMethodBase):
         # (0.24 to 0.27): there "INT8 experts" are weight-only.
         from vllm.model_executor.layers.fused_moe import fused_moe
 
-        rotated = patches.quantizing_experts_inputs(fused_moe, w8a8(self.format)[0])
+        rotated = patches.quantizing_experts_inputs(fused_moe, token_quantizer(self.format))
         with rotated if self.format.rotated else contextlib.nullcontext():
             return fused_moe.fused_experts(
                 x,

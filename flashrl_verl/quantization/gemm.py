@@ -6,7 +6,7 @@ parameter after loading, which an in-place refit cannot have; the custom ops und
 """
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 
 import torch
 from vllm import _custom_ops as ops
@@ -29,8 +29,6 @@ LinearKernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor 
 read where they lie, so that nothing needs to follow a refit."""
 TokenQuantizer = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """x [T, K] contiguous -> codes [T, K], scales [T, 1] float32."""
-ScaledProduct = Callable[..., torch.Tensor]
-"""``emulated_scaled_mm``'s arguments and result."""
 
 
 def choose_kernel(fmt: WeightFormat, device: str, capability: int) -> Kernel:
@@ -63,30 +61,18 @@ def device_kernel(fmt: WeightFormat) -> Kernel:
     return choose_kernel(fmt, device, cuda_capability() if device == "cuda" else 0)
 
 
-@cache  # asked at every layer's pass
-def w8a8(fmt: WeightFormat) -> tuple[TokenQuantizer, ScaledProduct]:
-    """How the device this process runs on quantizes tokens, and multiplies them with a weight's codes.
+def linear_kernel(fmt: WeightFormat) -> LinearKernel:
+    """What multiplies on the device this process runs on.
 
     Raises:
         ConfigError: no kernel for it.
     """
     kernel = device_kernel(fmt)
     if kernel is Kernel.EMULATED:
-        return partial(emulated_tokens, fmt=fmt), emulated_scaled_mm
-    quantize = _int8_tokens if fmt.rounds_to_integers else _fp8_tokens
-    if fmt.rotated:
-        quantize = _rotated_tokens(_rotate_quantize())
+        return lambda x, codes, scales, bias: emulated_multiply(x, codes, scales, fmt, bias)
+    quantize = token_quantizer(fmt)
     # vLLM's CUTLASS op uses the Triton one by itself, and more slowly, when N or K is no multiple of 16.
-    return quantize, ops.cutlass_scaled_mm if kernel is Kernel.CUTLASS else _triton_scaled_mm()
-
-
-def linear_kernel(fmt: WeightFormat) -> LinearKernel:
-    """A linear layer on the device this process runs on.
-
-    Raises:
-        ConfigError: no kernel for it.
-    """
-    quantize, multiply = w8a8(fmt)
+    multiply = ops.cutlass_scaled_mm if kernel is Kernel.CUTLASS else _triton_scaled_mm()
 
     def scaled_mm(
         x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
@@ -98,68 +84,15 @@ def linear_kernel(fmt: WeightFormat) -> LinearKernel:
     return scaled_mm
 
 
-def emulated_tokens(x: torch.Tensor, fmt: WeightFormat) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes [..., K] and scales [..., 1] of x [..., K], by its rows."""
-    x = numerics.rotate(x, fmt.block(x.shape[-1]))
-    scale = numerics.row_scales(x, fmt)
+def token_quantizer(fmt: WeightFormat) -> TokenQuantizer:
+    """How tokens are quantized on CUDA."""
     if not fmt.rounds_to_integers:
-        scale = scale.clamp_(min=_MIN_TOKEN_SCALE)
-    return numerics.quantize_rows(x, fmt, scale)
+        return lambda x: ops.scaled_fp8_quant(x, use_per_token_if_dynamic=True)
+    rotate_quantize = _rotate_quantize() if fmt.rotated else None
 
-
-def emulated_scaled_mm(
-    tokens: torch.Tensor,
-    weight: torch.Tensor,
-    token_scales: torch.Tensor,
-    scales: torch.Tensor,
-    dtype: torch.dtype,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """``cutlass_scaled_mm`` in float32: its numbers without its speed.
-
-    oneDNN, which vLLM multiplies INT8 with on a CPU, is no replacement: it packs a copy of the weight, and without VNNI
-    instructions it adds pairs of products in 16 bits, which saturate: of ones [1, 64] times ones [64, 1] it makes 0.5.
-
-    Args:
-        tokens: [..., K] codes.
-        weight: [K, N] codes.
-        token_scales: [..., 1] float32.
-        scales: [N, 1] float32.
-        dtype: of the result, [..., N].
-        bias: [N].
-    """
-    out = (tokens.float() @ weight.float()) * (token_scales * scales.t())
-    return (out if bias is None else out + bias).to(dtype)
-
-
-def emulated_multiply(
-    x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, fmt: WeightFormat, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    """``y = x @ (codes * scales)^T + bias`` as the format computes it, in float32, on any device.
-
-    Args:
-        x: [..., K].
-        codes: [N, K].
-        scales: [N, 1] float32.
-        fmt: format of the codes, and of x's.
-        bias: [N].
-
-    Returns:
-        [..., N] in x's dtype.
-    """
-    tokens, token_scales = emulated_tokens(x, fmt)
-    return emulated_scaled_mm(tokens, codes.t(), token_scales, scales, x.dtype, bias)
-
-
-def _int8_tokens(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    codes, scales, _ = ops.scaled_int8_quant(x, None, None, symmetric=True)
-    return codes, scales
-
-
-def _rotated_tokens(op: Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]) -> TokenQuantizer:
     def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        block = numerics.rotation_block(x.shape[-1])
-        return _int8_tokens(x) if block == 1 else op(x, block)
+        block = fmt.block(x.shape[-1])
+        return ops.scaled_int8_quant(x, None, None, symmetric=True)[:2] if block == 1 else rotate_quantize(x, block)
 
     return quantize
 
@@ -175,8 +108,31 @@ def _rotate_quantize() -> Callable[[torch.Tensor, int], tuple[torch.Tensor, torc
     return torch.ops.vllm.flashrl_rotate_quantize
 
 
-def _fp8_tokens(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return ops.scaled_fp8_quant(x, use_per_token_if_dynamic=True)
+def emulated_multiply(
+    x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, fmt: WeightFormat, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """``y = x @ (codes * scales)^T + bias`` as the format computes it, in float32: its numbers without its speed.
+
+    oneDNN, which vLLM multiplies INT8 with on a CPU, is no replacement: it packs a copy of the weight, and without VNNI
+    instructions it adds pairs of products in 16 bits, which saturate: of ones [1, 64] times ones [64, 1] it makes 0.5.
+
+    Args:
+        x: [..., K].
+        codes: [N, K].
+        scales: [N, 1] float32.
+        fmt: format of the codes, and of x's.
+        bias: [N].
+
+    Returns:
+        [..., N] in x's dtype.
+    """
+    dtype, x = x.dtype, numerics.rotate(x, fmt.block(x.shape[-1]))
+    scale = numerics.row_scales(x, fmt)
+    if not fmt.rounds_to_integers:
+        scale = scale.clamp_(min=_MIN_TOKEN_SCALE)
+    tokens, scale = numerics.quantize_rows(x, fmt, scale)
+    out = (tokens.float() @ codes.float().t()) * (scale * scales.t())
+    return (out if bias is None else out + bias).to(dtype)
 
 
 def _triton_scaled_mm():

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows into the storage that a GEMM kernel reads, and back: Triton kernels on CUDA, torch ops elsewhere.
+"""Rows into the storage that a GEMM kernel reads: Triton kernels on CUDA, torch ops elsewhere.
 
-Both write exactly the codes and scales of ``numerics.py``. The Triton kernel reads each row once (twice when a row is
+Both give exactly the codes and scales of ``numerics.py``. The Triton kernel reads each row once (twice when a row is
 longer than registers hold), so a refit costs about one read of the BF16 weights and one write of the codes.
 """
 
@@ -70,20 +70,6 @@ def _launch(
         return
     warps = next(warps for columns, warps in _WARPS.items() if head + tail <= columns)
     triton_rows.quantize_rows_kernel[(rows,)](*arguments, HEAD=head, TAIL=tail, num_warps=warps)
-
-
-def dequantize_rows(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``numerics.dequantize`` of contiguous codes [N, K] and scales [N, 1], in one pass."""
-    assert codes.is_contiguous() and scales.is_contiguous()
-    if not codes.is_cuda:
-        return numerics.dequantize(codes, scales, dtype)
-    from flashrl_verl.quantization import triton_rows  # Triton is only where a GPU is
-
-    out, block = torch.empty(codes.shape, dtype=dtype, device=codes.device), 4096
-    if codes.numel():
-        grid = len(codes), -(-codes.shape[1] // block)
-        triton_rows.dequantize_rows_kernel[grid](codes, scales, out, codes.shape[1], BLOCK=block, num_warps=8)
-    return out
 
 
 def split_row(k: int) -> tuple[int, int]:

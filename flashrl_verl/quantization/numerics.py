@@ -148,20 +148,6 @@ def quantize_rows(
     return codes.clamp_(-fmt.code_max, fmt.code_max).to(fmt.dtype), scales
 
 
-def dequantize(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """``codes * scales`` in float32, rounded to ``dtype``.
-
-    Args:
-        codes: [..., N, K].
-        scales: [..., N, 1] float32.
-        dtype: float32, or a 16-bit one.
-
-    Returns:
-        [..., N, K].
-    """
-    return (codes.float() * scales).to(dtype)
-
-
 def as_bytes(codes: torch.Tensor) -> torch.Tensor:
     """View codes as uint8, whatever their format: torch has no comparison, ``eq`` or ``index_fill`` for FP8 dtypes."""
     return codes.view(torch.uint8)

@@ -8,27 +8,11 @@ so the first load and the thousandth weight update are the same operation, no ad
 valid) and nothing BF16 is kept.
 """
 
-from typing import ClassVar, NamedTuple
-
 import torch
 from vllm.model_executor.parameter import ModelWeightParameter
 
 from flashrl_verl.quantization.kernels import quantize_rows_into
 from flashrl_verl.quantization.numerics import WeightFormat
-
-
-class Piece(NamedTuple):
-    """Where a part of a checkpoint's weight went in a parameter."""
-
-    name: str
-    """The checkpoint's."""
-    row: int | None
-    """Of the checkpoint's weight, where the part begins; None: the loader made something else of it first."""
-    column: int
-    """Likewise."""
-    first_row: int
-    """Of the parameter's ``rows``."""
-    rows: int
 
 
 class QuantizedStorage:
@@ -43,13 +27,9 @@ class QuantizedStorage:
     format: WeightFormat
     loaded_elements: int
     """Codes written since the update began; equals ``numel()`` when every shard arrived exactly once."""
-    pieces: list[Piece]
-    """What was written while ``loading`` was set: once, as every update is the same."""
-    loading: ClassVar[tuple[str, torch.Tensor] | None] = None
-    """Name and tensor that the model is being given, of any parameter."""
 
     def _set_up(self, scales: torch.nn.Parameter, format: WeightFormat) -> None:
-        self.scales, self.format, self.loaded_elements, self.pieces = scales, format, 0, []
+        self.scales, self.format, self.loaded_elements = scales, format, 0
 
     @property
     def rows(self) -> torch.Tensor:
@@ -71,23 +51,12 @@ class QuantizedStorage:
     def _quantize(self, source: torch.Tensor, first_row: int, first_column: int) -> None:
         """``source`` [n, K_whole] becomes rows ``first_row`` and following; the storage holds columns from
         ``first_column``."""
-        if QuantizedStorage.loading is not None:
-            name, whole = QuantizedStorage.loading
-            self.pieces.append(Piece(name, _row_of(source, whole), first_column, first_row, len(source)))
         source = source.detach().to(self.data.device, non_blocking=True)
         codes = self.rows.narrow(0, first_row, source.shape[0])
         quantize_rows_into(
             source, codes, self.scale_rows.narrow(0, first_row, source.shape[0]), self.format, first_column
         )
         self.loaded_elements += codes.numel()
-
-
-def _row_of(part: torch.Tensor, whole: torch.Tensor) -> int | None:
-    """At which row of ``whole`` its view ``part`` begins; None where it is no view of whole rows."""
-    if part.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr() or part.stride() != whole.stride():
-        return None
-    row, rest = divmod(part.storage_offset() - whole.storage_offset(), whole.stride(0))
-    return None if rest else row
 
 
 class QuantizedWeight(QuantizedStorage, ModelWeightParameter):

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The fused row kernel: rotate, absmax, scale, round and store in one pass over a weight row, as ``numerics.py`` defines
-them; and the way back.
+them.
 
 One program a row, which lies in registers as two pieces (a power of two of columns, and the rest rounded up to one), so
 that few lanes are idle. Three things make it as fast as memory allows:
@@ -154,11 +154,3 @@ def quantize_long_rows_kernel(
             _store(q_ptr, q_col, x, columns, first, k_local, scale, inverse, False, INTEGER)
         else:
             _store(q_ptr, q_col, x, columns, first, k_local, scale, inverse, True, INTEGER)
-
-
-@triton.jit
-def dequantize_rows_kernel(q_ptr, s_ptr, out_ptr, k, BLOCK: tl.constexpr):
-    """Codes [N, k] times a scale a row, in float32, rounded to ``out_ptr``'s dtype; both contiguous."""
-    row, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    codes = tl.load(q_ptr + row * k + columns, mask=columns < k, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * k + columns, (codes * tl.load(s_ptr + row)).to(out_ptr.dtype.element_ty), mask=columns < k)

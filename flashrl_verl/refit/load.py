@@ -29,7 +29,6 @@ from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from flashrl_verl.errors import RefitError, listed
 from flashrl_verl.quantization.numerics import as_bytes
 from flashrl_verl.quantization.parameter import QuantizedStorage
-from flashrl_verl.refit.code_digest import code_digest
 from flashrl_verl.refit.receipt import Manifest
 from flashrl_verl.refit.scan import non_finite
 from flashrl_verl.refit.wire import wire_dtype
@@ -138,45 +137,15 @@ class WeightRefit:
 
         def one_by_one():
             for self._loading, tensor in weights:
-                if self._first is None:
-                    QuantizedStorage.loading = self._loading, tensor
                 yield self._loading, tensor
 
         apply_buffer_updates(self.model, buffers, self._buffers)
         if self._first is not None:
             self.model.load_weights(one_by_one())
             return
-        try:
-            with _Reads(weights) as reads:
-                self.model.load_weights(one_by_one())
-        finally:
-            QuantizedStorage.loading = None
+        with _Reads(weights) as reads:
+            self.model.load_weights(one_by_one())
         self._unread += reads.unread()
-
-    def code_digests(self) -> list[tuple[str, int, int, int]]:
-        """Digests of the codes that this worker holds: name, row and column of a part of a checkpoint's weight, and
-        ``code_digest`` of it.
-
-        Raises:
-            RefitError: the model's loader quantized something else than what was sent.
-        """
-        parts = [(p, piece) for p in self.model.parameters() if isinstance(p, QuantizedStorage) for piece in p.pieces]
-        if other := [piece.name for _, piece in parts if piece.row is None]:
-            raise RefitError(
-                f"flashrl.trainer_forward: vLLM's loader of this model rearranges {listed(other)} before it is "
-                "quantized, so that the trainer's codes are others. Set flashrl.trainer_forward=bf16"
-            )
-        digests = [
-            code_digest(
-                weight.rows.narrow(0, piece.first_row, piece.rows),
-                weight.scale_rows.narrow(0, piece.first_row, piece.rows),
-                piece.row,
-                piece.column,
-            )
-            for weight, piece in parts
-        ]
-        values = torch.stack(digests).tolist() if digests else []
-        return [(p.name, p.row, p.column, value) for (_, p), value in zip(parts, values, strict=True)]
 
     def _check_arrived(self) -> None:
         """The tensors of the first update, no other, each once, finite, in the rollout's dtype."""

@@ -38,10 +38,6 @@ class WeightReceiver(vLLMColocateWorkerExtension):
         """The receipt of the last whole update; empty when there was none or the last one failed."""
         return self._flashrl_refit.last_receipt if self._flashrl_refit is not None else {}
 
-    def flashrl_code_digests(self) -> list[tuple[str, int, int, int]]:
-        """``WeightRefit.code_digests``, of the last update."""
-        return self._flashrl_refit.code_digests()
-
     def flashrl_digest(self) -> dict[str, tuple[int, int]]:
         """Checksum and address of every parameter and buffer."""
         model, checksums = self.model_runner.model, Checksums()

@@ -154,10 +154,6 @@ class FlashRLHttpServer(vLLMHttpServer):
         """Each worker's receipt of the last update."""
         return await self.collective_rpc("flashrl_receipt")
 
-    async def flashrl_code_digests(self) -> list[list[tuple[str, int, int, int]]]:
-        """Each worker's digests of the codes it holds (``WeightRefit.code_digests``)."""
-        return await self.collective_rpc("flashrl_code_digests")
-
     async def flashrl_state(self) -> EngineState:
         """What the engine holds, and its greedy answer to a fixed prompt, computed anew."""
         await self.clear_kv_cache()

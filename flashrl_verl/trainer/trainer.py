@@ -31,11 +31,9 @@ from verl.utils.debug import marked_timer
 from flashrl_verl.correction.batch import LAG
 from flashrl_verl.errors import DynamicSamplingError, FlashRLError, GuardError, listed
 from flashrl_verl.plugins.versions import Status, check_versions
-from flashrl_verl.refit.code_digest import require_same_codes
 from flashrl_verl.refit.receipt import verify_ranks
 from flashrl_verl.refit.self_check import require_same, sleeps_between_steps
 from flashrl_verl.rollout.replicas import describe, precisions
-from flashrl_verl.settings import Precision
 from flashrl_verl.trainer import run_settings
 from flashrl_verl.trainer.atomic_write import write_whole
 from flashrl_verl.trainer.cluster import check_cluster
@@ -57,9 +55,6 @@ from flashrl_verl.validation import check_paths, settle_packages, validate_confi
 
 # Under "verl", whose handler verl keeps apart from the root logger: imported libraries silence that one.
 log = logging.getLogger("verl.flashrl")
-
-_CODES_EVERY = 10
-"""Steps between two comparisons of the trainer's codes with the engines'."""
 
 _POLL_INTERVAL_S = 0.1
 """How often the replay buffer looks for finished groups, seconds. verl's 2 s would be added to most steps of a small
@@ -97,7 +92,6 @@ class FlashRLMixin:
         self._tracking = None
         self._own_file = False
         self._prompts_this_step = 0
-        self._codes: list | None = None
         super().__init__(config)
 
     # ---- verl's hooks, in the order they are called ----
@@ -137,10 +131,6 @@ class FlashRLMixin:
             log.info(line)
         if self.flashrl.self_check:
             self._self_check()
-        if self.flashrl.trainer_forward is not Precision.BF16:
-            self._codes = self._ask_servers("flashrl_code_digests")
-            names = {part[0] for workers in self._codes for parts in workers for part in parts}
-            self.actor_rollout_wg.flashrl_compute_in_8_bits(sorted(names))
 
     @property
     def logger(self):
@@ -178,11 +168,6 @@ class FlashRLMixin:
     def step(self, metrics: dict, timing_raw: dict):
         batch = super().step(metrics, timing_raw)
         self._step_metrics = metrics
-        if self._codes is not None:  # what this step computed first, with the weights that its batch was sampled with
-            noted = self.actor_rollout_wg.flashrl_noted_codes()
-            if any(noted):  # in bypass mode nothing is computed while a critic warms up
-                metrics["flashrl/codes_verified"] = require_same_codes(noted, self._codes, self.global_steps)
-                self._codes = None
         self._check_guard()  # before verl saves: what it stops is in no checkpoint
         return batch
 
@@ -258,9 +243,6 @@ class FlashRLMixin:
     def _after_update(self) -> None:
         refit = self._verify_refit()
         self._check_guard(refit)
-        if self.flashrl.trainer_forward is not Precision.BF16 and self.global_steps % _CODES_EVERY == 0:
-            self._codes = self._ask_servers("flashrl_code_digests")
-            self.actor_rollout_wg.flashrl_note_codes()
         self._pending_sync_metrics = {**refit, **self._layer_metrics, **self.guard.metrics()}
 
     def _compute_metrics(self, batch, metrics: dict, timing_raw: dict, global_steps: int, epoch: int) -> None:

@@ -97,32 +97,6 @@ class FlashRLWorker(ActorRolloutRefWorker):
         self.rollout.self_check_next = True
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def flashrl_compute_in_8_bits(self, names: list[str]) -> None:
-        """``compute_in_8_bits`` of actor and reference, of the weights that the engines quantized."""
-        from flashrl_verl.trainer import forward_8bit  # it imports vLLM, which takes seconds
-
-        settings = FlashRLConfig.from_mapping(self.config.rollout.custom["flashrl"])
-        for trained in (getattr(self, "actor", None), getattr(self, "ref", None)):
-            if trained is not None:
-                forward_8bit.compute_in_8_bits(
-                    trained.engine.module, names, settings.trainer_forward, settings.trainer_backward
-                )
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def flashrl_note_codes(self) -> None:
-        """Have the actor note the codes that it computes with the next time."""
-        from flashrl_verl.trainer import forward_8bit
-
-        forward_8bit.note_codes(self.actor.engine.module)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def flashrl_noted_codes(self) -> dict[str, int]:
-        """Their digests by weight."""
-        from flashrl_verl.trainer import forward_8bit
-
-        return forward_8bit.noted_codes(self.actor.engine.module)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def flashrl_non_finite(self) -> list[str]:
         """Names of this rank's parameters, and of their moments in the optimizer, whose local shard holds NaN or
         Inf."""

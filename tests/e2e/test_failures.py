@@ -100,14 +100,6 @@ def test_nan_in_an_update_is_never_saved(recipe, tmp_path):
     assert sorted(p.name for p in (tmp_path / "checkpoints").glob("global_step_*")) == ["global_step_1"]
 
 
-def test_a_trainer_that_computes_with_other_codes_than_the_engine_is_stopped(recipe):
-    words = "flashrl.trainer_forward=int8", "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=bf16"
-    run = recipe(NO_FILTER, *words, fault="other_codes:1")
-    assert run.returncode != 0
-    assert_says(r"step 1: rank 0 of the trainer and rollout replica 0 compute with different 8-bit codes", run.output)
-    assert steps_trained(run) == []
-
-
 def test_constant_groups_end_dynamic_sampling_with_an_error_that_says_so(recipe):
     run = recipe("reward.custom_reward_function.name=constant", "flashrl.max_num_gen_batches=3")
     assert run.returncode != 0

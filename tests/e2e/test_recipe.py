@@ -109,20 +109,6 @@ def test_logits_in_fp32_on_both_sides_train(recipe):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("precision", ["int8", "fp8"])
-def test_a_trainer_in_8_bits_has_the_engines_codes_and_learns(recipe, precision):
-    rounded = "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=bf16"
-    words = f"flashrl.precision={precision}", f"flashrl.trainer_forward={precision}", *TWO_REPLICAS, rounded
-    run = recipe(*words, f"flashrl.trainer_backward={precision}", timeout=1100)
-    assert_healthy(run, steps=2)
-    metrics = run.metrics()
-    assert metrics[1]["flashrl/codes_verified"] == 2 * 2 * 14  # ranks, replicas, weights
-    assert "flashrl/codes_verified" not in metrics[2]
-    assert metrics[1]["actor/grad_norm"] > 0 and metrics[1]["rollout_corr/k3_kl"] < 1e-3
-
-
-@pytest.mark.slow
 def test_an_asynchronous_run_trains_on_trajectories_of_two_versions_and_knows_which(recipe):
     # Long enough that an update stops some of them. A random model ends a few of its responses by chance.
     long = "data.max_response_length=440", "actor_rollout_ref.rollout.max_model_len=512"

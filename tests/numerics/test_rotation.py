@@ -8,7 +8,7 @@ from references import block_of, hadamard
 
 from flashrl_verl.plugins.vllm import register
 from flashrl_verl.quantization.formats import INT8, INT8_UNROTATED
-from flashrl_verl.quantization.gemm import w8a8
+from flashrl_verl.quantization.gemm import linear_kernel, token_quantizer
 from flashrl_verl.quantization.kernels import quantize_rows_into
 from flashrl_verl.quantization.numerics import quantize_rows, rotate, rotate_weight, rotation_block, sqnr_db
 
@@ -81,9 +81,7 @@ def test_a_layer_with_outlier_channels_comes_ten_times_nearer_to_its_product_whe
     for fmt in (INT8, INT8_UNROTATED):
         codes, scales = torch.empty(weight.shape, dtype=torch.int8, device=device), torch.empty(128, 1, device=device)
         quantize_rows_into(weight, codes, scales, fmt)
-        quantize, multiply = w8a8(fmt)
-        tokens, token_scales = quantize(x)
-        ratios.append(sqnr_db(exact, multiply(tokens, codes.t(), token_scales, scales, torch.bfloat16)))
+        ratios.append(sqnr_db(exact, linear_kernel(fmt)(x, codes, scales, None)))
     assert ratios[0] > 36 and ratios[0] > ratios[1] + 10
 
 
@@ -95,7 +93,7 @@ def test_a_gpus_tokens_are_the_references_but_for_the_order_of_sums(columns, dty
         x = outliers(tokens, columns, dtype)
         rotated = rotate(x, rotation_block(columns))
         expected, expected_scales = quantize_rows(rotated, INT8)
-        codes, scales = (part.cpu() for part in w8a8(INT8)[0](x.cuda()))
+        codes, scales = (part.cpu() for part in token_quantizer(INT8)(x.cuda()))
         ulps = (scales.view(torch.int32) - expected_scales.view(torch.int32)).abs()
         apart = (codes.int() - expected.int()).abs()
         assert ulps.max() <= 2 and apart.max() <= 1 and apart.float().mean() <= 1e-4
@@ -107,5 +105,5 @@ def test_a_gpus_tokens_are_the_references_but_for_the_order_of_sums(columns, dty
 def test_a_token_that_is_not_finite_shows_in_its_scale_only(columns, value):
     x = outliers(9, columns).cuda()
     x[3, columns - 1] = value
-    finite = w8a8(INT8)[0](x)[1].isfinite().flatten()
+    finite = token_quantizer(INT8)(x)[1].isfinite().flatten()
     assert finite.tolist() == [token != 3 for token in range(9)]

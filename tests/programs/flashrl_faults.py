@@ -125,19 +125,6 @@ def nan_update(worker) -> None:
     worker.FlashRLWorker.update_actor = poisoned
 
 
-def other_codes(forward_8bit) -> None:
-    """The trainer's 8-bit layers compute with one code that is another."""
-    quantize = forward_8bit.quantize_weight
-
-    def changed(weight, fmt):
-        codes, scales = quantize(weight, fmt)
-        codes[0, STEP] ^= 1
-        fired()
-        return codes, scales
-
-    forward_8bit.quantize_weight = changed
-
-
 def noisy_log_probs(server) -> None:
     """From step STEP on, the rollout reports log-probs that are not those it sampled with: normal noise, deviation
     1."""
@@ -174,7 +161,6 @@ MODULES = {
     "kill_engine": ("flashrl_verl.refit.load", kill_engine),
     "stale_kernel": ("flashrl_verl.quantization.linear", stale_kernel),
     "noisy_log_probs": ("flashrl_verl.rollout.server", noisy_log_probs),
-    "other_codes": ("flashrl_verl.trainer.forward_8bit", other_codes),
     "nan_update": ("flashrl_verl.trainer.worker", nan_update),
 }
 after_import(*MODULES[KIND])

@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import common, learning, mismatch, rollout, step, tables, training
+from benchmarks import common, learning, mismatch, rollout, tables, training
 from flashrl_verl.errors import ConfigError, FlashRLError
-from flashrl_verl.tools.recipe_process import compose
-from flashrl_verl.validation import validate_config
 
 
 def test_every_table_of_the_results_and_the_readme_is_that_of_the_raw_data():
@@ -43,12 +41,6 @@ def test_a_variant_is_a_precision_and_a_correction_of_the_recipe(variant, expect
 def test_a_variant_that_is_incomplete_or_not_known_is_refused(variant):
     with pytest.raises(ConfigError, match="--variants"):
         learning.variant_overrides(variant)
-
-
-@pytest.mark.parametrize("hardware", ["cuda", "cpu"])
-def test_an_8_bit_forward_pass_can_be_asked_for_on_every_device(hardware):
-    for words in (learning.variant_overrides("int8+forward8+tis"), step.variant_overrides("int8+forward8")):
-        validate_config(compose(["experiment=chain", f"hardware={hardware}", *words]))
 
 
 def record(finals: dict[str, list[float | None]]) -> dict:
@@ -121,7 +113,7 @@ def test_log_probs_are_compared_as_the_definitions_say():
     ours, theirs = (np.array([value for row in rows for value in row]) for rows in (trainer, engine))
     d = ours - theirs
     assert found[mismatch.K3_KL] == pytest.approx(np.mean(np.exp(d) - d - 1), rel=1e-6)
-    assert found[mismatch.PROBS_DIFF] == pytest.approx(np.mean(np.abs(np.exp(ours) - np.exp(theirs))), rel=1e-6)
+    assert found[mismatch.KL] == pytest.approx(np.mean(theirs - ours), rel=1e-6)
     correlation = np.corrcoef(np.exp(ours), np.exp(theirs))[0, 1]
     assert found[mismatch.CORRELATION] == pytest.approx(correlation, rel=1e-5)
     assert (found["tokens"], found["responses"]) == (18, 4)

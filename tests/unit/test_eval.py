@@ -7,9 +7,8 @@ import pytest
 
 from flashrl_verl.errors import ConfigError, FlashRLError
 from flashrl_verl.settings import Precision
-from flashrl_verl.tools.evaluate.evaluate import EvalConfig, compose, read, sources, summarize, table, validation_only
+from flashrl_verl.tools.evaluate.evaluate import EvalConfig, read, sources, summarize, table
 from flashrl_verl.tools.export.checkpoint import LATEST, find
-from flashrl_verl.validation import validate_config
 
 ROWS = [  # of two data sets; the third problem is in its file twice
     ("math", "1+1?", "2"),
@@ -76,19 +75,6 @@ def test_greedy_samples_of_a_problem_are_refused(tmp_path):
     checkpoint = saved(tmp_path / "run", 1)
     with pytest.raises(ConfigError, match="Set --n 1"):
         EvalConfig(checkpoint=find(checkpoint), precisions=(Precision.BF16,), n=2, temperature=0.0, output=tmp_path)
-
-
-def test_a_run_whose_trainer_computed_in_8_bits_is_evaluated_in_every_precision(tmp_path):
-    config = EvalConfig(
-        checkpoint=find(saved(tmp_path / "run", 1)),
-        precisions=(Precision.BF16, Precision.INT8),
-        n=2,
-        temperature=1.0,
-        output=tmp_path,
-        overrides=("experiment=dapo_qwen2.5_32b_int8", "flashrl.trainer_forward=int8", "flashrl.trainer_backward=int8"),
-    )
-    for precision in config.precisions:
-        validate_config(validation_only(compose(config), config, precision, tmp_path))
 
 
 # ---- which checkpoint ----

@@ -24,7 +24,6 @@ from flashrl_verl.tools.plan.shape import shape_of
 from flashrl_verl.tools.plan.step import Clock, StepTime
 from flashrl_verl.tools.plan.whole_step import (
     ATTENTION,
-    EIGHT_BITS,
     LIGER,
     PRODUCTS,
     Levers,
@@ -165,7 +164,6 @@ def test_a_whole_step(qwen32b):
     for levers, (log_probs, update) in (
         ({"flash_attention_4": True}, expected(ATTENTION[True])),
         ({"liger": True}, expected(ATTENTION[False], (LIGER, LIGER))),
-        ({"eight_bit_forward": True}, expected(ATTENTION[False], EIGHT_BITS)),
     ):
         assert planned(**levers).log_probs == pytest.approx(log_probs, rel=1e-3)
         assert planned(**levers).update == pytest.approx(4 * update, rel=1e-3)
@@ -331,7 +329,7 @@ def test_the_command_plans_a_run_by_its_overrides():
     assert (made.gpus, made.engine.tensor_parallel, made.work.sequences) == (32, 4, 1024)
     assert (made.work.prompt, made.work.response, made.work.limit) == (1024, 10240, 20480)
     by_lever = [whole.seconds for _, whole in made.by_lever]
-    assert len(by_lever) == 9 and by_lever == sorted(by_lever, reverse=True)
+    assert len(by_lever) == 8 and by_lever == sorted(by_lever, reverse=True)
     result = CliRunner().invoke(app, ["plan", *words, "--gpu", "h100"])
     assert result.exit_code == 0, result.output
     lines = [line.split() for line in result.output.splitlines()]

@@ -12,8 +12,7 @@ import torch
 from references import Rank, block_of, quantize
 
 from flashrl_verl.quantization.formats import INT8
-from flashrl_verl.quantization.parameter import QuantizedExperts, QuantizedStorage, QuantizedWeight
-from flashrl_verl.refit.code_digest import code_digest
+from flashrl_verl.quantization.parameter import QuantizedExperts, QuantizedWeight
 
 HEADS, HEAD_DIM, HIDDEN, INTERMEDIATE, EXPERTS = 4, 32, 48, 64, 3
 """Rotated by 16 (hidden), by 64 and on four ranks by 32 (o_proj), by 64, 32 and 16 (experts' down_proj)."""
@@ -84,44 +83,6 @@ def test_every_rank_holds_its_part_of_the_whole_weights_codes(size, kv_heads):
         column_parallel = shard(rows, HIDDEN, rank, size)
         column_parallel.load_column_parallel_weight(gate)
         assert_holds(column_parallel, place, "mlp.fc.weight", gate.split(rows)[rank])
-
-
-@pytest.mark.parametrize("size, kv_heads", [(1, 4), (2, 4), (4, 2)])
-def test_digests_of_all_ranks_parts_add_up_to_the_whole_weights(size, kv_heads, monkeypatch):
-    """As the engine records them while a model is loaded for the first time, from a bucket of many tensors."""
-    bucket = random(3 * HEADS * HEAD_DIM, HIDDEN, 7)
-    q, o = bucket[: HEADS * HEAD_DIM], random(HIDDEN, HEADS * HEAD_DIM, 2)
-    k = bucket[len(q) : len(q) + kv_heads * HEAD_DIM]
-    held: dict[tuple, int] = {}
-    for rank in range(size):
-        q_rows, kv_rows = len(q) // size, max(1, kv_heads // size) * HEAD_DIM
-        qkv, row_parallel = shard(q_rows + kv_rows, HIDDEN, rank, size), shard(HIDDEN, len(q) // size, rank, size)
-        monkeypatch.setattr(QuantizedStorage, "loading", ("q", q))
-        qkv.load_qkv_weight(q, shard_id="q", shard_offset=0, shard_size=q_rows, num_heads=1)
-        monkeypatch.setattr(QuantizedStorage, "loading", ("k", k))
-        copies = max(1, size // kv_heads)
-        qkv.load_qkv_weight(k, shard_id="k", shard_offset=q_rows, shard_size=kv_rows, num_heads=copies)
-        monkeypatch.setattr(QuantizedStorage, "loading", ("o", o))
-        row_parallel.load_row_parallel_weight(o)
-        monkeypatch.setattr(QuantizedStorage, "loading", None)
-        row_parallel.load_row_parallel_weight(o)  # later updates record nothing
-        for weight in (qkv, row_parallel):
-            for piece in weight.pieces:
-                rows = slice(piece.first_row, piece.first_row + piece.rows)
-                part = weight.rows[rows], weight.scale_rows[rows]
-                held[piece[:3]] = int(code_digest(*part, piece.row, piece.column))
-    for name, whole in {"q": q, "k": k, "o": o}.items():
-        codes, scales = (torch.from_numpy(part) for part in quantize(whole, "int8"))
-        total = sum(digest for key, digest in held.items() if key[0] == name)
-        assert (total - int(code_digest(codes.to(torch.int8), scales))) % 2**64 == 0, name
-
-
-def test_a_tensor_that_the_loader_made_itself_has_no_place(monkeypatch):
-    weight, sent = shard(4, HIDDEN, 0, 1), random(4, HIDDEN, 1)
-    monkeypatch.setattr(QuantizedStorage, "loading", ("w", sent))
-    for given in (sent.clone(), sent.flip(0), sent.view(HIDDEN, 4).t()):
-        weight.load_column_parallel_weight(given)
-    assert [piece.row for piece in weight.pieces] == [None, None, None]
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

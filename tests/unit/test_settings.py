@@ -38,9 +38,6 @@ RANGES = {
 
 CHOICES = {
     "precision": (["int8", "fp8", "bf16"], ["int4", "INT8", "fp8_block"]),
-    # By itself; with others below.
-    "trainer_forward": (["bf16", "int8"], ["int4", "fp8"]),
-    "trainer_backward": (["bf16"], ["int4", "int8"]),
     "rotation": ([True, False, None], ["true", 1]),
     "kv_cache": (["auto", "int8_per_token_head"], ["fp8_e5m2", "fp8", "fp8_per_token_head"]),
     "server_address": (["loopback", "node"], ["0.0.0.0"]),
@@ -105,14 +102,13 @@ def test_settings_that_contradict_each_other_are_refused():
             FlashRLConfig.from_mapping({"rotation": True, "precision": precision})
     with pytest.raises(ConfigError, match="flashrl.bf16_replica_fraction=0.5 is refused: .*flashrl.precision=bf16"):
         FlashRLConfig.from_mapping({"bf16_replica_fraction": 0.5, "precision": "bf16"})
-    with pytest.raises(ConfigError, match="flashrl.trainer_forward=int8 is refused: .*flashrl.trainer_forward=fp8"):
-        FlashRLConfig.from_mapping({"trainer_forward": "int8", "precision": "fp8"})
-    with pytest.raises(
-        ConfigError, match="flashrl.bf16_replica_fraction=0.5 is refused: .*flashrl.trainer_forward=bf16"
-    ):
-        FlashRLConfig.from_mapping({"bf16_replica_fraction": 0.5, "trainer_forward": "int8"})
-    with pytest.raises(ConfigError, match="flashrl.trainer_backward=fp8 is refused: .*flashrl.trainer_forward=fp8"):
-        FlashRLConfig.from_mapping({"trainer_backward": "fp8", "precision": "fp8"})
+
+
+@pytest.mark.parametrize("key", ["trainer_forward", "trainer_backward"])
+def test_a_removed_setting_is_refused_with_the_reason(key):
+    assert refusal(key, "int8") == "remove the key."
+    with pytest.raises(ConfigError, match=rf"flashrl\.{key}: it was removed: .*toy.*Remedy: remove the key"):
+        compose(["experiment=base", f"flashrl.{key}=int8"])
 
 
 def test_the_yaml_repeats_the_dataclasses_and_nothing_else(base):

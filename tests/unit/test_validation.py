@@ -115,7 +115,6 @@ CASES = [
     ({f"{ACTOR_MODEL}.use_fused_kernels": True}, f"{ACTOR}.strategy=fsdp"),
     ({"flashrl.fp32_lm_head": True, f"{MIXED}.param_dtype": "float32"}, f"{MIXED}.param_dtype=bfloat16"),
     ({"flashrl.fp32_lm_head": True, f"{ROLLOUT}.dtype": "float16"}, f"{ROLLOUT}.dtype=bfloat16"),
-    ({"flashrl.trainer_forward": "int8", f"{MIXED}.param_dtype": "float32"}, f"{MIXED}.param_dtype=bfloat16"),
     # monitors that have no key
     ({f"{ROLLOUT}.prometheus.enable": True}, f"{ROLLOUT}.prometheus.enable=false"),
     ({"trainer.logger": ["console", "rl_insight"]}, "trainer.logger without rl_insight"),
@@ -265,14 +264,6 @@ def test_every_argument_of_vllms_that_would_win_over_ours_is_refused_in_every_sp
     validate_config(cfg)
 
 
-def test_everything_that_needs_one_dtype_on_both_sides_is_named():
-    said = refusal(
-        changed({"flashrl.trainer_forward": "int8", "flashrl.fp32_lm_head": True, f"{MIXED}.param_dtype": "float32"})
-    )
-    assert "flashrl.fp32_lm_head=true and flashrl.trainer_forward=int8" in said
-    assert "flashrl.fp32_lm_head=false flashrl.trainer_forward=bf16" in said
-
-
 @pytest.mark.parametrize(("hardware", "method"), [("cpu", "ngram"), ("cuda", "eagle"), ("cuda", "suffix")])
 def test_other_speculation_is_refused(hardware, method):
     said = refusal(changed({f"{ENGINE}.speculative_config": {"method": method}}, hardware))
@@ -302,7 +293,6 @@ ACCEPTED = [
     {f"{ROLLOUT}.val_kwargs.top_p": 0.7, f"{ROLLOUT}.val_kwargs.top_k": 20, f"{ROLLOUT}.val_kwargs.temperature": 0},
     {**NO_WEIGHTS, f"{ROLLOUT}.top_p": 0.9, f"{ROLLOUT}.calculate_log_probs": False},
     {"flashrl.fp32_lm_head": True, MIXED: {"reduce_dtype": "fp32"}},
-    {"flashrl.trainer_forward": "int8", "flashrl.trainer_backward": "int8"},
     {"flashrl.fp32_lm_head": True, MIXED: {"param_dtype": "fp16"}, f"{ROLLOUT}.dtype": "float16"},
     {"trainer.nnodes": 2, "trainer.n_gpus_per_node": 8, f"{ROLLOUT}.tensor_model_parallel_size": 4, FRACTION: 0.25},
 ]

@@ -101,7 +101,6 @@ def validation_only(shared: DictConfig, config: EvalConfig, precision: Precision
     with open_dict(cfg):
         flashrl, trainer, rollout = cfg.flashrl, cfg.trainer, cfg.actor_rollout_ref.rollout
         flashrl.precision, flashrl.bf16_replica_fraction = precision.value, 0.0
-        flashrl.trainer_forward = flashrl.trainer_backward = "bf16"  # nothing is trained
         if precision is not Precision.INT8:
             flashrl.rotation = None
         if precision is Precision.BF16:

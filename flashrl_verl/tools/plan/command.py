@@ -32,7 +32,6 @@ DEFAULTS: dict[str, Any] = {
     "refill": True,
     "even_mini_batches": True,
     "liger": False,
-    "eight_bit_forward": False,
     "asynchronous": False,
     "gpu_memory_utilization": 0.9,
     "max_num_seqs": 1024,
@@ -53,7 +52,6 @@ _NOT_PLANNED = {
     "flashrl.keep_last_layers": 0,
     "flashrl.bf16_replica_fraction": 0.0,
     "flashrl.fp32_lm_head": False,
-    "flashrl.trainer_backward": "bf16",
     "algorithm.rollout_correction.bypass_mode": False,
     "algorithm.use_kl_in_reward": False,
     "actor_rollout_ref.actor.use_kl_loss": False,
@@ -160,7 +158,7 @@ def plan_of(values: dict[str, Any], gpu: GPU) -> Plan:
         spread=values["spread"],
         limit=limit if limit is not None and limit > response else None,
     )
-    names = ("constant", "refill", "even_mini_batches", "liger", "eight_bit_forward", "asynchronous")
+    names = ("constant", "refill", "even_mini_batches", "liger", "asynchronous")
     levers = Levers(**{name: values[name] for name in names})
     shape = shape_of(load_config(values["model"]))
     return make_plan(
@@ -204,7 +202,6 @@ def of_run(overrides: list[str], *, with_model: bool = True) -> dict[str, Any]:
         "refill": cfg.flashrl.sampling.refill,
         "even_mini_batches": cfg.flashrl.sampling.even_mini_batches,
         "liger": cfg.actor_rollout_ref.model.use_liger,
-        "eight_bit_forward": cfg.flashrl.trainer_forward != "bf16",
         "asynchronous": cfg.trainer.v1.trainer_mode == ASYNC,
         "not_planned": tuple(f"{key}={values[key]}" for key in changed),
     }

@@ -137,9 +137,7 @@ def make_plan(
         outcome = _outcome(choice, shape, gpu, there, share, max(1.0, samples * size / gpus), levers.asynchronous)
         if outcome.timeline is None:
             return outcome
-        eight = levers.eight_bit_forward and choice.precision is not Precision.BF16 and not shape.experts
-        now = replace(levers, eight_bit_forward=eight)
-        whole = whole_step(shape, gpu, gpus, outcome.timeline.seconds, tokens, length, now)
+        whole = whole_step(shape, gpu, gpus, outcome.timeline.seconds, tokens, length, levers)
         return replace(outcome, whole=whole)
 
     outcomes, layouts = [], []
@@ -176,15 +174,13 @@ def make_plan(
         sent_bytes=shape.sent * BF16,
         advice=advise(layouts),
         levers=levers,
-        by_lever=tuple(
-            _by_lever(lambda choice, now: outcome_of(choice, engine.tensor_parallel, now), levers, shape, gpu)
-        ),
+        by_lever=tuple(_by_lever(lambda choice, now: outcome_of(choice, engine.tensor_parallel, now), levers, gpu)),
         not_planned=tuple(not_planned),
     )
 
 
 def _by_lever(
-    outcome_of: Callable[[Choice, Levers], Outcome], levers: Levers, shape: ModelShape, gpu: GPU
+    outcome_of: Callable[[Choice, Levers], Outcome], levers: Levers, gpu: GPU
 ) -> Iterator[tuple[str, WholeStep]]:
     """Stock verl, and what each lever makes of the step before it; what does not fit is left out."""
     choice = Choice(precision=Precision.BF16)
@@ -206,9 +202,6 @@ def _by_lever(
         steps.append(("+ FlashAttention 4", choice, now))
     now = replace(now, liger=True)
     steps.append(("+ Liger's kernels", choice, now))
-    if not shape.experts:  # which the trainer computes in 16 bits only
-        now = replace(now, eight_bit_forward=True)
-        steps.append(("+ INT8 forward pass", choice, now))
     steps.append(("+ asynchrony", choice, replace(now, asynchronous=True)))
     for name, choice, now in steps:
         if (whole := outcome_of(choice, now).whole) is not None:

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from flashrl_verl.tools.plan.gpus import GIB
 from flashrl_verl.tools.plan.planner import STOCK, Plan
-from flashrl_verl.tools.plan.whole_step import ATTENTION, EIGHT_BITS, LIGER, PRODUCTS, REFIT_RATE, WholeStep
+from flashrl_verl.tools.plan.whole_step import ATTENTION, LIGER, PRODUCTS, REFIT_RATE, WholeStep
 
 TRAINER_BYTES = 16
 """A parameter: weight, gradient, and AdamW's two moments, in FP32."""
@@ -22,8 +22,8 @@ ASSUMPTIONS = (
     "engines work alike. Rollouts with such lengths took 2 to 11 % longer when measured. Of the data sheet's BF16 "
     f"operations the trainer's products reach {PRODUCTS:.0%}, its attention {ATTENTION[False][0]:.0%} (old log-probs) "
     f"and {ATTENTION[False][1]:.0%} (update, gradient checkpointing), FlashAttention 4 {ATTENTION[True][0]:.0%} and "
-    f"{ATTENTION[True][1]:.0%}. Products are {LIGER} times as fast with Liger's kernels, and {EIGHT_BITS[0]} and "
-    f"{EIGHT_BITS[1]} times with a forward pass in 8 bits. Weights are sent at {REFIT_RATE / 1e9:.0f} GB/s (a guess)."
+    f"{ATTENTION[True][1]:.0%}. Products are {LIGER} times as fast with Liger's kernels. "
+    f"Weights are sent at {REFIT_RATE / 1e9:.0f} GB/s (a guess)."
 )
 
 

@@ -20,9 +20,6 @@ ATTENTION = {False: (0.33, 0.28), True: (0.6, 0.52)}
 LIGER = 1.13
 """How many times as fast the products' part is with Liger's kernels."""
 
-EIGHT_BITS = 1.35, 1.07
-"""The same with ``flashrl.trainer_forward=int8``, of old log-probs and of the update; FP8 has been like it."""
-
 PASSES = 4
 """Forward passes that an update takes as long as: one, its repetition (gradient checkpointing), and a backward pass of
 two. The head is not repeated, which is 0.6 % of 32 billion parameters' operations."""
@@ -56,8 +53,6 @@ class Levers:
     """``pip install flash-attn-4``, from Hopper on."""
     liger: bool = False
     """``actor_rollout_ref.model.use_liger``."""
-    eight_bit_forward: bool = False
-    """``flashrl.trainer_forward``, where the rollout has 8 bits too."""
     asynchronous: bool = False
     """``trainer.v1.trainer_mode=flashrl_colocate_async``: long responses end beside the next batch's."""
 
@@ -115,10 +110,7 @@ def whole_step(
     attention = shape.attention_operations(tokens, length) / peak
     products = forward_operations(shape, tokens, length) / peak - attention
     products /= PRODUCTS * (LIGER if levers.liger else 1.0)
-    log_probs, update = (
-        products / (EIGHT_BITS[number] if levers.eight_bit_forward else 1.0) + attention / share
-        for number, share in enumerate(ATTENTION[levers.flash_attention_4])
-    )
+    log_probs, update = (products + attention / share for share in ATTENTION[levers.flash_attention_4])
     waits = 1.0 if levers.even_mini_batches else WAITS
     return WholeStep(
         rollout=rollout, log_probs=log_probs, update=PASSES * update * waits, refit=shape.sent * BF16 / REFIT_RATE
