@@ -120,6 +120,7 @@ def _verls_fp8() -> dict[str, Any]:
 
     apply_vllm_quant_patches()
     os.environ["VERL_VLLM_FP8_QUANT_ENABLED"] = "1"
+    os.environ.setdefault("VLLM_DEEP_GEMM_WARMUP", "skip")  # minutes, for kernels of all sizes
     config = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
     return {"quantization": "fp8", "hf_overrides": {"quantization_config": config}}
 

@@ -10,16 +10,17 @@ import torch
 from flashrl_verl.quantization import numerics
 from flashrl_verl.quantization.numerics import WeightFormat
 
-_MAX_IN_REGISTERS = 8192
-"""Longest row that a program holds in registers; longer rows are read twice, the second time from the L2 cache."""
-
 _WARPS = {1024: 1, 2048: 4, 4096: 1, 5120: 4, 8192: 8}
-"""Columns in registers, at least the row's: warps of a program. Measured on an H200 for rows of 768 to 8192 BF16
-values: 85 to 103 % of the bandwidth of a copy, where the worst choice has half of it."""
+"""Columns in registers, at least the row's: warps of a program. Longer rows are read twice, the second time from the L2
+cache. Measured on an H200 for rows of 768 to 8192 BF16 values: 85 to 103 % of the bandwidth of a copy, where the worst
+choice has half of it."""
 
 _LONG_ROWS = ((16384, 8192, 4), (1 << 31, 4096, 16))
 """Longest row, columns read at a time, warps. Measured there for rows of 13824 to 27648 values: 88 to 94 % of a
 copy."""
+
+_ROTATED_WARPS, _ROTATED_LONG_ROWS = {5120: 1}, ((1 << 31, 2048, 4),)
+"""The same of rotated rows, in FP32. Measured there for rows of 896 to 27648 values: 1.6 to 2.1 times as long."""
 
 _SOURCES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -61,15 +62,18 @@ def _launch(
         return
     (rows, k), k_local = weight.shape, codes.shape[1]
     strides = (*weight.stride(), *codes.stride(), scales.stride(0))
+    stages = fmt.block(k_local).bit_length() - 1
     arguments = (weight, codes, scales, k, column_offset, k_local, *strides, fmt.code_max, fmt.rounds_to_integers)
-    arguments += (fmt.block(k_local).bit_length() - 1,)
+    in_registers, long_rows = (_ROTATED_WARPS, _ROTATED_LONG_ROWS) if stages else (_WARPS, _LONG_ROWS)
     head, tail = split_row(k)
-    if head + tail > _MAX_IN_REGISTERS:
-        chunk, warps = next((chunk, warps) for longest, chunk, warps in _LONG_ROWS if k <= longest)
-        triton_rows.quantize_long_rows_kernel[(rows,)](*arguments, CHUNK=chunk, num_warps=warps)
-        return
-    warps = next(warps for columns, warps in _WARPS.items() if head + tail <= columns)
-    triton_rows.quantize_rows_kernel[(rows,)](*arguments, HEAD=head, TAIL=tail, num_warps=warps)
+    for columns, warps in in_registers.items():
+        if head + tail <= columns:
+            triton_rows.quantize_rows_kernel[(rows,)](
+                *arguments, STAGES=stages, HEAD=head, TAIL=tail, num_warps=warps
+            )
+            return
+    chunk, warps = next((chunk, warps) for longest, chunk, warps in long_rows if k <= longest)
+    triton_rows.quantize_long_rows_kernel[(rows,)](*arguments, STAGES=stages, CHUNK=chunk, num_warps=warps)
 
 
 def split_row(k: int) -> tuple[int, int]:
@@ -82,8 +86,11 @@ def split_row(k: int) -> tuple[int, int]:
     return head, 1 << (rest - 1).bit_length() if rest else 0
 
 
+_TOKEN = 8192
+"""Channels of a token that a program of four warps holds in registers."""
 _FEW_TOKENS, _LONG_TOKEN = 256, 32768
-"""So few tokens do not fill a GPU: each then stays in the registers of one large program, up to so many channels."""
+"""So few tokens do not fill a GPU: each then has a program of 16 warps, which holds so many channels. Measured on an
+H200 beside vLLM's kernel without rotation: docs/results/throughput.md."""
 
 
 def rotate_quantize_tokens(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -103,8 +110,7 @@ def rotate_quantize_tokens(x: torch.Tensor, block: int) -> tuple[torch.Tensor, t
     scales = torch.empty(tokens, 1, dtype=torch.float32, device=x.device)
     if tokens:
         lines, warps = max(16, 1 << (k // block - 1).bit_length()), 4
-        if lines * block > _MAX_IN_REGISTERS:
-            # Measured on an H200, docs/results/throughput.md.
+        if lines * block > _TOKEN:
             one = tokens <= _FEW_TOKENS and lines * block <= _LONG_TOKEN
             lines, warps = (lines, 16) if one else (64, 4)
         triton_tokens.rotate_quantize_kernel[(tokens,)](

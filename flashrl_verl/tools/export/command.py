@@ -37,8 +37,8 @@ def export(
 ) -> None:
     """Export a checkpoint for serving: a Hugging Face folder in BF16, or INT8 or FP8 that plain vLLM loads.
 
-    BF16 is verl's merger; routers of MoE models keep the trainer's precision. INT8 and FP8 have the rollout's own codes
-    and scales.
+    BF16 is verl's merger; routers of MoE models keep the trainer's precision. FP8 has the rollout's own codes and
+    scales, INT8 those of a rollout without rotation, which plain vLLM does not know.
     """
     from flashrl_verl.tools.export.checkpoint import find, require_new
 
@@ -76,6 +76,11 @@ def export(
         f"{len(layers.kept)} in BF16 ({kept})"
     )
     typer.echo(f"Serve it: vllm serve {folder}")
+    if format is Precision.INT8:
+        typer.echo(
+            "Its layers are not rotated, so it is further from the trainer than the run's rollout was. As the rollout: "
+            "export --format bf16, and serve that with this package (docs/evaluation.md)"
+        )
 
 
 _NOTHING_KEPT = {"ignore": [], "keep_first_layers": 0, "keep_last_layers": 0}
