@@ -11,6 +11,7 @@ arguments, as in ``mismatch h200.json cpu.json``.
 from __future__ import annotations
 
 import json
+import operator
 import re
 import statistics
 from collections.abc import Callable, Sequence
@@ -22,9 +23,11 @@ import typer
 from matplotlib.figure import Figure
 
 from benchmarks.common import RESULTS, ROOT, interval, ranged, run
+from benchmarks.engine import FP8_VERL
 from benchmarks.learning import HEADER as LEARNING_HEADER
 from benchmarks.learning import by_variant
 from benchmarks.learning import table as learning_table
+from benchmarks.mismatch import CORRELATION, ESS, K3_KL
 from benchmarks.rollout import SPEED_HEADER, Rollout, rollouts_of, speed_ups, speeds_of
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.tools.engines.shapes import load_config
@@ -210,44 +213,37 @@ def far_off(k3_kl: float, of: dict[str, Any]) -> str:
 
 
 def mismatch(*files: str) -> Rows:
-    """Distance of every engine from the trainer, and from itself."""
-    header = ["device", "model", "precision", "KV cache", "k3 KL, own", "k3 KL, common", "own, engine again"]
-    rows = [[*header, "correlation, own", "ESS, own"]]
+    """Distance of every engine from the trainer; its excess over BF16's as a share of that of each FP8."""
+    rows = [["model", "variant", "k3 KL, own", "k3 KL, common", "excess / fp8's", "/ fp8-verl's", "correlation", "ESS"]]
     for record in map(load, files):
-        depth = f", {record['layers']} layers" if record.get("layers") else ""
-        where = [record["device"].partition(" (")[0], record["model"].rpartition("/")[2] + depth]
-        for one in record["results"]:
-            far = [far_off(one[tokens]["rollout_corr/k3_kl"], one[tokens]) for tokens in ("own", "common", "own_again")]
-            correlation = f"{one['own']['training/rollout_actor_probs_pearson_corr']:.5f}"
-            sizes = f"{one['own']['rollout_corr/rollout_is_eff_sample_size']:.4f}"
-            kv_cache = one["kv_cache"].replace("auto", "BF16")
-            rows.append([*where, one["precision"], kv_cache, *far, correlation, sizes])
+        of = {one["variant"]: one for one in record["results"]}
+        excess = {name: one["own"][K3_KL] - of["bf16"]["own"][K3_KL] for name, one in of.items()}
+        for name, one in of.items():
+            far = [far_off(one[tokens][K3_KL], one[tokens]) for tokens in ("own", "common")]
+            shares = [
+                f"{excess[name] / excess[fp8]:.2f}" if name != "bf16" and fp8 in of else "-" for fp8 in ("fp8", FP8_VERL)
+            ]
+            rows.append(
+                [record["model"], name, *far, *shares, f"{one['own'][CORRELATION]:.5f}", f"{one['own'][ESS]:.4f}"]
+            )
     return rows
 
 
-def noise(file: str) -> Rows:
-    """Signal-to-quantization-noise ratio in dB, by type of layer; median over matrices."""
-    results = {one["precision"]: one["noise"] for one in reversed(load(file)["results"])}
-    rows = [["", *(kind["kind"] for kind in results["int8"])]]
-    for precision in ("int8", "fp8"):
-        for part in ("weight", "output"):
-            rows.append([f"{precision} {part}", *(f"{kind[part]['median']:.1f}" for kind in results[precision])])
+def rotation(file: str) -> Rows:
+    """What rotated INT8 layers take beside unrotated ones: medians of seconds."""
+    rows = [["sequences x (prompt -> response)", "prompts, s", "rotated", "ratio", "decode, s", "rotated", "ratio"]]
+    of: dict[tuple, dict[str, list[float]]] = {}
+    for result in lines(file)[1:]:
+        for timing in result["timings"]:
+            prompts = statistics.median(timing["prefill_seconds"])
+            decode = statistics.median(map(operator.sub, timing["seconds"], timing["prefill_seconds"]))
+            of.setdefault(tuple(timing["workload"]), {})[result["variant"]] = [prompts, decode]
+    for workload, seconds in of.items():
+        cells = []
+        for without, with_ in zip(seconds["int8-unrotated"], seconds["int8"], strict=True):
+            cells += [f"{without:.3f}", f"{with_:.3f}", f"{with_ / without:.3f}"]
+        rows.append(["{} x ({} -> {})".format(*workload), *cells])
     return rows
-
-
-def outliers(file: str) -> Rows:
-    """k3 KL by factor of the outlier channels."""
-    rows = [["factor", "tokens", "BF16", "INT8", "FP8"]]
-    found: dict[Any, dict[str, Any]] = {}
-    for one in load(file)["mismatch"]:
-        found.setdefault(one["factor"], {})[one["precision"]] = one
-    for factor, by in found.items():
-        cells = (far_off(by[p]["k3_kl"], by[p]) if p in by else "not measured" for p in ("bf16", "int8", "fp8"))
-        rows.append([f"{factor or 'none'}", f"{by['bf16']['tokens']}", *cells])
-    return rows
-
-
-# ---- runs of the recipe ----
 
 
 def metrics(file: str) -> dict[str, list[float]]:
@@ -368,7 +364,7 @@ TABLES: dict[str, Callable[..., Rows]] = {
     function.__name__: function
     for function in (
         rollout_memory, throughput, refit, levers, training, composed, steps_run,
-        mismatch, noise, outliers, quickstart, recipe, learning, learning_summary,
+        mismatch, rotation, quickstart, recipe, learning, learning_summary,
         readme,
     )
 }  # fmt: skip

@@ -39,11 +39,13 @@ class Mutant:
     tests: tuple[str, ...]
 
 
-NUMERICS, PARAMETER = (f"flashrl_verl/quantization/{name}.py" for name in ("numerics", "parameter"))
+NUMERICS, PARAMETER, KERNELS, GEMM = (
+    f"flashrl_verl/quantization/{name}.py" for name in ("numerics", "parameter", "kernels", "gemm")
+)
 SENDER, RECEIPT, LOAD = (f"flashrl_verl/refit/{name}.py" for name in ("sender", "receipt", "load"))
 WEIGHTS, BATCH = "flashrl_verl/correction/weights.py", "flashrl_verl/correction/batch.py"
 ROWS, GRADIENT = "tests/numerics/test_rows.py", "tests/numerics/test_tis_gradient.py"
-WEIGHT = "tests/unit/test_quantized_weight.py"
+WEIGHT, ROTATION = "tests/unit/test_quantized_weight.py", "tests/numerics/test_rotation.py"
 SENT, RATIOS, SAVED = (f"tests/unit/test_{name}.py" for name in ("sender", "correction", "never_saved"))
 ENGINE = "tests/e2e/test_engine_refit.py"
 UNACCOUNTED = f"{ENGINE} -k unaccounted"
@@ -88,6 +90,16 @@ MUTANTS = [
         "full_like(absmax, fmt.code_max + fmt.rounds_to_integers)", (ROWS,)),
     # A bias of half a step upwards on every tie.
     Mutant("round_half_up", NUMERICS, "codes = codes.round_()", "codes = (codes + 0.5).floor_()", (ROWS,)),
+    # A rotation on one side only, or not the one that weights and activations agree on.
+    Mutant("rotation_not_of_weights", KERNELS, "weight = numerics.rotate_weight(weight, fmt.block(codes.shape[1]))\n",
+        "weight = weight\n", (ROWS,)),
+    Mutant("rotation_not_of_activations", GEMM, "numerics.rotate(x, fmt.block(x.shape[-1]))", "x", (ROTATION,)),
+    Mutant("rotation_not_of_last_block", NUMERICS, "rotate(weight, block) * (1.0 / block)",
+        "torch.cat([rotate(weight[..., :-block], block) / block, weight[..., -block:].float()], -1)", (ROWS,)),
+    Mutant("rotation_of_another_order", NUMERICS, "torch.stack([a + b, a - b], 1)", "torch.stack([a + b, a - b], 2)",
+        (ROWS,)),
+    Mutant("rotation_by_whole_row", KERNELS, "numerics.rotate_weight(weight, fmt.block(codes.shape[1]))",
+        "numerics.rotate_weight(weight, fmt.block(weight.shape[1]))", (ROWS,)),
     # The rollout stays the policy of the first step.
     Mutant("second_update_not_quantized", PARAMETER, "        self.loaded_elements += codes.numel()",
         '        self.ever = self.__dict__.get("ever", 0) + codes.numel()\n'
