@@ -28,8 +28,8 @@ FP8_VERL = "fp8-verl"
 
 
 def formats_of(variant: str) -> FlashRLConfig:
-    """Formats of ``int8``, ``int8-unrotated``, ``int8-block32`` (``block_of``) or ``int8+int8kv``; BF16 of ``FP8_VERL``,
-    which is not ours.
+    """Formats of ``int8``, ``int8-unrotated``, ``int8-block32`` (``block_of``) or ``int8+int8kv``; BF16 of
+    ``FP8_VERL``, which is not ours.
 
     Raises:
         ConfigError: it names another format.
@@ -43,8 +43,8 @@ def formats_of(variant: str) -> FlashRLConfig:
     ):
         names = ", ".join(member.value for member in Precision)
         raise ConfigError(
-            f"--variants {variant!r}: a variant is one of {names}, int8-unrotated, int8-block32, int8-block16, {FP8_VERL}, "
-            "or one of these with +int8kv behind it"
+            f"--variants {variant!r}: a variant is one of {names}, int8-unrotated, int8-block32, int8-block16, "
+            f"{FP8_VERL}, or one of these with +int8kv behind it"
         )
     return FlashRLConfig(
         precision=Precision(precision),

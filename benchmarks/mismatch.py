@@ -151,8 +151,8 @@ class Trainer:
 
     @contextlib.contextmanager
     def in_8_bits(self, kind: str, variant: str) -> Iterator[None]:
-        """Linear layers of decoder layers whose names end in one of ``kind``'s words compute as the engine's variant does
-        (whole rows, in float32)."""
+        """Linear layers of decoder layers whose names end in one of ``kind``'s words compute as the engine's variant
+        does (whole rows, in float32)."""
         from benchmarks.engine import block_of, formats_of
         from flashrl_verl.quantization.formats import weight_format
         from flashrl_verl.quantization.gemm import emulated_multiply

@@ -20,12 +20,13 @@ import torch
 import typer
 
 from benchmarks.common import environment, in_own_process, run, show, words_of, write_json
-from flashrl_verl.settings import FlashRLConfig, Precision
+from flashrl_verl.settings import Precision
 
 BUCKET_BYTES = 2 << 30
 """Bytes of weights handed over at once, as verl's 2048 MB buckets."""
 COPY_BYTES = 4 << 30
 """Of the buffer whose copy measures bandwidth; a sixty-fourth of it on a CPU."""
+PRECISIONS = [*(precision.value for precision in Precision), "int8-unrotated"]
 UPSTREAM = ("vllm bf16 load_weights", "vllm fp8_per_tensor layerwise")
 """vLLM's own ways, on a GPU."""
 
@@ -84,6 +85,7 @@ def random_weights(model: str, layers: int | None) -> Weights:
 
 def measure(variant: str, model: str, folder: str, layers: int | None, repeats: int) -> dict[str, Any]:
     """One way of updating weights."""
+    from benchmarks.engine import formats_of
     from flashrl_verl.plugins.vllm import register
     from flashrl_verl.quantization.config import engine_arguments
     from flashrl_verl.tools.engines import model as engine_model
@@ -91,7 +93,7 @@ def measure(variant: str, model: str, folder: str, layers: int | None, repeats: 
     register()
     ours = variant.startswith("flashrl ")
     if ours:
-        arguments = engine_arguments(FlashRLConfig(precision=Precision(variant.removeprefix("flashrl "))))
+        arguments = engine_arguments(formats_of(variant.removeprefix("flashrl ")))
     else:
         arguments = {"quantization": "fp8_per_tensor"} if "fp8" in variant else {}
     weights = random_weights(model, layers)
@@ -157,7 +159,7 @@ def extra_bytes(update: Callable[[], None]) -> int:
 
 def refit(
     model: Annotated[str, typer.Option(help="A name (qwen2.5-14b, tiny, ...), a config.json, or its folder.")] = "tiny",
-    precision: Annotated[str, typer.Option(help="FlashRL's, separated by commas.")] = "int8,fp8,bf16",
+    precision: Annotated[str, typer.Option(help="Or int8-unrotated, separated by commas.")] = "int8,fp8,bf16",
     repeats: Annotated[int, typer.Option(min=1, help="Measured updates, after two that are not.")] = 5,
     layers: Annotated[int | None, typer.Option(min=1, help="Decoder layers instead of the model's.")] = None,
     upstream: Annotated[bool, typer.Option(help="Also vLLM's BF16 loading and layerwise FP8 reload (GPU).")] = True,
@@ -166,7 +168,7 @@ def refit(
     """Time the weight update of a model's shape, by precision."""
     from flashrl_verl.tools.engines.shapes import load_config
 
-    names = [f"flashrl {p}" for p in words_of(precision, [p.value for p in Precision], "--precision")]
+    names = [f"flashrl {p}" for p in words_of(precision, PRECISIONS, "--precision")]
     cuda = torch.cuda.is_available()
     path = output.resolve() / "model"
     load_config(model, layers).save_pretrained(path)

@@ -221,7 +221,8 @@ def mismatch(*files: str) -> Rows:
         for name, one in of.items():
             far = [far_off(one[tokens][K3_KL], one[tokens]) for tokens in ("own", "common")]
             shares = [
-                f"{excess[name] / excess[fp8]:.2f}" if name != "bf16" and fp8 in of else "-" for fp8 in ("fp8", FP8_VERL)
+                f"{excess[name] / excess[fp8]:.2f}" if name != "bf16" and fp8 in of else "-"
+                for fp8 in ("fp8", FP8_VERL)
             ]
             rows.append(
                 [record["model"], name, *far, *shares, f"{one['own'][CORRELATION]:.5f}", f"{one['own'][ESS]:.4f}"]

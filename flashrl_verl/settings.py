@@ -294,8 +294,8 @@ class FlashRLConfig(Settings):
     of tokens that they generate (``flashrl/replica_<i>_generated_tokens``)."""
 
     rotation: bool | None = _switch(None)
-    """Whether inputs and weights of INT8 layers are rotated before they are quantized (``quantization/numerics.py``). null:
-    with INT8. FP8 gains nothing from it."""
+    """Whether inputs and weights of INT8 layers are rotated before they are quantized (``quantization/numerics.py``).
+    null: with INT8. FP8 gains nothing from it."""
 
     kv_cache: KVCache = _choice(KVCache.AUTO, "auto (BF16) or int8_per_token_head (A100 and later)")
     """Number format of keys and values in the rollout engine. Replicas in BF16 keep theirs in BF16."""

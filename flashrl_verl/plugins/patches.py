@@ -27,10 +27,10 @@ tested by                              tests/unit/test_log_probs.py
 
 =====================================  =================================================================================
 target                                 ``vllm.model_executor.layers.fused_moe.fused_moe.moe_kernel_quantize_input``
-why                                    vLLM's function of fused experts quantizes the inputs of both products by itself, and
-                                       rotated experts need theirs rotated
+why                                    vLLM's function of fused experts quantizes the inputs of both products by itself,
+                                       and rotated experts need theirs rotated
 applied                                while ``QuantizedMoEMethod.apply`` of rotated experts calls that function
-upstream                               https://github.com/vllm-project/vllm/blob/main/vllm/model_executor/layers/fused_moe/fused_moe.py
+upstream                               vllm/model_executor/layers/fused_moe/fused_moe.py
 versions                               vLLM 0.24 to 0.31
 drop it when                           the function takes a quantizer
 tested by                              tests/numerics/test_moe_kernels.py on a GPU

@@ -68,9 +68,7 @@ def _launch(
     head, tail = split_row(k)
     for columns, warps in in_registers.items():
         if head + tail <= columns:
-            triton_rows.quantize_rows_kernel[(rows,)](
-                *arguments, STAGES=stages, HEAD=head, TAIL=tail, num_warps=warps
-            )
+            triton_rows.quantize_rows_kernel[(rows,)](*arguments, STAGES=stages, HEAD=head, TAIL=tail, num_warps=warps)
             return
     chunk, warps = next((chunk, warps) for longest, chunk, warps in long_rows if k <= longest)
     triton_rows.quantize_long_rows_kernel[(rows,)](*arguments, STAGES=stages, CHUNK=chunk, num_warps=warps)

@@ -16,8 +16,8 @@ compare codes only after handing it the scales from here.
 
 **Rotation** (INT8). A few input channels of a language model are tens of times larger than the others, and a scale that
 fits them rounds the others away. So both factors of ``y = w x`` are rotated, which leaves the product as it is: with H
-the Hadamard matrix of ``b`` channels, whose entries are 1 and -1 (Sylvester's order: ``H[i, j] = (-1)^popcount(i & j)``,
-symmetric, ``H H = b``),
+the Hadamard matrix of ``b`` channels, whose entries are 1 and -1 (Sylvester's order:
+``H[i, j] = (-1)^popcount(i & j)``, symmetric, ``H H = b``),
 
     y = w x = sum over blocks of b channels of (w H / b) (H x)
 

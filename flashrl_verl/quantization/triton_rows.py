@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fused row kernel: rotate, absmax, scale, round and store in one pass over a weight row, as ``numerics.py`` defines
-them.
+"""The fused row kernel: rotate, absmax, scale, round and store in one pass over a weight row, as ``numerics.py``
+defines them.
 
 One program a row, which lies in registers as two pieces (a power of two of columns, and the rest rounded up to one), so
 that few lanes are idle. Three things make it as fast as memory allows:
@@ -18,7 +18,7 @@ that few lanes are idle. Three things make it as fast as memory allows:
 import triton
 import triton.language as tl
 
-_ROUND = tl.constexpr(12582912.0)
+ROUND = tl.constexpr(12582912.0)
 """1.5 * 2^23: float32 has no fraction bits there. Codes are below 2^9, far from 2^22, where this would end."""
 
 _LEAST, _MOST = tl.constexpr(2.0**-80), tl.constexpr(2.0**80)
@@ -73,7 +73,7 @@ def _codes(x, scale, inverse, EXACT: tl.constexpr, INTEGER: tl.constexpr, dtype:
         quotient = tl.fma(tl.fma(quotient, scale, -x), -inverse, quotient)
     # No clamp: |x| / scale exceeds the largest code by at most a rounding error, which both conversions round back.
     if INTEGER:
-        return (quotient + _ROUND).to(tl.int32, bitcast=True).to(dtype)
+        return (quotient + ROUND).to(tl.int32, bitcast=True).to(dtype)
     return quotient.to(dtype)  # half to even
 
 

@@ -9,8 +9,7 @@ are within a few ulp of ``numerics.rotate``'s, and a code beside a tie can be it
 import triton
 import triton.language as tl
 
-_ROUND = tl.constexpr(12582912.0)
-"""1.5 * 2^23: adding it rounds to an integer, half to even, and leaves it in the low bits."""
+from flashrl_verl.quantization.triton_rows import ROUND
 
 
 @triton.jit
@@ -52,10 +51,10 @@ def rotate_quantize_kernel(x_ptr, q_ptr, s_ptr, k, x_row, BLOCK: tl.constexpr, L
     scale = tl.where(scale == 0.0, 1.0, scale)
     tl.store(s_ptr + row, scale)
     inverse = tl.div_rn(1.0, scale)
-    codes = (rotated * inverse + _ROUND).to(tl.int32, bitcast=True).to(tl.int8)
+    codes = (rotated * inverse + ROUND).to(tl.int32, bitcast=True).to(tl.int8)
     tl.store(q_ptr + columns, codes, mask=columns < k)
     if not ONE:
         for first in range(LINES * BLOCK, k, LINES * BLOCK):
             more, columns = _rotated(x_ptr, first, k, hadamard, BLOCK, LINES)
-            codes = (more * inverse + _ROUND).to(tl.int32, bitcast=True).to(tl.int8)
+            codes = (more * inverse + ROUND).to(tl.int32, bitcast=True).to(tl.int8)
             tl.store(q_ptr + columns, codes, mask=columns < k)

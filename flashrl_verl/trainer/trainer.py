@@ -41,8 +41,8 @@ from flashrl_verl.trainer.guard import Guard
 from flashrl_verl.trainer.metrics import (
     MetricsFile,
     describe_never_quantized,
-    describe_unrotated,
     describe_rollout,
+    describe_unrotated,
     metrics_path,
     per_replica,
     refit_metrics,

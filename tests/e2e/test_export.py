@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trained FSDP checkpoint, exported, in vLLM as anybody has it: it gives the greedy tokens of the rollout (INT8: of one
-without rotation); and exported in BF16, in vLLM with this package: it is the rollout."""
+"""A trained FSDP checkpoint, exported, in vLLM as anybody has it: it gives the greedy tokens of the rollout (INT8: of
+one without rotation); and exported in BF16, in vLLM with this package: it is the rollout."""
 
 import random
 from pathlib import Path

@@ -19,6 +19,8 @@ pytestmark = [pytest.mark.slow]
 PROMPTS = ((5, 6, 7, 8), (100, 3, 50), tuple(range(20, 60)))
 SEEDS = (0, 1, 0, 1)
 """Of the weights of each update."""
+MEAN_GAP = {"int8": 0.06, "fp8": 0.15}
+"""Bound on the mean difference of log-probs from the trainer's. Of 760 tokens of the experts INT8 has 0.02, FP8 0.06."""
 
 
 def refit(path: Path, name: str, precision: str) -> list:
@@ -73,5 +75,10 @@ def test_refits_are_exact_and_sample_as_a_fresh_engine_and_near_the_trainer(tmp_
     save_file(weights, tmp_path / "model.safetensors")
     assert outputs == call(sample, tmp_path, precision)
     references = log_probs(model, [[*p, *tokens] for p, (tokens, _) in zip(PROMPTS, outputs, strict=True)])
-    for prompt, reference, (_, sampled) in zip(PROMPTS, references, outputs, strict=True):
-        assert sampled == pytest.approx(reference[len(prompt) - 1 :], abs=0.15 if precision == "int8" else 0.4)
+    far = [
+        abs(a - b)
+        for prompt, reference, (_, sampled) in zip(PROMPTS, references, outputs, strict=True)
+        for a, b in zip(sampled, reference[len(prompt) - 1 :], strict=True)
+    ]
+    # The mean: where a router chooses another expert, one token of a BF16 engine is 0.3 to 0.5 away too.
+    assert sum(far) / len(far) < MEAN_GAP[precision]

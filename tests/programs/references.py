@@ -31,8 +31,8 @@ def hadamard(w: np.ndarray) -> np.ndarray:
 
 
 def quantize(rows: torch.Tensor, precision: str, block: int = 1) -> tuple[np.ndarray, np.ndarray]:
-    """scale = absmax / code_max, code = round-half-even(w / scale) in float32, of rows rotated by blocks. Codes as their
-    values in float64; scales [N, 1]."""
+    """scale = absmax / code_max, code = round-half-even(w / scale) in float32, of rows rotated by blocks. Codes as
+    their values in float64; scales [N, 1]."""
     w = rows.detach().float().cpu().numpy()
     if block > 1:
         w = hadamard(w.reshape(len(w), -1, block)).reshape(w.shape) * np.float32(1 / block)

@@ -161,8 +161,8 @@ def load(built: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
 
 
 def exact_rows(weight: torch.Tensor, fmt: WeightFormat) -> tuple[torch.Tensor, torch.Tensor]:
-    """The reference: codes [..., K] of ``fmt.dtype`` and scales [..., 1] float32 of rows, computed in float64 behind their
-    rotation. There a float32 quotient is exact to the last bit after rounding once more."""
+    """The reference: codes [..., K] of ``fmt.dtype`` and scales [..., 1] float32 of rows, computed in float64 behind
+    their rotation. There a float32 quotient is exact to the last bit after rounding once more."""
     rows = rotate_weight(weight.cpu(), fmt.block(weight.shape[-1])).double()
     scales = (rows.abs().amax(-1, keepdim=True) / fmt.code_max).float()
     quotients = (rows / scales.double()).float()
