@@ -42,6 +42,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from flashrl_verl.errors import FlashRLError
 
@@ -87,16 +88,23 @@ def quantizing_experts_inputs(fused_moe: types.ModuleType, quantize: Callable) -
         quantize: x [T, K] -> codes [T, K], scales [T, 1] float32.
 
     Raises:
-        FlashRLError: it has no such function any more.
+        FlashRLError: it was not asked for both products: they would be of rotated weights and other activations.
     """
-    name = "moe_kernel_quantize_input"
-    if (original := getattr(fused_moe, name, None)) is None:
-        raise FlashRLError(
-            f"{fused_moe.__name__} has no {name} any more; see the entry in flashrl_verl/plugins/patches.py. Set "
-            "flashrl.rotation=false, or install a tested vLLM (`flashrl version`)"
-        )
-    setattr(fused_moe, name, lambda A, **_: quantize(A))  # noqa: N803 - vLLM's name of it
+    name, calls = "moe_kernel_quantize_input", 0
+
+    def counted(A: Any, **_: Any) -> Any:  # noqa: N803 - vLLM's name of it
+        nonlocal calls
+        calls += 1
+        return quantize(A)
+
+    original = getattr(fused_moe, name, None)
+    setattr(fused_moe, name, counted)
     try:
         yield
     finally:
         setattr(fused_moe, name, original)
+    if calls < 2:
+        raise FlashRLError(
+            f"{fused_moe.__name__} did not quantize its inputs by {name} ({calls} of 2 times); see the entry in "
+            "flashrl_verl/plugins/patches.py. Set flashrl.rotation=false, or install a tested vLLM (`flashrl version`)"
+        )

@@ -20,7 +20,8 @@ PROMPTS = ((5, 6, 7, 8), (100, 3, 50), tuple(range(20, 60)))
 SEEDS = (0, 1, 0, 1)
 """Of the weights of each update."""
 MEAN_GAP = {"int8": 0.06, "fp8": 0.15}
-"""Bound on the mean difference of log-probs from the trainer's. Of 760 tokens of the experts INT8 has 0.02, FP8 0.06."""
+"""Bound on the mean difference of log-probs from the trainer's. Of 760 tokens of the experts INT8 has 0.02, FP8
+0.06."""
 
 
 def refit(path: Path, name: str, precision: str) -> list:

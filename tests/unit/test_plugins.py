@@ -83,3 +83,16 @@ def test_an_error_in_an_action_and_a_missing_module_reach_the_importer(module):
     after_import("flashrl_no_such_module", fail)
     with pytest.raises(ModuleNotFoundError):
         __import__("flashrl_no_such_module")
+
+
+def test_rotated_experts_whose_inputs_vllm_quantizes_by_another_function_are_refused():
+    """They would be rotated weights times activations that are not."""
+    from vllm.model_executor.layers.fused_moe import fused_moe
+
+    from flashrl_verl.plugins.patches import quantizing_experts_inputs
+
+    vllms = fused_moe.moe_kernel_quantize_input
+    with pytest.raises(FlashRLError, match=r"1 of 2 times.*flashrl\.rotation=false"):
+        with quantizing_experts_inputs(fused_moe, lambda x: x):
+            assert fused_moe.moe_kernel_quantize_input(A=3, A_scale=None, per_act_token_quant=True) == 3
+    assert fused_moe.moe_kernel_quantize_input is vllms
