@@ -295,7 +295,7 @@ class FlashRLConfig(Settings):
 
     rotation: bool | None = _switch(None)
     """Whether inputs and weights of INT8 layers are rotated before they are quantized (``quantization/numerics.py``).
-    null: with INT8. FP8 gains nothing from it."""
+    null: with INT8. Other precisions have none."""
 
     kv_cache: KVCache = _choice(KVCache.AUTO, "auto (BF16) or int8_per_token_head (A100 and later)")
     """Number format of keys and values in the rollout engine. Replicas in BF16 keep theirs in BF16."""
@@ -346,7 +346,7 @@ class FlashRLConfig(Settings):
             refuse(
                 "flashrl.rotation",
                 "true",
-                f"flashrl.precision={self.precision.value} has no rotated layers: only INT8 gains from it",
+                f"flashrl.precision={self.precision.value} has no rotated layers: they are INT8's",
                 "flashrl.rotation=null, or flashrl.precision=int8",
             )
         if self.bf16_replica_fraction and self.precision is Precision.BF16:

@@ -88,7 +88,7 @@ _TOKEN = 8192
 """Channels of a token that a program of four warps holds in registers."""
 _FEW_TOKENS, _LONG_TOKEN = 256, 32768
 """So few tokens do not fill a GPU: each then has a program of 16 warps, which holds so many channels. Measured on an
-H200 beside vLLM's kernel without rotation: docs/results/throughput.md."""
+H200 beside vLLM's kernel without rotation: docs/LOG.md."""
 
 
 def rotate_quantize_tokens(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:

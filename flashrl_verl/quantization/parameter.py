@@ -36,11 +36,6 @@ class QuantizedStorage:
         return self.data.view(-1, self.data.shape[-1])
 
     @property
-    def block(self) -> int:
-        """Input channels that are rotated together; 1 is no rotation."""
-        return self.format.block(self.data.shape[-1])
-
-    @property
     def scale_rows(self) -> torch.Tensor:
         return self.scales.data.view(-1, 1)
 
