@@ -24,7 +24,8 @@ the Hadamard matrix of ``b`` channels, whose entries are 1 and -1 (Sylvester's o
 and ``w H / b`` and ``H x`` are what is quantized. An outlier is spread over its block, where even steps lose little.
 (FP8's steps grow with the value: spreading gives it little.) ``b`` is ``rotation_block`` of the layer's input
 channels on one tensor-parallel rank, so that no rank's slice cuts a block, and codes are equal for all tensor-parallel
-sizes with the same block. The weight's rotation is exact to the bit: log2(b) stages of float32 additions, first between neighbours,
+sizes with the same block.
+The weight's rotation is exact to the bit: log2(b) stages of float32 additions, first between neighbours,
 then two apart, four, ..., and last a factor 1/b, a power of two::
 
     for m in 1, 2, 4, ..., b/2:   w[i], w[i + m] = w[i] + w[i + m], w[i] - w[i + m]      where i has no bit m
