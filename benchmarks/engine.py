@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,6 @@ from typing import Any
 import torch
 
 from flashrl_verl.errors import ConfigError, FlashRLError
-from flashrl_verl.quantization import numerics
 from flashrl_verl.rollout.worker import FlashRLWorkerExtension
 from flashrl_verl.settings import FlashRLConfig, KVCache, Precision
 
@@ -28,8 +25,7 @@ FP8_VERL = "fp8-verl"
 
 
 def formats_of(variant: str) -> FlashRLConfig:
-    """Formats of ``int8``, ``int8-unrotated``, ``int8-block32`` (``block_of``) or ``int8+int8kv``; BF16 of
-    ``FP8_VERL``, which is not ours.
+    """Formats of ``int8``, ``int8-unrotated`` or ``int8+int8kv``; BF16 of ``FP8_VERL``, which is not ours.
 
     Raises:
         ConfigError: it names another format.
@@ -38,30 +34,19 @@ def formats_of(variant: str) -> FlashRLConfig:
     precision, _, rotation = ("bf16" if name == FP8_VERL else name).partition("-")
     if (
         precision not in [member.value for member in Precision]
-        or (rotation and (precision != "int8" or not re.fullmatch("unrotated|block(16|32|64)", rotation)))
+        or (rotation and (precision, rotation) != ("int8", "unrotated"))
         or kv_cache not in ([], ["int8kv"])
     ):
         names = ", ".join(member.value for member in Precision)
         raise ConfigError(
-            f"--variants {variant!r}: a variant is one of {names}, int8-unrotated, int8-block32, int8-block16, "
-            f"{FP8_VERL}, or one of these with +int8kv behind it"
+            f"--variants {variant!r}: a variant is one of {names}, int8-unrotated, {FP8_VERL}, "
+            f"or one of these with +int8kv behind it"
         )
     return FlashRLConfig(
         precision=Precision(precision),
         rotation=False if rotation == "unrotated" else None,
         kv_cache=KVCache.INT8_PER_TOKEN_HEAD if kv_cache else KVCache.AUTO,
     )
-
-
-@contextlib.contextmanager
-def block_of(variant: str) -> Iterator[None]:
-    """Rotate by at most the channels that a variant names, in this process."""
-    before, named = numerics.MAX_BLOCK, re.search(r"-block(\d+)", variant)
-    numerics.MAX_BLOCK = int(named[1]) if named else before
-    try:
-        yield
-    finally:
-        numerics.MAX_BLOCK = before
 
 
 def start(model: str, variant: str, *, in_process: bool, **arguments: Any) -> Any:

@@ -10,8 +10,8 @@ and verl's own function of log-probs. Two sets of tokens are compared: each engi
 logs, and the BF16 engine's samples scored by all of them. Last, what each type of layer contributes: the trainer's
 model with that type alone in 8 bits. Engines run eagerly, without CUDA graphs.
 
-Variants: ``bf16``; ``int8``, ``int8-unrotated``, ``int8-block32`` and ``int8-block16`` (rotated by so many channels);
-``fp8`` (a scale a row and token); ``fp8-verl``, verl's own FP8 rollout (128 x 128 blocks). ``+int8kv`` may follow.
+Variants: ``bf16``; ``int8`` and ``int8-unrotated``; ``fp8`` (a scale a row and token); ``fp8-verl``, verl's own FP8
+rollout (128 x 128 blocks). ``+int8kv`` may follow.
 """
 
 from __future__ import annotations
@@ -49,13 +49,6 @@ LogProbs = list[list[float]]
 
 def sample(model: str, variant: str, job: dict[str, Any]) -> dict[str, Any]:
     """Start an engine, sample a response to each prompt, and score the common ones (None: its own)."""
-    from benchmarks.engine import block_of
-
-    with block_of(variant):
-        return _sample(model, variant, job)
-
-
-def _sample(model: str, variant: str, job: dict[str, Any]) -> dict[str, Any]:
     from vllm import SamplingParams
 
     from benchmarks.engine import start
@@ -64,8 +57,9 @@ def _sample(model: str, variant: str, job: dict[str, Any]) -> dict[str, Any]:
     llm = start(
         model,
         variant,
-        in_process=True,
+        in_process=job["tensor_parallel"] == 1,
         enforce_eager=True,
+        tensor_parallel_size=job["tensor_parallel"],
         max_model_len=max(map(len, prompts)) + job["tokens"] + 1,  # scoring asks for one token more
         max_num_batched_tokens=2048,  # scoring keeps as many rows of logits, several times
         max_num_seqs=256,
@@ -153,7 +147,7 @@ class Trainer:
     def in_8_bits(self, kind: str, variant: str) -> Iterator[None]:
         """Linear layers of decoder layers whose names end in one of ``kind``'s words compute as the engine's variant
         does (whole rows, in float32)."""
-        from benchmarks.engine import block_of, formats_of
+        from benchmarks.engine import formats_of
         from flashrl_verl.quantization.formats import weight_format
         from flashrl_verl.quantization.gemm import emulated_multiply
         from flashrl_verl.quantization.kernels import quantize_rows_into
@@ -176,14 +170,13 @@ class Trainer:
             for name, module in self.module.named_modules()
             if isinstance(module, torch.nn.Linear) and names.search(name)
         ]
-        with block_of(variant):
+        for layer in changed:
+            layer.forward = functools.partial(forward, layer)
+        try:
+            yield
+        finally:
             for layer in changed:
-                layer.forward = functools.partial(forward, layer)
-            try:
-                yield
-            finally:
-                for layer in changed:
-                    del layer.forward
+                del layer.forward
 
 
 def compare(trainer: LogProbs, rollout: LogProbs) -> dict[str, float]:
@@ -287,6 +280,7 @@ def mismatch(
     tokens: Annotated[int, typer.Option(min=1, help="Longest response, in tokens.")] = 512,
     context: Annotated[int, typer.Option(min=0, help="Tokens of solved problems before each question.")] = 0,
     by_layer: Annotated[int, typer.Option(min=0, help="Responses by which types of layers are compared.")] = 64,
+    tensor_parallel: Annotated[int, typer.Option(min=1, help="GPUs of an engine.")] = 1,
     gpu_memory_utilization: Annotated[float, typer.Option(help="vLLM's share of the GPU.")] = 0.5,
     seed: Annotated[int, typer.Option(min=0, help="Of the choice of problems.")] = 0,
     output: Annotated[Path, typer.Option(help="Folder for mismatch.json and logs.")] = Path("outputs/mismatch"),
@@ -302,9 +296,10 @@ def mismatch(
         raise ConfigError(f"--model {model} is no folder with a config.json")
     job = prompts_of(folder, data, prompts, context, seed)
     job |= {"tokens": tokens, "gpu_memory_utilization": gpu_memory_utilization, "common": None}
+    job |= {"tensor_parallel": tensor_parallel}
     here = environment()
     record = {"model": Path(folder).name, "context": context, "device": here["device"], "versions": here, "seed": seed}
-    record |= {"results": [], "layers": {}}
+    record |= {"tensor_parallel": tensor_parallel, "results": [], "layers": {}}
     trainer, common = None, []
     for name in names:
         print(f"{name}: started", flush=True)

@@ -27,7 +27,7 @@ from benchmarks.engine import FP8_VERL
 from benchmarks.learning import HEADER as LEARNING_HEADER
 from benchmarks.learning import by_variant
 from benchmarks.learning import table as learning_table
-from benchmarks.mismatch import CORRELATION, ESS, K3_KL
+from benchmarks.mismatch import CORRELATION, ESS, K3_KL, KINDS
 from benchmarks.rollout import SPEED_HEADER, Rollout, rollouts_of, speed_ups, speeds_of
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.tools.engines.shapes import load_config
@@ -230,6 +230,15 @@ def mismatch(*files: str) -> Rows:
     return rows
 
 
+def mismatch_layers(*files: str) -> Rows:
+    """k3 KL with one type of layer in 8 bits."""
+    rows = [["model", "variant", *KINDS, "all"]]
+    for record in map(load, files):
+        for name, of in record["layers"].items():
+            rows.append([record["model"], name, *(far_off(one[K3_KL], one) for one in of.values())])
+    return rows
+
+
 def rotation(file: str) -> Rows:
     """What rotated INT8 layers take beside unrotated ones: medians of seconds."""
     rows = [["sequences x (prompt -> response)", "prompts, s", "rotated", "ratio", "decode, s", "rotated", "ratio"]]
@@ -365,7 +374,7 @@ TABLES: dict[str, Callable[..., Rows]] = {
     function.__name__: function
     for function in (
         rollout_memory, throughput, refit, levers, training, composed, steps_run,
-        mismatch, rotation, quickstart, recipe, learning, learning_summary,
+        mismatch, mismatch_layers, rotation, quickstart, recipe, learning, learning_summary,
         readme,
     )
 }  # fmt: skip

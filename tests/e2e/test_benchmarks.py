@@ -58,13 +58,12 @@ def test_on_the_same_tokens_bf16_is_nearer_to_the_trainer_than_int8_and_both_are
     problems = [{"question": p.prompt, "answer": str(p.answer)} for p in split_problems(TaskConfig(), seed=0).train]
     data = tmp_path / "problems.jsonl"
     data.write_text("".join(json.dumps(problem) + "\n" for problem in problems[:64]))
-    words = ("--model", str(model), "--data", str(data), "--variants", "int8,int8-block16", "--by-layer", "8")
+    words = ("--model", str(model), "--data", str(data), "--variants", "int8", "--by-layer", "8")
     run("mismatch", tmp_path, *words, "--prompts", "64", "--tokens", "16")
     record = json.loads((tmp_path / "mismatch.json").read_text())
-    bf16, int8, block16 = record["results"]
+    bf16, int8 = record["results"]
     assert bf16["common"]["tokens"] == int8["common"]["tokens"] > 64
     assert 0 < bf16["common"]["rollout_corr/k3_kl"] < int8["common"]["rollout_corr/k3_kl"] < 1e-2
-    assert block16["common"]["rollout_corr/k3_kl"] != int8["common"]["rollout_corr/k3_kl"]
     assert int8["own"]["training/rollout_actor_probs_pearson_corr"] > 0.99
     assert (bf16["quantized_layers"], int8["quantized_layers"]) == (0, 8)
     *parts, all_of_them = (of["rollout_corr/k3_kl"] for of in record["layers"]["int8"].values())
