@@ -78,7 +78,7 @@ def start(model: str, variant: str, *, in_process: bool, **arguments: Any) -> An
 
     if vllm_device() != "cuda":
         arguments.pop("gpu_memory_utilization", None)
-    formats, verls = formats_of(variant), variant == FP8_VERL
+    formats, is_verl_fp8 = formats_of(variant), variant == FP8_VERL
     llm = vllm.LLM(
         model,
         skip_tokenizer_init=True,
@@ -86,20 +86,20 @@ def start(model: str, variant: str, *, in_process: bool, **arguments: Any) -> An
         dtype="bfloat16",
         load_format="dummy",
         logprobs_mode="processed_logprobs",
-        **(_verls_fp8() if verls else engine_arguments(formats)),
+        **(_verl_fp8_arguments() if is_verl_fp8 else engine_arguments(formats)),
         **arguments,
     )
     layers = llm.collective_rpc("flashrl_layers")[0]
     fmt = weight_format(formats.precision)
     if set(layers["quantized"]) != (set() if fmt is None else {fmt.storage}):
         raise FlashRLError(f"{variant}: the engine's quantized weights are {layers['quantized'] or 'none'}")
-    llm.collective_rpc("bench_update_by_verl" if verls else "bench_update", args=(model,))
+    llm.collective_rpc("bench_update_by_verl" if is_verl_fp8 else "bench_update", args=(model,))
     if not llm.reset_prefix_cache():
         raise FlashRLError("vLLM kept keys and values of the weights before the update. Run the command again")
     return llm
 
 
-def _verls_fp8() -> dict[str, Any]:
+def _verl_fp8_arguments() -> dict[str, Any]:
     """Arguments of an engine as ``rollout.quantization=fp8`` starts it (``vLLMHttpServer._apply_quantization``)."""
     from verl.utils.vllm.vllm_quant_utils import apply_vllm_quant_patches
 
@@ -130,13 +130,13 @@ class BenchWorkerExtension(FlashRLWorkerExtension):
 
     def bench_update_by_verl(self, model: str) -> None:
         """One weight update as verl's own worker makes it, of a quantized rollout of verl's."""
-        from verl.utils.vllm import vllm_quant_utils as verls
+        from verl.utils.vllm import vllm_quant_utils
 
         runner = self.model_runner
-        state = verls.prepare_quanted_weights_for_loading(runner.model)
+        state = vllm_quant_utils.prepare_quanted_weights_for_loading(runner.model)
         for bucket in _buckets(model, next(runner.model.parameters()).device):
-            verls.load_quanted_weights(bucket, runner)
-        verls.process_quanted_weights_after_loading(runner.model, state)
+            vllm_quant_utils.load_quanted_weights(bucket, runner)
+        vllm_quant_utils.process_quanted_weights_after_loading(runner.model, state)
         dtypes = {p.dtype for n, p in runner.model.named_parameters() if n.endswith("proj.weight")}
         if dtypes != {torch.float8_e4m3fn}:
             raise FlashRLError(f"{FP8_VERL}: the engine's linear layers are in {dtypes}")

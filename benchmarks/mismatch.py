@@ -11,7 +11,7 @@ logs, and the BF16 engine's samples scored by all of them. Last, what each type 
 model with that type alone in 8 bits. Engines run eagerly, without CUDA graphs.
 
 Variants: ``bf16``; ``int8`` and ``int8-unrotated``; ``fp8`` (a scale a row and token); ``fp8-verl``, verl's own FP8
-rollout (128 x 128 blocks). ``+int8kv`` may follow.
+rollout (128 x 128 blocks; on a GPU). ``+int8kv`` may follow.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from flashrl_verl.errors import ConfigError
 
 VARIANTS = "int8,int8-unrotated,fp8,fp8-verl"
 K3_KL = "rollout_corr/k3_kl"
-KL = "rollout_corr/kl"
 CORRELATION = "training/rollout_actor_probs_pearson_corr"
 ESS = "rollout_corr/rollout_is_eff_sample_size"
 LOGIT_BYTES = 1 << 30
@@ -87,14 +86,8 @@ def sample(model: str, variant: str, job: dict[str, Any]) -> dict[str, Any]:
         ]
 
     common = scored(job["common"] or responses)
-    layers = llm.collective_rpc("flashrl_layers")[0]
-    return {
-        "responses": responses,
-        "own": own,
-        "common": common,
-        "quantized_layers": layers["quantized_layers"],
-        "unrotated": layers["unrotated"],
-    }
+    layers = llm.collective_rpc("flashrl_layers")[0]["quantized_layers"]
+    return {"responses": responses, "own": own, "common": common, "quantized_layers": layers}
 
 
 # ---- the trainer's side ----
@@ -254,13 +247,12 @@ def prompts_of(model: str, data: Path, count: int, context: int, seed: int) -> d
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         return tokenizer.encode(text, add_special_tokens=False)
 
+    some = problems[:32]
+    before = int(context / (len(tokens_of(some, "")) / len(some)))
     prompts = []
-    for question, _ in itertools.islice(itertools.cycle(problems), count):
-        solved: list[tuple[str, str]] = []
-        if context:
-            mean = len(tokens_of(problems[:32], "")) / 32
-            solved = draw.sample(problems, min(len(problems), int(context / mean)))
-        prompts.append(tokens_of(solved, question))
+    for question, answer in itertools.islice(itertools.cycle(problems), count):
+        others = [problem for problem in problems if problem != (question, answer)]
+        prompts.append(tokens_of(draw.sample(others, min(len(others), before)), question))
     stops = {tokenizer.eos_token_id}
     if (Path(model) / "generation_config.json").is_file():
         ids = GenerationConfig.from_pretrained(model).eos_token_id
@@ -309,26 +301,27 @@ def mismatch(
             common = trainer.log_probs(job["prompts"], job["common"])
         theirs = common if name == "bf16" else trainer.log_probs(job["prompts"], answer["responses"])
         one = {"variant": name, "own": compare(theirs, answer["own"]), "common": compare(common, answer["common"])}
-        record["results"].append(one | {key: answer[key] for key in ("quantized_layers", "unrotated")})
+        record["results"].append(one | {"quantized_layers": answer["quantized_layers"]})
         write_json(output / "mismatch.json", record)
     few = job["prompts"][:by_layer], job["common"][:by_layer]
+    exact = trainer.log_probs(*few) if by_layer else []  # in the batches that are compared
     for name in names if by_layer else ():
         if name != "bf16" and name != FP8_VERL and "+" not in name:
             print(f"{name}: types of layers", flush=True)
             of = record["layers"][name] = {}
             for kind in (*KINDS, ", ".join(KINDS)):
                 with trainer.in_8_bits(kind, name):
-                    of[kind] = compare(common[:by_layer], trainer.log_probs(*few))
+                    of[kind] = compare(exact, trainer.log_probs(*few))
             write_json(output / "mismatch.json", record)
     rows = [
         [
             one["variant"],
             *(f"{one[s][K3_KL]:.1e} ± {one[s]['k3_kl_standard_error']:.0e}" for s in ("own", "common")),
-            *(f"{one['own'][key]:{form}}" for key, form in ((KL, ".1e"), (CORRELATION, ".5f"), (ESS, ".4f"))),
+            *(f"{one['own'][key]:{form}}" for key, form in ((CORRELATION, ".5f"), (ESS, ".4f"))),
         ]
         for one in record["results"]
     ]
-    header = ("variant", "k3 KL, own tokens", "common tokens", "KL", "correlation", "ESS")
+    header = ("variant", "k3 KL, own tokens", "common tokens", "correlation", "ESS")
     show(f"Mismatch of {record['model']} on {here['device']}, {context} tokens of context", header, rows)
     rows = [[name, *(f"{one[K3_KL]:.1e}" for one in of.values())] for name, of in record["layers"].items()]
     show("k3 KL of types of layers", ("variant", *KINDS, "all"), rows)

@@ -256,6 +256,9 @@ def rotation(file: str) -> Rows:
     return rows
 
 
+# ---- runs of the recipe ----
+
+
 def metrics(file: str) -> dict[str, list[float]]:
     """What verl logged, by key, in the order of steps."""
     found: dict[str, list[float]] = {}

@@ -113,7 +113,7 @@ def _layers(key: str, value: Any) -> tuple[str, ...]:
 
 
 _EIGHT_BIT_TRAINER = (
-    "it was removed: it cost accuracy on the toy, lengthened a step at 1.5 billion parameters, and was not the "
+    "it was removed: it cost accuracy, lengthened a step at 1.5 billion parameters, and was not the "
     "engine's arithmetic under tensor parallelism; rotating the INT8 linears takes away more of the mismatch"
 )
 REMOVED = {f"flashrl.{name}": _EIGHT_BIT_TRAINER for name in ("trainer_forward", "trainer_backward")}

@@ -106,5 +106,6 @@ def quantizing_experts_inputs(fused_moe: types.ModuleType, quantize: Callable) -
     if calls < 2:
         raise FlashRLError(
             f"{fused_moe.__name__} did not quantize its inputs by {name} ({calls} of 2 times); see the entry in "
-            "flashrl_verl/plugins/patches.py. Set flashrl.rotation=false, or install a tested vLLM (`flashrl version`)"
+            "flashrl_verl/plugins/patches.py. Add 're:.*experts' to flashrl.ignore, or install a tested vLLM "
+            "(`flashrl version`)"
         )

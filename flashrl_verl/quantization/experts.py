@@ -100,6 +100,7 @@ class QuantizedMoEMethod(FusedMoEMethodBase):
         super().__init__(moe)
         self.format = fmt
         self.emulated = device_kernel(fmt) is Kernel.EMULATED
+        self._quantize = token_quantizer(fmt) if fmt.rotated and not self.emulated else None
         unsupported = {
             "biases": moe.has_bias,
             "no gated activation": not moe.is_act_and_mul,
@@ -159,8 +160,9 @@ class QuantizedMoEMethod(FusedMoEMethodBase):
         # (0.24 to 0.27): there "INT8 experts" are weight-only.
         from vllm.model_executor.layers.fused_moe import fused_moe
 
-        rotated = patches.quantizing_experts_inputs(fused_moe, token_quantizer(self.format))
-        with rotated if self.format.rotated else contextlib.nullcontext():
+        with contextlib.ExitStack() as patched:
+            if self._quantize is not None:
+                patched.enter_context(patches.quantizing_experts_inputs(fused_moe, self._quantize))
             return fused_moe.fused_experts(
                 x,
                 layer.w13_weight,

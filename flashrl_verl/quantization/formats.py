@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The 8-bit formats of ``flashrl.precision``: their codes, and the kernels there are. ``gemm.py`` chooses.
 
-INT8: integer codes -127 to 127 of rotated rows (``numerics.py``), INT32 accumulation. Every GPU since Turing has the
-tensor cores, A100 among them.
+INT8: integer codes -127 to 127 of rotated rows (``numerics.py``), INT32 accumulation. Ampere (8.0) is the first
+with BF16 tensor cores too, which rotate activations.
 
 FP8: E4M3 codes (1 sign, 4 exponent, 3 mantissa bits; no Inf; OCP 8-bit Floating Point Specification, 2023). Tensor
 cores for it exist since Ada (8.9) and Hopper (9.0).

@@ -62,7 +62,7 @@ def device_kernel(fmt: WeightFormat) -> Kernel:
 
 
 def linear_kernel(fmt: WeightFormat) -> LinearKernel:
-    """What multiplies on the device this process runs on.
+    """Quantizes activations and multiplies, on the device this process runs on.
 
     Raises:
         ConfigError: no kernel for it.

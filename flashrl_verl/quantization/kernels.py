@@ -84,11 +84,11 @@ def split_row(k: int) -> tuple[int, int]:
     return head, 1 << (rest - 1).bit_length() if rest else 0
 
 
-_TOKEN = 8192
-"""Channels of a token that a program of four warps holds in registers."""
-_FEW_TOKENS, _LONG_TOKEN = 256, 32768
-"""So few tokens do not fill a GPU: each then has a program of 16 warps, which holds so many channels. Measured on an
-H200 beside vLLM's kernel without rotation: docs/LOG.md."""
+_IN_4_WARPS, _IN_16_WARPS = 8192, 32768
+"""Channels of a token that a program of so many warps holds in registers."""
+_FEW_TOKENS = 256
+"""So few do not fill a GPU: each then has 16 warps. Measured on an H200 beside vLLM's kernel without rotation:
+docs/LOG.md."""
 
 
 def rotate_quantize_tokens(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -96,7 +96,7 @@ def rotate_quantize_tokens(x: torch.Tensor, block: int) -> tuple[torch.Tensor, t
 
     Args:
         x: [T, K] bfloat16 or float16, contiguous in K.
-        block: of ``numerics.rotation_block``, 16 or more.
+        block: of ``WeightFormat.block``, 16 or more.
 
     Returns:
         codes [T, K] int8, scales [T, 1] float32.
@@ -108,8 +108,8 @@ def rotate_quantize_tokens(x: torch.Tensor, block: int) -> tuple[torch.Tensor, t
     scales = torch.empty(tokens, 1, dtype=torch.float32, device=x.device)
     if tokens:
         lines, warps = max(16, 1 << (k // block - 1).bit_length()), 4
-        if lines * block > _TOKEN:
-            one = tokens <= _FEW_TOKENS and lines * block <= _LONG_TOKEN
+        if lines * block > _IN_4_WARPS:
+            one = tokens <= _FEW_TOKENS and lines * block <= _IN_16_WARPS
             lines, warps = (lines, 16) if one else (64, 4)
         triton_tokens.rotate_quantize_kernel[(tokens,)](
             x, codes, scales, k, x.stride(0), BLOCK=block, LINES=lines, ONE=lines * block >= k, num_warps=warps

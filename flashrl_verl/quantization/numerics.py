@@ -8,7 +8,7 @@ One weight row ``w[n, :]`` (one output channel) has one float32 scale, and an 8-
     w[n, k]   ~= code[n, k] * scale[n]
 
 ``code_max`` is 127 for INT8, whose grid is the integers, and 448 for FP8 E4M3, whose grid has 3 mantissa bits. The
-scale comes from the *whole* row, so the codes do not depend on how tensor parallelism cuts the columns. Nothing is
+scale comes from the *whole* row, whatever columns a tensor-parallel rank has. Nothing is
 calibrated: the scheme is a function of the weight alone (W8A8; in compressed-tensors' words ``strategy: channel`` and
 dynamic per-token activations).
 compressed-tensors' observer divides by about 127.5 and keeps BF16 scales, so about a tenth of its INT8 codes differ:
@@ -22,7 +22,7 @@ the Hadamard matrix of ``b`` channels, whose entries are 1 and -1 (Sylvester's o
     y = w x = sum over blocks of b channels of (w H / b) (H x)
 
 and ``w H / b`` and ``H x`` are what is quantized. An outlier is spread over its block, where even steps lose little.
-(FP8's steps grow with the value: spreading gives it little.) ``b`` is ``rotation_block`` of the layer's input
+(FP8's steps grow with the value: spreading gives it little.) ``b`` is ``WeightFormat.block`` of the layer's input
 channels on one tensor-parallel rank, so that no rank's slice cuts a block, and codes are equal for all tensor-parallel
 sizes with the same block.
 The weight's rotation is exact to the bit: log2(b) stages of float32 additions, first between neighbours,
@@ -57,8 +57,10 @@ class WeightFormat:
     """Whether weights and activations are rotated before they are quantized."""
 
     def block(self, columns: int) -> int:
-        """Channels rotated together in a layer with so many input channels a rank; 1 is no rotation."""
-        return rotation_block(columns) if self.rotated else 1
+        """Channels rotated together in a layer with so many input channels a rank: the largest power of two up to
+        ``MAX_BLOCK`` that divides them; 1, which is no rotation, where that is below ``MIN_BLOCK``."""
+        block = min(columns & -columns, MAX_BLOCK)
+        return block if self.rotated and block >= MIN_BLOCK else 1
 
     @property
     def rounds_to_integers(self) -> bool:
@@ -71,14 +73,7 @@ class WeightFormat:
 
 
 MAX_BLOCK, MIN_BLOCK = 64, 16
-"""Channels of a rotation, at most and at least. The fewer, the less an outlier is spread."""
-
-
-def rotation_block(columns: int) -> int:
-    """Channels that are rotated together in a layer with so many input channels a rank: the largest power of two up to
-    ``MAX_BLOCK`` that divides them; 1, which is no rotation, where that is below ``MIN_BLOCK``."""
-    block = min(columns & -columns, MAX_BLOCK)
-    return block if block >= MIN_BLOCK else 1
+"""Channels of a rotation: more bring nothing, and tensor cores (Triton's ``tl.dot``) take 16 at least."""
 
 
 def rotate(x: torch.Tensor, block: int) -> torch.Tensor:
@@ -86,7 +81,7 @@ def rotate(x: torch.Tensor, block: int) -> torch.Tensor:
 
     Args:
         x: [..., K] bfloat16, float16 or float32; K is a multiple of ``block``.
-        block: of ``rotation_block``; 1 returns x as it is.
+        block: of ``WeightFormat.block``; 1 returns x as it is.
 
     Returns:
         [..., K] float32; x itself with a block of 1. NaN and Inf make their block NaN or Inf.
@@ -151,20 +146,3 @@ def quantize_rows(
 def as_bytes(codes: torch.Tensor) -> torch.Tensor:
     """View codes as uint8, whatever their format: torch has no comparison, ``eq`` or ``index_fill`` for FP8 dtypes."""
     return codes.view(torch.uint8)
-
-
-def sqnr_db(reference: torch.Tensor, approximation: torch.Tensor) -> float:
-    """Signal-to-quantization-noise ratio in dB, ``10 log10(sum x^2 / sum (x - y)^2)``, accumulated in float64.
-
-    Args:
-        reference: any shape, floating point.
-        approximation: the same shape.
-
-    Returns:
-        The ratio in decibels; ``inf`` for an exact approximation.
-    """
-    x, y = reference.double(), approximation.double()
-    noise = (x - y).square().sum()
-    if noise == 0:
-        return float("inf")
-    return float(10.0 * torch.log10(x.square().sum() / noise))

@@ -36,9 +36,9 @@ def describe_model(runner: Any) -> dict[str, Any]:
 
     Returns:
         ``precision`` of the engine's quantization config; ``quantized``: quantized weights by dtype (a linear layer has
-        one, a layer of experts two); ``quantized_layers`` and ``quantized_names``; ``unrotated``: names of quantized
-        weights whose input channels no rotation divides; ``unquantized_layers``: name ->
-        class of other layers that came to our quantization config; ``never_quantized``: name -> bytes of all other
+        one, a layer of experts two); ``quantized_layers`` and ``quantized_names``; ``rotated``: how many of these
+        weights are; ``unrotated``: names of those that would be, but no rotation divides their input channels;
+        ``unquantized_layers``: name -> class of other layers that came to our quantization config; ``never_quantized``: name -> bytes of all other
         modules with matrices, which vLLM builds without it (routers, convolutions, plain parameters), embeddings and
         head left out; ``kept_layers`` that the user kept, ``kept_indices`` of decoder layers kept whole,
         ``ignore_unused``: entries of ``flashrl.ignore`` that matched neither; ``head_dtype`` in which
@@ -47,7 +47,7 @@ def describe_model(runner: Any) -> dict[str, Any]:
         dtype, and ``backends``.
     """
     model, config = runner.model, runner.vllm_config.quant_config
-    quantized_bytes = bf16_bytes = 0
+    quantized_bytes = bf16_bytes = rotated = 0
     quantized: Counter[str] = Counter()
     unquantized: dict[str, str] = {}
     never: dict[str, int] = {}
@@ -69,6 +69,7 @@ def describe_model(runner: Any) -> dict[str, Any]:
             fmt = storage.format
             if fmt.rotated and fmt.block(storage.data.shape[-1]) == 1:
                 unrotated.append(f"{name}.{parameter}")
+            rotated += fmt.block(storage.data.shape[-1]) > 1
             quantized[str(storage.data.dtype).removeprefix("torch.")] += 1
             quantized_bytes += storage.numel() * storage.element_size() + storage.scales.numel() * 4
             bf16_bytes += storage.numel() * 2
@@ -81,6 +82,7 @@ def describe_model(runner: Any) -> dict[str, Any]:
         "quantized": dict(quantized),
         "quantized_layers": len(names),
         "quantized_names": names,
+        "rotated": rotated,
         "unrotated": unrotated,
         "unquantized_layers": unquantized,
         "never_quantized": never,
@@ -170,11 +172,17 @@ def require_settings(settings: FlashRLConfig, found: dict[str, Any]) -> None:
             f"{never / 1e9:.3g} GB stay in high precision, {found['quantized_bytes_as_bf16'] / 1e9:.3g} GB would not: "
             f"{listed(list(found['never_quantized']))}; set flashrl.precision=bf16"
         )
-    if set(found["quantized"]) != {str(weight_format(wanted).dtype).removeprefix("torch.")}:
+    fmt = weight_format(wanted, settings.rotation)
+    if set(found["quantized"]) != {fmt.storage}:
         raise FlashRLError(
             f"flashrl.precision={wanted.value}, but the engine's quantized weights are {found['quantized'] or 'none'} "
             f"(kept by flashrl.ignore, keep_first_layers and keep_last_layers: {len(found['kept_layers'])} layers); "
             "keep fewer, or set flashrl.precision=bf16"
+        )
+    if fmt.rotated != bool(found["rotated"] + len(found["unrotated"])):
+        raise FlashRLError(
+            f"flashrl.rotation={settings.rotation}, but {found['rotated']} of the engine's quantized weights are "
+            "rotated; look for conflicting keys under actor_rollout_ref.rollout.engine_kwargs.vllm"
         )
 
 

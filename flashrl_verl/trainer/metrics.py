@@ -115,8 +115,8 @@ def describe_unrotated(worker: dict[str, Any]) -> str:
         return ""
     return (
         f"[flashrl] {len(worker['unrotated'])} weights are quantized without rotation, as no power of two from 16 on "
-        f"divides their input channels on a rank: {listed(worker['unrotated'])}. Another "
-        "actor_rollout_ref.rollout.tensor_model_parallel_size may; flashrl.ignore keeps them in BF16"
+        f"divides their input channels on a rank: {listed(worker['unrotated'])}. A "
+        "smaller actor_rollout_ref.rollout.tensor_model_parallel_size may help; flashrl.ignore keeps them in BF16"
     )
 
 

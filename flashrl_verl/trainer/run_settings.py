@@ -37,7 +37,7 @@ def load(folder: Path) -> dict[str, Any] | None:
     """
     path = folder / FILE
     try:
-        found = {"rotation": False} | json.loads(path.read_text())  # older checkpoints' runs had none
+        found = json.loads(path.read_text())
         return record(FlashRLConfig.from_mapping({key: found[key] for key in KEYS}))
     except FileNotFoundError:
         return None

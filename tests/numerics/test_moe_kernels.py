@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from references import hadamard
+from references import hadamard, sqnr_db
 
 from flashrl_verl.plugins.vllm import register
 from flashrl_verl.quantization import numerics
@@ -72,4 +72,4 @@ def test_experts_compute_what_their_precision_is(precision, device, least):
         kernels.load(built, {**kernels.drawn(), "w13": w13, "w2": w2})
         out = kernels.run_experts(kernels.experts(built), x, logits).cpu()
     assert out.dtype == torch.bfloat16
-    assert numerics.sqnr_db(exact(weight_format(precision), w13, w2, x, logits), out) > least
+    assert sqnr_db(exact(weight_format(precision), w13, w2, x, logits), out) > least

@@ -4,13 +4,13 @@
 import numpy as np
 import pytest
 import torch
-from references import block_of, hadamard
+from references import block_of, hadamard, sqnr_db
 
 from flashrl_verl.plugins.vllm import register
 from flashrl_verl.quantization.formats import INT8, INT8_UNROTATED
 from flashrl_verl.quantization.gemm import linear_kernel, token_quantizer
 from flashrl_verl.quantization.kernels import quantize_rows_into
-from flashrl_verl.quantization.numerics import quantize_rows, rotate, rotate_weight, rotation_block, sqnr_db
+from flashrl_verl.quantization.numerics import quantize_rows, rotate, rotate_weight
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -41,13 +41,13 @@ SMALLER = {
 def test_layers_of_models_that_people_train_rotate_64_channels_on_every_rank_or_the_named_fewer(model):
     hidden, heads_width, intermediate, heads = WIDTHS[model]
     for ranks in (ranks for ranks in (1, 2, 4, 8) if heads % ranks == 0):
-        assert rotation_block(hidden) == rotation_block(heads_width // ranks) == 64
-        assert rotation_block(intermediate // ranks) == SMALLER.get((model, ranks), 64)
+        assert INT8.block(hidden) == INT8.block(heads_width // ranks) == 64
+        assert INT8.block(intermediate // ranks) == SMALLER.get((model, ranks), 64)
 
 
 @pytest.mark.parametrize("columns, block", [(64 * 7, 64), (96, 32), (48, 16), (40, 1), (8, 1), (1, 1), (344, 1)])
 def test_a_block_is_a_power_of_two_from_16_to_64_that_divides_the_columns_or_there_is_none(columns, block):
-    assert rotation_block(columns) == block == block_of(columns)
+    assert INT8.block(columns) == block == block_of(columns)
 
 
 @pytest.mark.parametrize("block", [16, 32, 64])
@@ -76,7 +76,7 @@ def outliers(tokens: int, columns: int, dtype: torch.dtype = torch.bfloat16) -> 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("columns", [512, 896])
 def test_a_layer_with_outlier_channels_comes_ten_times_nearer_to_its_product_when_rotated(device, columns):
-    """In power of the noise, 10 dB. The same layer without rotation on one side only is another product."""
+    """In power of the noise, 10 dB."""
     register()
     x = outliers(64, columns).to(device)
     weight = torch.randn(128, columns, generator=torch.Generator().manual_seed(1)).bfloat16().to(device)
@@ -94,7 +94,7 @@ def test_a_layer_with_outlier_channels_comes_ten_times_nearer_to_its_product_whe
 def test_a_gpus_tokens_are_the_references_but_for_the_order_of_sums(columns, dtype):
     for tokens in (1, 5, 300):
         x = outliers(tokens, columns, dtype)
-        rotated = rotate(x, rotation_block(columns))
+        rotated = rotate(x, INT8.block(columns))
         expected, expected_scales = quantize_rows(rotated, INT8)
         codes, scales = (part.cpu() for part in token_quantizer(INT8)(x.cuda()))
         ulps = (scales.view(torch.int32) - expected_scales.view(torch.int32)).abs()

@@ -158,3 +158,9 @@ def experts(
         for e in range(count)
     ]
     return np.stack([c for c, _ in pairs]), np.stack([s for _, s in pairs])
+
+
+def sqnr_db(reference: torch.Tensor, approximation: torch.Tensor) -> float:
+    """Signal-to-quantization-noise ratio in dB, ``10 log10(sum x^2 / sum (x - y)^2)``, in float64."""
+    x, y = reference.double(), approximation.double()
+    return float(10.0 * torch.log10(x.square().sum() / (x - y).square().sum()))

@@ -15,6 +15,7 @@ HELD = {
     "quantized": {"int8": 8},
     "quantized_layers": 8,
     "quantized_names": ["model.layers.0.mlp.down_proj"],
+    "rotated": 2,
     "unrotated": [],
     "quantized_bytes_as_bf16": 4096,
     "unquantized_layers": {},
@@ -34,7 +35,7 @@ BF16 = {
     "quantized_layers": 0,
     "unquantized_layers": {"a": "ColumnParallelLinear"},
 }
-FP8 = {"precision": "fp8", "quantized": {"float8_e4m3fn": 8}}
+FP8 = {"precision": "fp8", "quantized": {"float8_e4m3fn": 8}, "rotated": 0}
 ROW, NEW = {"unquantized_layers": {"x": "RowParallelLinear"}}, {"unquantized_layers": {"x": "NewLinear"}}
 NO_HEAD = {"head_dtype": "unknown (TypeError: x)"}
 KEEP = {"keep_first_layers": 2, "keep_last_layers": 1}
@@ -77,6 +78,8 @@ def test_an_engine_that_holds_what_was_asked_for_is_accepted(settings, held):
         ({}, {"quantized": {}, "quantized_layers": 0, "kept_layers": ["a", "b"]}, ["none", "2 layer"]),
         ({"precision": "fp8"}, {"precision": "fp8"}, ["flashrl.precision=fp8", "'int8': 8"]),
         ({"precision": "bf16"}, {"precision": "bf16"}, ["flashrl.precision=bf16", "'int8': 8"]),
+        ({}, {"rotated": 0}, ["flashrl.rotation=None", "0 of"]),
+        ({"rotation": False}, {}, ["flashrl.rotation=False", "2 of"]),
         # layers to keep that the model does not have
         ({}, {"ignore_unused": ["lm_haed"]}, ["lm_haed", "flashrl.ignore", "model.layers.0.mlp.down_proj"]),
         (KEEP, {"kept_indices": [0, 1]}, ["keep 2 layers of this model instead of 3", "flashrl.ignore"]),

@@ -78,8 +78,8 @@ def export(
     typer.echo(f"Serve it: vllm serve {folder}")
     if format is Precision.INT8:
         typer.echo(
-            "Its layers are not rotated, so it is further from the trainer than the run's rollout was. As the rollout: "
-            "export --format bf16, and serve that with this package (docs/evaluation.md)"
+            "Its layers are not rotated, which plain vLLM cannot do: further from the trainer than INT8 rollouts are. "
+            "As those: export --format bf16, and serve that with this package (docs/evaluation.md)"
         )
 
 
