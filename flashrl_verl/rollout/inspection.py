@@ -38,9 +38,9 @@ def describe_model(runner: Any) -> dict[str, Any]:
         ``precision`` of the engine's quantization config; ``quantized``: quantized weights by dtype (a linear layer has
         one, a layer of experts two); ``quantized_layers`` and ``quantized_names``; ``rotated``: how many of these
         weights are; ``unrotated``: names of those that would be, but no rotation divides their input channels;
-        ``unquantized_layers``: name -> class of other layers that came to our quantization config; ``never_quantized``: name -> bytes of all other
-        modules with matrices, which vLLM builds without it (routers, convolutions, plain parameters), embeddings and
-        head left out; ``kept_layers`` that the user kept, ``kept_indices`` of decoder layers kept whole,
+        ``unquantized_layers``: name -> class of other layers that came to our quantization config;
+        ``never_quantized``: name -> bytes of all other modules with matrices, which vLLM builds without it (routers,
+        convolutions, plain parameters), embeddings and head left out; ``kept_layers`` that the user kept, ``kept_indices`` of decoder layers kept whole,
         ``ignore_unused``: entries of ``flashrl.ignore`` that matched neither; ``head_dtype`` in which
         logits are computed; ``quantized_bytes`` (codes and scales), ``quantized_bytes_as_bf16``, ``weight_bytes`` of
         all parameters; ``logprobs_mode``; ``kv_cache``: ``dtypes``, attention layers by vLLM's name of their KV cache's
