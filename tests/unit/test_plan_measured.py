@@ -90,11 +90,11 @@ def test_kv_caches_are_planned_within_1_percent_and_the_smallest_within_1_2():
         assert planned == pytest.approx(one.tokens, rel=within), (one.file, str(one.clock.choice))
 
 
-def test_decode_steps_are_planned_within_7_percent_and_prompts_within_8():
+def test_decode_steps_are_and_prompts_are_planned_within_8_percent():
     steps = 0
     for one in filter(Measured.has_room, measured()):
         planned = one.clock.decode(one.work.sequences, one.work.prompt + one.work.response / 2).total
-        within = 0.145 if one.file in NOISY and one.work.sequences == 256 else 0.07
+        within = 0.145 if one.file in NOISY and one.work.sequences == 256 else 0.08
         assert planned == pytest.approx(one.decode_s / (one.work.response - 1), rel=within), (one.key, one.clock.choice)
         assert one.prefill() == pytest.approx(statistics.median(one.timing["prefill_seconds"]), rel=0.08), one.key
         steps += 1

@@ -21,8 +21,6 @@ def test_the_record_is_the_runs_and_a_damaged_one_is_refused(tmp_path):
         **{"ignore": ["re:.*v_proj"], "keep_first_layers": 1, "keep_last_layers": 0},
     }
     file = tmp_path / run_settings.FILE
-    file.write_text(json.dumps({key: value for key, value in recorded.items() if key != "rotation"}))
-    assert run_settings.load(tmp_path)["rotation"] is False, "older runs' layers were not rotated"
     for damaged in (json.dumps(recorded | {"kv_cache": "int3"}), json.dumps(recorded)[:-9], "{}", "3"):
         file.write_text(damaged)
         with pytest.raises(FlashRLError, match="flashrl.json is damaged"):

@@ -107,7 +107,7 @@ def test_settings_that_contradict_each_other_are_refused():
 @pytest.mark.parametrize("key", ["trainer_forward", "trainer_backward"])
 def test_a_removed_setting_is_refused_with_the_reason(key):
     assert refusal(key, "int8") == "remove the key."
-    with pytest.raises(ConfigError, match=rf"flashrl\.{key}: it was removed: .*toy.*Remedy: remove the key"):
+    with pytest.raises(ConfigError, match=rf"flashrl\.{key}: it was removed: .*accuracy.*Remedy: remove the key"):
         compose(["experiment=base", f"flashrl.{key}=int8"])
 
 
