@@ -11,7 +11,8 @@ logs, and the BF16 engine's samples scored by all of them. Last, what each type 
 model with that type alone in 8 bits. Engines run eagerly, without CUDA graphs.
 
 Variants: ``bf16``; ``int8`` and ``int8-unrotated``; ``fp8`` (a scale a row and token); ``fp8-verl``, verl's own FP8
-rollout (128 x 128 blocks; on a GPU). ``+int8kv`` may follow.
+rollout (128 x 128 blocks; on a GPU). A KV cache may follow: ``+int8kv``,
+``+int8kv-triton`` (vLLM's attention), ``+fp8kv``, each with ``-raw`` behind it for keys that are not equalized.
 """
 
 from __future__ import annotations

@@ -48,6 +48,7 @@ ROWS, GRADIENT = "tests/numerics/test_rows.py", "tests/numerics/test_tis_gradien
 WEIGHT, ROTATION = "tests/unit/test_quantized_weight.py", "tests/numerics/test_rotation.py"
 SENT, RATIOS, SAVED = (f"tests/unit/test_{name}.py" for name in ("sender", "correction", "never_saved"))
 ENGINE = "tests/e2e/test_engine_refit.py"
+KEYS, EQUALIZE = "tests/e2e/test_equalized_keys.py -k stays", "flashrl_verl/attention/equalize.py"
 UNACCOUNTED = f"{ENGINE} -k unaccounted"
 SMOKE = "tests/e2e/test_recipe.py -k test_int8_rollouts_train_with_tis"
 MATRIX, NORM = "model.layers.0.mlp.down_proj.weight", "model.norm.weight"
@@ -100,6 +101,15 @@ MUTANTS = [
         (ROWS,)),
     Mutant("rotation_by_whole_row", KERNELS, "numerics.rotate_weight(weight, fmt.block(codes.shape[1]))",
         "numerics.rotate_weight(weight, fmt.block(weight.shape[1]))", (ROWS,)),
+    # Keys in other units than queries, or than what is cached already.
+    Mutant("keys_scaled_alone", EQUALIZE, "-1, size) * scale.unsqueeze(1)", "-1, size) + 0 * scale.unsqueeze(1)",
+        ("tests/numerics/test_equalize.py",)),
+    Mutant("keys_of_another_head", EQUALIZE, "offset.copy_((keys.amax(0) + keys.amin(0)) / 2)",
+        "offset.copy_(((keys.amax(0) + keys.amin(0)) / 2).roll(1, 0))", (KEYS,)),
+    Mutant("keys_measured_again", LOAD, "if not self._problems and self._first is None:", "if not self._problems:",
+        (KEYS,)),
+    Mutant("keys_lost_in_sleep", EQUALIZE, "    layer.register_forward_pre_hook(_equalize)",
+        "    layer.key_offset = layer._buffers.pop(OFFSET)\n    layer.register_forward_pre_hook(_equalize)", (KEYS,)),
     # The rollout stays the policy of the first step.
     Mutant("second_update_not_quantized", PARAMETER, "        self.loaded_elements += codes.numel()",
         '        self.ever = self.__dict__.get("ever", 0) + codes.numel()\n'

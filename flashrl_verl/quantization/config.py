@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import (
@@ -24,8 +25,10 @@ from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.platforms import current_platform
+from vllm.utils.torch_utils import is_quantized_kv_cache
 
 from flashrl_verl.attention import register_attention, require_shaped_caches
+from flashrl_verl.attention.equalize import install
 from flashrl_verl.attention.limits import CAPABILITY as INT8_KV_CAPABILITY
 from flashrl_verl.attention.limits import NAME as INT8_KV_ATTENTION
 from flashrl_verl.attention.limits import REMEDY
@@ -106,6 +109,9 @@ class FlashRLQuantizationConfig(QuantizationConfig):
             self._kept(prefix, [])
             # An embedding too: where it is tied, many models multiply by the embedding layer itself.
             return Fp32HeadMethod() if self.fp32_lm_head else None
+        if isinstance(layer, Attention) and is_quantized_kv_cache(layer.kv_cache_dtype):
+            install(layer)
+            return None
         if isinstance(layer, MLAAttention):
             # It derives tensors from kv_b_proj after loading; whether they stay where CUDA graphs read them is not
             # tested.

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 from verl.workers.rollout.vllm_rollout.weight_update_utils import apply_buffer_updates
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
+from flashrl_verl.attention.equalize import measure
 from flashrl_verl.errors import RefitError, listed
 from flashrl_verl.quantization.numerics import as_bytes
 from flashrl_verl.quantization.parameter import QuantizedStorage
@@ -110,6 +111,11 @@ class WeightRefit:
         quantized = {name: p for name, p in parameters.items() if isinstance(p, QuantizedStorage)}
         if not self._problems:
             self._check_storage(parameters, quantized)
+        if not self._problems and self._first is None:
+            try:
+                measure(self.model, self._model_config)  # once: what is cached is in these units
+            except ValueError as error:
+                self._problems.append(str(error))
         if self._problems:
             raise RefitError(
                 f"weight update of step {manifest.step}: {'; '.join(self._problems)}. Nothing was sampled from it; "

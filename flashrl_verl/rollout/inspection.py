@@ -14,6 +14,7 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
+from flashrl_verl.attention.equalize import OFFSET
 from flashrl_verl.errors import ConfigError, FlashRLError, listed
 from flashrl_verl.quantization.formats import weight_format
 from flashrl_verl.quantization.lm_head import FP32
@@ -40,11 +41,12 @@ def describe_model(runner: Any) -> dict[str, Any]:
         weights are; ``unrotated``: names of those that would be, but no rotation divides their input channels;
         ``unquantized_layers``: name -> class of other layers that came to our quantization config;
         ``never_quantized``: name -> bytes of all other modules with matrices, which vLLM builds without it (routers,
-        convolutions, plain parameters), embeddings and head left out; ``kept_layers`` that the user kept, ``kept_indices`` of decoder layers kept whole,
-        ``ignore_unused``: entries of ``flashrl.ignore`` that matched neither; ``head_dtype`` in which
-        logits are computed; ``quantized_bytes`` (codes and scales), ``quantized_bytes_as_bf16``, ``weight_bytes`` of
-        all parameters; ``logprobs_mode``; ``kv_cache``: ``dtypes``, attention layers by vLLM's name of their KV cache's
-        dtype, and ``backends``.
+        convolutions, plain parameters), embeddings and head left out; ``kept_layers`` that the user kept,
+        ``kept_indices`` of decoder layers kept whole, ``ignore_unused``: entries of ``flashrl.ignore`` that matched
+        neither; ``head_dtype`` in which logits are computed; ``quantized_bytes`` (codes and scales),
+        ``quantized_bytes_as_bf16``, ``weight_bytes`` of all parameters; ``logprobs_mode``; ``kv_cache``: ``dtypes``,
+        attention layers by vLLM's name of their KV cache's dtype, ``backends``, and ``equalized``: how many layers'
+        keys are.
     """
     model, config = runner.model, runner.vllm_config.quant_config
     quantized_bytes = bf16_bytes = rotated = 0
@@ -97,6 +99,7 @@ def describe_model(runner: Any) -> dict[str, Any]:
         "kv_cache": {
             "dtypes": dict(Counter(layer.kv_cache_dtype for layer in attention)),
             "backends": sorted({layer.attn_backend.get_name() for layer in attention}),
+            "equalized": sum(hasattr(layer, OFFSET) for layer in model.modules()),
         },
     }
 
@@ -218,12 +221,17 @@ def require_kv_cache(wanted: KVCache, found: dict[str, Any]) -> None:
     Raises:
         FlashRLError: it is.
     """
-    dtypes = set(found["dtypes"])
+    dtypes, layers = set(found["dtypes"]), sum(found["dtypes"].values())
     if dtypes - _ENGINE_NAMES.get(wanted, {wanted.value}) or (wanted is not KVCache.AUTO and not dtypes):
         raise FlashRLError(
             f"flashrl.kv_cache={wanted.value}, but the engine's attention layers have a KV cache in "
             f"{found['dtypes'] or 'none'} "
             f"(with backends {found['backends']}); check `flashrl version`, or set flashrl.kv_cache=auto"
+        )
+    if wanted is not KVCache.AUTO and found["equalized"] != layers:
+        raise FlashRLError(
+            f"flashrl.kv_cache={wanted.value}, but only {found['equalized']} of {layers} attention layers equalize "
+            "their keys: vLLM builds the others without a quantization config. Set flashrl.kv_cache=auto"
         )
 
 

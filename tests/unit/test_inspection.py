@@ -24,7 +24,7 @@ HELD = {
     "kept_indices": [],
     "ignore_unused": [],
     "head_dtype": "bfloat16",
-    "kv_cache": {"dtypes": {"auto": 2}, "backends": ["FLASH_ATTN"]},
+    "kv_cache": {"dtypes": {"auto": 2}, "backends": ["FLASH_ATTN"], "equalized": 0},
 }
 """What ``flashrl_layers`` says of a small INT8 model; tests/e2e/test_engine_refit.py compares the keys with an
 engine's."""
@@ -41,8 +41,8 @@ NO_HEAD = {"head_dtype": "unknown (TypeError: x)"}
 KEEP = {"keep_first_layers": 2, "keep_last_layers": 1}
 
 
-def kv_cache(**dtypes: int) -> dict:
-    return {"kv_cache": {"dtypes": dtypes, "backends": ["FLASH_ATTN"]}}
+def kv_cache(equalized: int = 2, **dtypes: int) -> dict:
+    return {"kv_cache": {"dtypes": dtypes, "backends": ["FLASH_ATTN"], "equalized": equalized}}
 
 
 @pytest.mark.parametrize(
@@ -91,6 +91,7 @@ def test_an_engine_that_holds_what_was_asked_for_is_accepted(settings, held):
         ({"kv_cache": "int8_per_token_head"}, {}, ["{'auto': 2}", "FLASH_ATTN", "kv_cache=auto"]),
         ({"kv_cache": "int8_per_token_head"}, kv_cache(int8_per_token_head=1, auto=1), ["'auto': 1"]),
         ({"kv_cache": "int8_per_token_head"}, kv_cache(), ["none"]),
+        ({"kv_cache": "int8_per_token_head"}, kv_cache(1, int8_per_token_head=2), ["only 1 of 2", "kv_cache=auto"]),
         ({}, kv_cache(fp8=2), ["flashrl.kv_cache=auto", "{'fp8': 2}"]),
     ],
 )
