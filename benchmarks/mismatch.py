@@ -60,7 +60,7 @@ def sample(model: str, variant: str, job: dict[str, Any]) -> dict[str, Any]:
         in_process=job["tensor_parallel"] == 1,
         enforce_eager=True,
         tensor_parallel_size=job["tensor_parallel"],
-        max_model_len=max(map(len, prompts)) + job["tokens"] + 1,  # scoring asks for one token more
+        max_model_len=job["max_model_len"] or max(map(len, prompts)) + job["tokens"] + 1,  # one more to score the last
         max_num_batched_tokens=2048,  # scoring keeps as many rows of logits, several times
         max_num_seqs=256,
         gpu_memory_utilization=job["gpu_memory_utilization"],
@@ -273,6 +273,7 @@ def mismatch(
     tokens: Annotated[int, typer.Option(min=1, help="Longest response, in tokens.")] = 512,
     context: Annotated[int, typer.Option(min=0, help="Tokens of solved problems before each question.")] = 0,
     by_layer: Annotated[int, typer.Option(min=0, help="Responses by which types of layers are compared.")] = 64,
+    max_model_len: Annotated[int | None, typer.Option(help="vLLM's; the prompts' and responses' otherwise.")] = None,
     tensor_parallel: Annotated[int, typer.Option(min=1, help="GPUs of an engine.")] = 1,
     gpu_memory_utilization: Annotated[float, typer.Option(help="vLLM's share of the GPU.")] = 0.5,
     seed: Annotated[int, typer.Option(min=0, help="Of the choice of problems.")] = 0,
@@ -289,10 +290,10 @@ def mismatch(
         raise ConfigError(f"--model {model} is no folder with a config.json")
     job = prompts_of(folder, data, prompts, context, seed)
     job |= {"tokens": tokens, "gpu_memory_utilization": gpu_memory_utilization, "common": None}
-    job |= {"tensor_parallel": tensor_parallel}
+    job |= {"tensor_parallel": tensor_parallel, "max_model_len": max_model_len}
     here = environment()
     record = {"model": Path(folder).name, "context": context, "device": here["device"], "versions": here, "seed": seed}
-    record |= {"tensor_parallel": tensor_parallel, "results": [], "layers": {}}
+    record |= {"tensor_parallel": tensor_parallel, "max_model_len": max_model_len, "results": [], "layers": {}}
     trainer, common = None, []
     for name in names:
         print(f"{name}: started", flush=True)
