@@ -35,6 +35,10 @@ from benchmarks.common import environment, in_own_process, run, show, words_of, 
 from flashrl_verl.errors import ConfigError
 
 VARIANTS = "int8,int8-unrotated,fp8,fp8-verl"
+VARIANTS_HELP = (
+    "Of these, separated by commas, perhaps with a KV cache behind one, such as int8+int8kv (see the module's "
+    "docstring); bf16 is measured in any case."
+)
 K3_KL = "rollout_corr/k3_kl"
 CORRELATION = "training/rollout_actor_probs_pearson_corr"
 ESS = "rollout_corr/rollout_is_eff_sample_size"
@@ -268,7 +272,7 @@ KINDS = ("q_proj, k_proj, v_proj", "o_proj", "gate_proj, up_proj", "down_proj")
 def mismatch(
     model: Annotated[str, typer.Option(help="A Hugging Face folder in high precision, with a chat template.")],
     data: Annotated[Path, typer.Option(help="Problems as GSM8K publishes them: JSON lines with question and answer.")],
-    variants: Annotated[str, typer.Option(help="Separated by commas; bf16 is measured in any case.")] = VARIANTS,
+    variants: Annotated[str, typer.Option(help=VARIANTS_HELP)] = VARIANTS,
     prompts: Annotated[int, typer.Option(min=2, help="Prompts, one sampled response each.")] = 512,
     tokens: Annotated[int, typer.Option(min=1, help="Longest response, in tokens.")] = 512,
     context: Annotated[int, typer.Option(min=0, help="Tokens of solved problems before each question.")] = 0,
@@ -287,8 +291,11 @@ def mismatch(
         formats_of(name)
     folder, output = str(Path(model).expanduser().resolve()), output.expanduser().resolve()
     if not (Path(folder) / "config.json").is_file():
-        raise ConfigError(f"--model {model} is no folder with a config.json")
+        raise ConfigError(f"--model {model} is no folder with a config.json: download the model, and give its folder")
     job = prompts_of(folder, data, prompts, context, seed)
+    room = json.loads((Path(folder) / "config.json").read_text()).get("max_position_embeddings", math.inf)
+    if (longest := max(map(len, job["prompts"])) + tokens + 1) > room:
+        raise ConfigError(f"prompts and --tokens need {longest} positions, and the model has {room}: lower one of them")
     job |= {"tokens": tokens, "gpu_memory_utilization": gpu_memory_utilization, "common": None}
     job |= {"tensor_parallel": tensor_parallel, "max_model_len": max_model_len}
     here = environment()

@@ -81,8 +81,9 @@ def _limit(default: float, accepts: Callable[[Any], bool], wanted: str) -> Any:
 def _switch(default: bool | None) -> Any:
     def read(key: str, value: Any) -> bool | None:
         if not isinstance(value, bool) and (value is not None or default is not None):
+            wanted = "true or false" if default is not None else "true, false, or null for what the precision has"
             word = "null" if default is None else str(default).lower()
-            refuse(key, _quoted(value), "it has to be true or false", f"{key}={word}, the default")
+            refuse(key, _quoted(value), f"it has to be {wanted}", f"{key}={word}, the default")
         return value
 
     return _field(default, read)

@@ -75,6 +75,7 @@ def summarize_layers(replicas: Sequence[Sequence[dict]], wanted: Sequence[Precis
     metrics = {
         "flashrl/bf16_replicas": sum(want is Precision.BF16 for want in wanted),
         "flashrl/quantized_layers": first["quantized_layers"],
+        "flashrl/rotated_weights": first["rotated"],
         "flashrl/unquantized_layers": len(first["unquantized_layers"]),
         "flashrl/fp32_lm_head": int(first["head_dtype"] == FP32),
         "flashrl/kv_cache_bits": 8 if KVCache.INT8_PER_TOKEN_HEAD.value in first["kv_cache"]["dtypes"] else 16,
@@ -103,6 +104,7 @@ def describe_rollout(precision: str, layers: dict[str, float], refit: dict[str, 
     kept = f"{share:.3f} of their BF16 bytes" if layers["flashrl/quantized_layers"] else "nothing quantized"
     return (
         f"[flashrl] rollout precision {precision}: {layers['flashrl/quantized_layers']} quantized layers ({kept}), "
+        f"{layers['flashrl/rotated_weights']} of their weights rotated, "
         f"{layers['flashrl/weight_bytes'] / 1e6:.2f} MB of weights; first refit {refit['flashrl/refit_tensors']} "
         f"tensors in {refit['flashrl/refit_seconds']:.2f} s, receipt of step {refit['flashrl/receipt_step']} verified "
         f"(sum {refit['flashrl/receipt_sum']})"

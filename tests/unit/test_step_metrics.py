@@ -36,12 +36,12 @@ def test_a_refits_codes_are_the_quantized_replicas_and_its_seconds_the_slowest_w
 
 WORKER = {
     **{"precision": "int8", "quantized_layers": 8, "head_dtype": "bfloat16", "unquantized_layers": {}},
-    **{"weight_bytes": 100, "quantized_bytes": 51, "quantized_bytes_as_bf16": 100},
+    **{"rotated": 8, "weight_bytes": 100, "quantized_bytes": 51, "quantized_bytes_as_bf16": 100},
     "kv_cache": {"dtypes": {"int8_per_token_head": 2}},
 }
 PLAIN = WORKER | {
     **{"precision": "bf16", "quantized_layers": 0, "unquantized_layers": {"a": "Linear"}},
-    **{"weight_bytes": 149, "quantized_bytes": 0, "quantized_bytes_as_bf16": 0},
+    **{"rotated": 0, "weight_bytes": 149, "quantized_bytes": 0, "quantized_bytes_as_bf16": 0},
     "kv_cache": {"dtypes": {"auto": 2}},
 }
 

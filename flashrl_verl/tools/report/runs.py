@@ -252,7 +252,8 @@ def _precision(metrics: Metrics, facts: dict[str, Any]) -> str:
     chosen, layers = facts.get("precision"), metrics.last("flashrl/quantized_layers")
     if layers is None:
         return f"the engine's layers were {MISSING}" + (f"; chosen: {chosen}" if chosen else "")
-    quantized = f"{show(layers, '.0f')} quantized layers"
+    rotated = ", rotated" if metrics.last("flashrl/rotated_weights") else ""
+    quantized = f"{show(layers, '.0f')} quantized layers{rotated}"
     if chosen and (layers > 0) != (chosen != "bf16"):
         return f"{quantized}: NOT {chosen}, which was chosen"
     cache = ", 8-bit KV cache" if metrics.last("flashrl/kv_cache_bits") == 8 else ""
