@@ -75,7 +75,7 @@ def look(path: Path, name: str, precision: str) -> None:
     first, second = policy(name, 0), policy(name, 1)
     first.config.save_pretrained(path)
     config.is_quantized_kv_cache = lambda dtype: True  # no CPU has a quantized cache; this process ends with the test
-    with engine(path, {"precision": precision}) as llm:
+    with engine(path, {"precision": precision}, compiled=precision == "int8") as llm:  # either way
         send, worker = Refit(llm), runner(llm)
         layers = [m for m in worker.model.modules() if isinstance(m, Attention)]
         (found,) = llm.collective_rpc("flashrl_layers")
@@ -108,7 +108,7 @@ def look(path: Path, name: str, precision: str) -> None:
         assert 0 < (with_them - without).abs().mean() < 0.03
 
 
-@pytest.mark.parametrize("precision", ["bf16", "int8"])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("int8", marks=pytest.mark.slow)])
 def test_attention_stays_what_it_was_and_the_constants_are_those_of_the_first_weights(tmp_path, precision):
     in_own_process(look, tmp_path, "biases", precision)
 
