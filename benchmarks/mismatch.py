@@ -11,8 +11,8 @@ logs, and the BF16 engine's samples scored by all of them. Last, what each type 
 model with that type alone in 8 bits. Engines run eagerly, without CUDA graphs.
 
 Variants: ``bf16``; ``int8`` and ``int8-unrotated``; ``fp8`` (a scale a row and token); ``fp8-verl``, verl's own FP8
-rollout (128 x 128 blocks; on a GPU). A KV cache may follow: ``+int8kv``,
-``+int8kv-triton`` (vLLM's attention), ``+fp8kv``, each with ``-raw`` behind it for keys that are not equalized.
+rollout (128 x 128 blocks; on a GPU). A KV cache may follow: ``+int8kv``, ``+int8kv-triton`` (vLLM's attention),
+``+fp8kv``, each with ``-raw`` behind it for keys that are not equalized.
 """
 
 from __future__ import annotations
@@ -153,14 +153,10 @@ class Trainer:
         formats = formats_of(variant)
         fmt = weight_format(formats.precision, formats.rotation)
 
-        def forward(layer: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
-            weight = layer.weight.detach()
-            codes = torch.empty(weight.shape, dtype=fmt.dtype, device=weight.device)
-            scales = torch.empty(len(weight), 1, device=weight.device)
-            quantize_rows_into(weight, codes, scales, fmt)
+        def forward(layer: torch.nn.Linear, codes: torch.Tensor, scales: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
             # Outside the autocast of the forward pass, which would round these products to BF16.
             with torch.autocast(self.device.type, enabled=False):
-                return emulated_multiply(x.to(weight.dtype), codes, scales, fmt, layer.bias)
+                return emulated_multiply(x.to(layer.weight.dtype), codes, scales, fmt, layer.bias)
 
         names = re.compile(rf"layers\.\d+\..*({kind.replace(', ', '|')})$")
         changed = [
@@ -169,7 +165,11 @@ class Trainer:
             if isinstance(module, torch.nn.Linear) and names.search(name)
         ]
         for layer in changed:
-            layer.forward = functools.partial(forward, layer)
+            weight = layer.weight.detach()
+            codes = torch.empty(weight.shape, dtype=fmt.dtype, device=weight.device)
+            scales = torch.empty(len(weight), 1, device=weight.device)
+            quantize_rows_into(weight, codes, scales, fmt)
+            layer.forward = functools.partial(forward, layer, codes, scales)
         try:
             yield
         finally:

@@ -25,7 +25,7 @@ from vllm.v1.attention.backend import AttentionImpl
 
 MAX_POSITIONS = 20_480
 """Keys are looked at up to here, or to the engine's longest sequence. A rotary embedding turns a bias by the position,
-some channels once in millions: more positions widen the range (docs/results/mismatch.md)."""
+some channels once in millions: more positions widen the range (figures: docs/LOG.md)."""
 
 NOISE = 2048
 """Vectors of noise, half of them the others' negatives, so that a range without a bias has its middle at 0."""
@@ -38,7 +38,7 @@ def install(layer: Attention) -> None:
     built, before its graph is compiled; a second call changes nothing.
 
     Raises:
-        ValueError: it reads another layer's keys, whose scale it does not know.
+        ValueError: it reads another layer's keys.
     """
     if hasattr(layer, OFFSET):
         return

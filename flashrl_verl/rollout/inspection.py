@@ -68,10 +68,10 @@ def describe_model(runner: Any) -> dict[str, Any]:
             if matrices := [p for p in parameters.values() if p.dim() > 1]:
                 never[name] = sum(p.numel() * p.element_size() for p in matrices)
         for parameter, storage in storages.items():
-            fmt = storage.format
-            if fmt.rotated and fmt.block(storage.data.shape[-1]) == 1:
+            block = storage.format.block(storage.data.shape[-1])
+            if storage.format.rotated and block == 1:
                 unrotated.append(f"{name}.{parameter}")
-            rotated += fmt.block(storage.data.shape[-1]) > 1
+            rotated += block > 1
             quantized[str(storage.data.dtype).removeprefix("torch.")] += 1
             quantized_bytes += storage.numel() * storage.element_size() + storage.scales.numel() * 4
             bf16_bytes += storage.numel() * 2

@@ -27,6 +27,9 @@ NOISY = ("throughput/qwen2.5-7b-71gib", "throughput/again/qwen2.5-7b")
 LITTLE = ("throughput/qwen2.5-32b-71gib-two-arms", "throughput/again/qwen2.5-32b-71gib")
 """BF16's KV cache is the smallest here, 6.3 GiB: three sequences of 8192 tokens at a time."""
 
+BESIDE_OTHERS = ("rollout/h200-rotation-bf16",)
+"""While three other GPUs of the host ran other engines: BF16's step of 256 sequences took 7.9 % longer than planned."""
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -90,11 +93,12 @@ def test_kv_caches_are_planned_within_1_percent_and_the_smallest_within_1_2():
         assert planned == pytest.approx(one.tokens, rel=within), (one.file, str(one.clock.choice))
 
 
-def test_decode_steps_are_and_prompts_are_planned_within_8_percent():
+def test_decode_steps_are_planned_within_7_percent_and_prompts_within_8():
     steps = 0
     for one in filter(Measured.has_room, measured()):
         planned = one.clock.decode(one.work.sequences, one.work.prompt + one.work.response / 2).total
-        within = 0.145 if one.file in NOISY and one.work.sequences == 256 else 0.08
+        within = 0.145 if one.file in NOISY and one.work.sequences == 256 else 0.07
+        within = max(within, 0.08 if one.file in BESIDE_OTHERS else 0)
         assert planned == pytest.approx(one.decode_s / (one.work.response - 1), rel=within), (one.key, one.clock.choice)
         assert one.prefill() == pytest.approx(statistics.median(one.timing["prefill_seconds"]), rel=0.08), one.key
         steps += 1
