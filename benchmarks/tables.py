@@ -230,6 +230,19 @@ def mismatch(*files: str) -> Rows:
     return rows
 
 
+def mismatch_kv_cache(*files: str) -> Rows:
+    """Distance of engines with INT8 weights from the trainer, by KV cache; that of own tokens by `int8`'s too."""
+    rows = [["model", "context", "variant", "k3 KL, own", "x int8", "k3 KL, common", "correlation", "ESS"]]
+    for record in map(load, files):
+        of = {one["variant"]: one for one in record["results"]}
+        for name, one in of.items():
+            own, common = (far_off(one[tokens][K3_KL], one[tokens]) for tokens in ("own", "common"))
+            ratio = f"{one['own'][K3_KL] / of['int8']['own'][K3_KL]:.2f}"
+            far = [own, ratio, common, f"{one['own'][CORRELATION]:.5f}", f"{one['own'][ESS]:.4f}"]
+            rows.append([record["model"], f"{record['context']}", name, *far])
+    return rows
+
+
 def mismatch_layers(*files: str) -> Rows:
     """k3 KL with one type of layer in 8 bits."""
     rows = [["model", "variant", *KINDS, "all"]]
@@ -377,7 +390,7 @@ TABLES: dict[str, Callable[..., Rows]] = {
     function.__name__: function
     for function in (
         rollout_memory, throughput, refit, levers, training, composed, steps_run,
-        mismatch, mismatch_layers, rotation, quickstart, recipe, learning, learning_summary,
+        mismatch, mismatch_kv_cache, mismatch_layers, rotation, quickstart, recipe, learning, learning_summary,
         readme,
     )
 }  # fmt: skip
