@@ -21,7 +21,7 @@ import transfer_queue as tq
 from omegaconf import DictConfig, OmegaConf, open_dict
 from tensordict import TensorDict
 from verl.trainer.ppo.utils import Role
-from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
@@ -37,6 +37,7 @@ from flashrl_verl.rollout.replicas import describe, precisions
 from flashrl_verl.trainer import run_settings
 from flashrl_verl.trainer.atomic_write import write_whole
 from flashrl_verl.trainer.cluster import check_cluster
+from flashrl_verl.trainer.first_rewards import WatchedAsyncBuffer, WatchedBuffer, describe_unrewarded
 from flashrl_verl.trainer.guard import Guard
 from flashrl_verl.trainer.metrics import (
     MetricsFile,
@@ -101,12 +102,18 @@ class FlashRLMixin:
         self.trainer_mode = self.MODE
         replay_buffer = super()._build_replay_buffer()
         assert hasattr(replay_buffer, "poll_interval"), "verl renamed the replay buffer's poll interval"
-        if self.flashrl.sampling.refill and type(replay_buffer) is ReplayBuffer:
-            limit = self.flashrl.max_num_gen_batches * self.config.data.train_batch_size
+        if type(replay_buffer) in (ReplayBuffer, ReplayBufferAsync):  # or it is the user's own
+            batch = self.config.data.train_batch_size
             # verl keeps every argument under its own name.
-            names = set(inspect.signature(ReplayBuffer).parameters)
-            arguments = {name: getattr(replay_buffer, name) for name in names}
-            replay_buffer = RefillBuffer(seed=self._seed, max_prompts=limit or math.inf, **arguments)
+            arguments = {name: getattr(replay_buffer, name) for name in inspect.signature(ReplayBuffer).parameters}
+            arguments |= {"first_batch": batch, "tell": self._tell_unrewarded}
+            if type(replay_buffer) is ReplayBufferAsync:
+                replay_buffer = WatchedAsyncBuffer(**arguments)
+            elif not self.flashrl.sampling.refill:
+                replay_buffer = WatchedBuffer(**arguments)
+            else:
+                limit = self.flashrl.max_num_gen_batches * batch or math.inf
+                replay_buffer = RefillBuffer(seed=self._seed, max_prompts=limit, **arguments)
         replay_buffer.poll_interval = _POLL_INTERVAL_S
         return replay_buffer
 
@@ -182,11 +189,13 @@ class FlashRLMixin:
         batch = self.config.data.train_batch_size
         if limit and self._prompts_this_step > limit * batch:
             metric = self.config.algorithm.filter_groups.metric
+            why = "the policy solves all or none of them, or they have failed, which the first error in the log says"
+            if "train" in getattr(self.replay_buffer, "told", ()):
+                why = "no response has had a reward, of which a warning in the log shows one"
             raise DynamicSamplingError(
                 f"step {self.global_steps}: dynamic sampling drew more than {limit} x {batch} prompts and still lacks "
-                f"a batch of groups whose {metric!r} differs within the group: the policy solves all or none of them, "
-                "or they have failed, which the first error in the log says. Check the reward and the data, raise "
-                "actor_rollout_ref.rollout.n, or raise flashrl.max_num_gen_batches (0: no limit)"
+                f"a batch of groups whose {metric!r} differs within the group: {why}. Check the reward and the data, "
+                "raise actor_rollout_ref.rollout.n, or raise flashrl.max_num_gen_batches (0: no limit)"
             )
         return super()._add_prompts_to_generate(num_prompts)
 
@@ -254,6 +263,11 @@ class FlashRLMixin:
             metrics.update(per_replica("generated_tokens", self._generated_tokens))
 
     # ---- ours ----
+
+    def _tell_unrewarded(self, partition_id: str, responses: int, row: dict) -> None:
+        own = self.config.reward.custom_reward_function
+        reward = f"{own.name} of {own.path}" if own.path else None
+        log.warning(describe_unrewarded(partition_id, responses, row, reward, self.tokenizer.decode))
 
     def _how_to_resume(self) -> str:
         folder, every = self.config.trainer.default_local_dir, self.config.trainer.save_freq

@@ -100,10 +100,18 @@ def test_nan_in_an_update_is_never_saved(recipe, tmp_path):
     assert sorted(p.name for p in (tmp_path / "checkpoints").glob("global_step_*")) == ["global_step_1"]
 
 
-def test_constant_groups_end_dynamic_sampling_with_an_error_that_says_so(recipe):
-    run = recipe("reward.custom_reward_function.name=constant", "flashrl.max_num_gen_batches=3")
+@pytest.mark.parametrize("mode", ["flashrl", "flashrl_colocate_async"])
+def test_a_run_without_a_reward_says_so_and_ends_with_an_error(recipe, mode):
+    words = "reward.custom_reward_function.name=constant", "flashrl.max_num_gen_batches=3"
+    run = recipe(*words, f"trainer.v1.trainer_mode={mode}")
     assert run.returncode != 0
-    assert_says(r"DynamicSamplingError: step 1: .*more than 3 x 4 prompts.*flashrl\.max_num_gen_batches", run.output)
+    for where in ("8 responses of the first validation", r"\d+ responses of the first batch"):
+        assert_says(rf"none of the {where} has had a reward \(constant of .*Its response ends: '", run.output)
+        assert len(re.findall(where, run.output)) == 1
+    assert_says(
+        r"DynamicSamplingError: step 1: .*more than 3 x 4 prompts.*no response has had a reward.*max_num_gen_batches",
+        run.output,
+    )
 
 
 def test_a_reward_worker_that_cannot_be_made_ends_the_run_with_its_own_error(recipe):

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Says when no response of the first batch, or of the first validation, has had a reward.
+
+A model that answers in another form than the reward looks for never gets one: every group is constant, dynamic sampling
+replaces all of them, and a run would sample to its bound without a word of why.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import transfer_queue as tq
+from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
+
+_SHOWN = 300
+"""Characters of the ends of a prompt and of a response."""
+_ROW = ("prompts", "responses", "data_source", "reward_model")
+
+
+class FirstRewards:
+    """Over one of verl's buffers: looks at what is drawn or replaced, until a response has had a reward.
+
+    Args:
+        first_batch: groups of training after which it is said.
+        tell: takes `train` or `val`, how many responses there were, and one's `prompts` and `responses` (token ids),
+            `data_source` and `reward_model`. Called at most once for each. None: nothing is looked at.
+        kwargs: the buffer's.
+    """
+
+    def __init__(self, first_batch: int = 1, tell: Callable[[str, int, dict[str, Any]], None] | None = None, **kwargs):
+        super().__init__(**kwargs)
+        self._first_batch, self._tell = first_batch, tell
+        self._without: dict[str, set[str]] = {"train": set(), "val": set()} if tell else {}
+        """Keys of responses without a reward, of a partition in which none has had one."""
+        self.told: set[str] = set()
+        """Partitions of which it was said, and is still so."""
+
+    def _evict_terminal_groups(self, global_steps: int, partition_id: str, eviction_reasons):
+        constant = eviction_reasons[1]
+        self._look(partition_id, (key for key in self.partitions[partition_id] if key.split("_")[0] in constant))
+        return super()._evict_terminal_groups(global_steps, partition_id, eviction_reasons)
+
+    def _materialize_batch(self, partition_id: str, selected_prompt_uids, partition_snapshot) -> KVBatchMeta:
+        batch = super()._materialize_batch(partition_id, selected_prompt_uids, partition_snapshot)
+        self._look(partition_id, batch.keys)
+        return batch
+
+    def _look(self, partition_id: str, keys: Iterable[str]) -> None:
+        if partition_id not in self._without or not (keys := list(keys)):
+            return
+        fields = tq.kv_batch_get(keys=keys, partition_id=partition_id, select_fields=["rm_scores", "extra_fields"])
+        for scores, extra in zip(fields["rm_scores"], fields["extra_fields"], strict=True):
+            extra = getattr(extra, "data", extra)
+            # The accuracy where there is one: a penalty for length can outweigh it.
+            if extra.get("reward_extra_info", {}).get("acc", float(scores.sum())) > 0:
+                del self._without[partition_id]
+                self.told.discard(partition_id)
+                return
+        without = self._without[partition_id]
+        without.update(keys)
+        enough = partition_id == "val" or len({key.split("_")[0] for key in without}) >= self._first_batch
+        if enough and partition_id not in self.told:
+            self.told.add(partition_id)
+            row = tq.kv_batch_get(keys=keys[:1], partition_id=partition_id, select_fields=list(_ROW))
+            self._tell(partition_id, len(without), {name: getattr(row[name][0], "data", row[name][0]) for name in _ROW})
+
+
+class WatchedBuffer(FirstRewards, ReplayBuffer):
+    """verl's synchronous one."""
+
+
+class WatchedAsyncBuffer(FirstRewards, ReplayBufferAsync):
+    """verl's asynchronous one."""
+
+
+def describe_unrewarded(
+    partition_id: str, responses: int, row: dict[str, Any], reward_function: str | None, decode: Callable[[Any], str]
+) -> str:
+    """What `FirstRewards` tells, in words.
+
+    Args:
+        partition_id, responses, row: as `tell` takes them.
+        reward_function: the user's own; None for verl's.
+        decode: makes text of token ids.
+    """
+    where = "the first validation" if partition_id == "val" else "the first batch"
+    reward = reward_function or f"verl's for data_source={row['data_source']!r}"
+    prompt, response = (decode(row[name])[-_SHOWN:] for name in ("prompts", "responses"))
+    return (
+        f"none of the {responses} responses of {where} has had a reward ({reward}). Either the policy solves none of the "
+        "problems, or it does not answer in the form that the reward looks for. One of them should have come to "
+        f"{row['reward_model'].get('ground_truth')!r}. Its prompt ends: {prompt!r}. Its response ends: {response!r}. "
+        "Where the form is wrong, ask for it in the data's prompts (of GSM8K: flashrl data gsm8k --answer), or set "
+        "reward.custom_reward_function.path"
+    )
