@@ -24,9 +24,8 @@ FP8_VERL = "fp8-verl"
 """verl's own FP8 rollout: 128 x 128 blocks of the weight, 128 channels of a token."""
 
 
-_TRITON = {"attention_backend": "TRITON_ATTN"}
-KV_CACHES = {"int8kv": {}, "int8kv-triton": _TRITON, "fp8kv": {"kv_cache_dtype": "fp8_per_token_head", **_TRITON}}
-"""Names of KV caches, and what they change in an engine's arguments. ``-raw`` behind one: keys as they come."""
+KV_CACHES = ("int8kv", "int8kv-raw")
+"""With equalized keys, and with keys as they come."""
 
 
 def formats_of(variant: str) -> FlashRLConfig:
@@ -41,17 +40,17 @@ def formats_of(variant: str) -> FlashRLConfig:
         precision not in [member.value for member in Precision]
         or (rotation and (precision, rotation) != ("int8", "unrotated"))
         or len(kv_cache) > 1
-        or any(name.removesuffix("-raw") not in KV_CACHES for name in kv_cache)
+        or any(name not in KV_CACHES for name in kv_cache)
     ):
         names = ", ".join(member.value for member in Precision)
         raise ConfigError(
             f"--variants {variant!r}: a variant is one of {names}, int8-unrotated, {FP8_VERL}, "
-            f"or one of these with +{', +'.join(KV_CACHES)} behind it, and perhaps -raw behind that"
+            f"or one of these with +{' or +'.join(KV_CACHES)} behind it"
         )
     return FlashRLConfig(
         precision=Precision(precision),
         rotation=False if rotation == "unrotated" else None,
-        kv_cache=KVCache.INT8_PER_TOKEN_HEAD if "+int8kv" in variant else KVCache.AUTO,
+        kv_cache=KVCache.INT8_PER_TOKEN_HEAD if kv_cache else KVCache.AUTO,
     )
 
 
@@ -85,7 +84,6 @@ def start(model: str, variant: str, *, in_process: bool, **arguments: Any) -> An
     if vllm_device() != "cuda":
         arguments.pop("gpu_memory_utilization", None)
     formats, is_verl_fp8 = formats_of(variant), variant == FP8_VERL
-    kv_cache = variant.partition("+")[2]
     llm = vllm.LLM(
         model,
         skip_tokenizer_init=True,
@@ -93,18 +91,14 @@ def start(model: str, variant: str, *, in_process: bool, **arguments: Any) -> An
         dtype="bfloat16",
         load_format="dummy",
         logprobs_mode="processed_logprobs",
-        **{
-            **(_verl_fp8_arguments() if is_verl_fp8 else engine_arguments(formats)),
-            **KV_CACHES.get(kv_cache.removesuffix("-raw"), {}),
-            **arguments,
-        },
+        **{**(_verl_fp8_arguments() if is_verl_fp8 else engine_arguments(formats)), **arguments},
     )
     layers = llm.collective_rpc("flashrl_layers")[0]
     fmt = weight_format(formats.precision)
     if set(layers["quantized"]) != (set() if fmt is None else {fmt.storage}):
         raise FlashRLError(f"{variant}: the engine's quantized weights are {layers['quantized'] or 'none'}")
     llm.collective_rpc("bench_update_by_verl" if is_verl_fp8 else "bench_update", args=(model,))
-    if kv_cache.endswith("-raw"):
+    if variant.endswith("-raw"):
         llm.collective_rpc("bench_raw_keys")
     if not llm.reset_prefix_cache():
         raise FlashRLError("vLLM kept keys and values of the weights before the update. Run the command again")

@@ -11,8 +11,8 @@ logs, and the BF16 engine's samples scored by all of them. Last, what each type 
 model with that type alone in 8 bits. Engines run eagerly, without CUDA graphs.
 
 Variants: ``bf16``; ``int8`` and ``int8-unrotated``; ``fp8`` (a scale a row and token); ``fp8-verl``, verl's own FP8
-rollout (128 x 128 blocks; on a GPU). A KV cache may follow: ``+int8kv``, ``+int8kv-triton`` (vLLM's attention),
-``+fp8kv``, each with ``-raw`` behind it for keys that are not equalized.
+rollout (128 x 128 blocks; on a GPU). An INT8 KV cache may follow: ``+int8kv``, and ``+int8kv-raw`` without equalized
+keys.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from flashrl_verl.errors import ConfigError
 
 VARIANTS = "int8,int8-unrotated,fp8,fp8-verl"
 VARIANTS_HELP = (
-    "Of these, separated by commas, perhaps with a KV cache behind one, such as int8+int8kv (see the module's "
-    "docstring); bf16 is measured in any case."
+    "Of these, separated by commas, perhaps with +int8kv or +int8kv-raw behind one (see the module's docstring); "
+    "bf16 is measured in any case."
 )
 K3_KL = "rollout_corr/k3_kl"
 CORRELATION = "training/rollout_actor_probs_pearson_corr"
@@ -293,9 +293,9 @@ def mismatch(
     if not (Path(folder) / "config.json").is_file():
         raise ConfigError(f"--model {model} is no folder with a config.json: download the model, and give its folder")
     job = prompts_of(folder, data, prompts, context, seed)
-    room = json.loads((Path(folder) / "config.json").read_text()).get("max_position_embeddings", math.inf)
-    if (longest := max(map(len, job["prompts"])) + tokens + 1) > room:
-        raise ConfigError(f"prompts and --tokens need {longest} positions, and the model has {room}: lower one of them")
+    of_model = json.loads((Path(folder) / "config.json").read_text()).get("max_position_embeddings", math.inf)
+    if (longest := max(map(len, job["prompts"])) + tokens + 1) > (room := max_model_len or of_model):
+        raise ConfigError(f"prompts and --tokens need {longest} positions, and the engine has {room}: lower --context")
     job |= {"tokens": tokens, "gpu_memory_utilization": gpu_memory_utilization, "common": None}
     job |= {"tensor_parallel": tensor_parallel, "max_model_len": max_model_len}
     here = environment()

@@ -106,10 +106,8 @@ MUTANTS = [
         ("tests/numerics/test_equalize.py",)),
     Mutant("keys_of_another_head", EQUALIZE, "offset.copy_((keys.amax(0) + keys.amin(0)) / 2)",
         "offset.copy_(((keys.amax(0) + keys.amin(0)) / 2).roll(1, 0))", (KEYS,)),
-    Mutant("keys_measured_again", LOAD, "if not self._problems and self._first is None:", "if not self._problems:",
-        (KEYS,)),
-    Mutant("keys_lost_in_sleep", EQUALIZE, "    layer.register_forward_pre_hook(_equalize)",
-        "    layer.key_offset = layer._buffers.pop(OFFSET)\n    layer.register_forward_pre_hook(_equalize)", (KEYS,)),
+    Mutant("keys_of_the_first_weights", LOAD, "                measure(self.model, self._model_config)",
+        "                self._first is None and measure(self.model, self._model_config)", (KEYS,)),
     # The rollout stays the policy of the first step.
     Mutant("second_update_not_quantized", PARAMETER, "        self.loaded_elements += codes.numel()",
         '        self.ever = self.__dict__.get("ever", 0) + codes.numel()\n'

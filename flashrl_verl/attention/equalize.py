@@ -2,16 +2,17 @@
 """Keys that 8 bits can hold, in front of every attention backend.
 
 A cache with one scale for all channels of a key loses what differs between keys where some channels are large: the
-biases of Qwen2.5's ``k_proj`` are hundreds of times what its inputs add. Softmax sees neither a constant that is taken
+biases of Qwen2.5's ``k_proj`` are many times what its inputs add. Softmax sees neither a constant that is taken
 off all keys of a head, which adds the same to every logit of a query, nor a scale that goes from keys to queries:
 
     softmax(q . k) = softmax((q * s) . ((k - c) / s))
 
-So each attention layer caches (k - c) / s. c and s [KV heads, head size] are constants of a run: the middle of the
-range of keys, and half of it. Keys are those that the layer itself makes of white noise behind its norm, at positions
-at random: what weights alone say, whatever lies between (a bias, a norm of keys, any rotary embedding). No text is
-used. Half the range and not the deviation, because one step serves all channels of a key: rounding moves logits by
-about max_i(|k_i| / s_i) sqrt(sum_i (q_i s_i)^2), which is least where all channels reach equally far.
+So each attention layer caches (k - c) / s. c and s [KV heads, head size] are taken in every weight update, whose end
+empties the cache: the middle of the range of keys, and half of it. Keys are those that the layer itself makes of white
+noise behind its norm, at positions at random: what weights alone say, whatever lies between (a bias, a norm of keys,
+any rotary embedding). No text is used. Half the range and not the deviation, because one step serves all channels of a
+key: rounding moves logits by about max_i(|k_i| / s_i) sqrt(sum_i (q_i s_i)^2), which is least where all channels reach
+equally far.
 
 They are computed with in a hook of torch's, which is part of vLLM's compiled graph; nothing of vLLM's is changed.
 """
@@ -24,13 +25,13 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionImpl
 
 MAX_POSITIONS = 20_480
-"""Keys are looked at up to here, or to the engine's longest sequence. A rotary embedding turns a bias by the position,
-some channels once in millions: more positions widen the range (figures: docs/LOG.md)."""
+"""Keys are looked at up to here, or to the engine's longest sequence if that is shorter. A rotary embedding turns a
+bias by the position, some channels once in millions: more positions widen the range (figures: docs/LOG.md)."""
 
 NOISE = 2048
 """Vectors of noise, half of them the others' negatives, so that a range without a bias has its middle at 0."""
 
-OFFSET, SCALE = "key_offset", "key_scale"
+_REMEDY = "Set flashrl.kv_cache=auto"
 
 
 def install(layer: Attention) -> None:
@@ -40,17 +41,17 @@ def install(layer: Attention) -> None:
     Raises:
         ValueError: it reads another layer's keys.
     """
-    if hasattr(layer, OFFSET):
+    if hasattr(layer, "key_offset"):
         return
     if layer.kv_sharing_target_layer_name is not None:
         raise ValueError(
-            f"{layer.layer_name} reads the keys of another layer, which no quantized KV cache has been tried with. Set "
-            "flashrl.kv_cache=auto"
+            f"{layer.layer_name} reads the keys of another layer, which no quantized KV cache has been tried with. "
+            f"{_REMEDY}"
         )
-    # Buffers: vLLM's sleep keeps them. Not persistent: no checkpoint has them.
+    # Not persistent: no checkpoint has them.
     shape = layer.num_kv_heads, layer.head_size
-    layer.register_buffer(OFFSET, torch.zeros(shape, dtype=torch.float32), persistent=False)
-    layer.register_buffer(SCALE, torch.ones(shape, dtype=torch.float32), persistent=False)
+    layer.register_buffer("key_offset", torch.zeros(shape, dtype=torch.float32), persistent=False)
+    layer.register_buffer("key_scale", torch.ones(shape, dtype=torch.float32), persistent=False)
     layer.register_forward_pre_hook(_equalize)
 
 
@@ -60,7 +61,7 @@ def equalized(
     """``q * s`` and ``(k - c) / s``, in float32 or better, in the inputs' shapes and dtypes.
 
     Args:
-        query: [tokens, heads * head size], or with heads and their size apart; the heads of one KV head are neighbours.
+        query: [tokens, heads * head size]; the heads of one KV head are neighbours.
         key: [tokens, KV heads * head size], alike.
         offset: c [KV heads, head size] float32.
         scale: s, alike.
@@ -73,13 +74,13 @@ def equalized(
 
 def _equalize(layer: Attention, args: tuple) -> tuple:
     query, key, *others = args
-    return (*equalized(query, key, getattr(layer, OFFSET), getattr(layer, SCALE)), *others)
+    return (*equalized(query, key, layer.key_offset, layer.key_scale), *others)
 
 
 @torch.no_grad()
 def measure(model: torch.nn.Module, config: ModelConfig) -> None:
-    """Set the offset and the scale of every layer that ``install`` has seen, from the model's weights. Tensor-parallel
-    ranks do so for their own heads, and agree on those that they share.
+    """Set the offset and the scale of every layer that ``install`` has seen, from the model's weights. A
+    tensor-parallel rank does so for its own heads.
 
     Args:
         model: vLLM's, with weights.
@@ -88,11 +89,17 @@ def measure(model: torch.nn.Module, config: ModelConfig) -> None:
     Raises:
         ValueError: a layer cannot be asked for its keys; the message names it and the remedy.
     """
-    for name, layer in model.named_modules():
-        if not hasattr(layer, OFFSET):
-            continue
-        offset, scale = getattr(layer, OFFSET), getattr(layer, SCALE)
-        keys = _keys_of_noise(model, name, layer, config).float().view(-1, *offset.shape)
+    layers = {name: layer for name, layer in model.named_modules() if hasattr(layer, "key_offset")}
+    if not layers:
+        return
+    device, generator = next(iter(layers.values())).key_offset.device, torch.Generator().manual_seed(0)
+    noise = torch.randn(NOISE // 2, config.get_hidden_size(), generator=generator).to(device, config.dtype)
+    # At random: equal distances may be whole turns of some channels.
+    positions = torch.randint(min(config.max_model_len, MAX_POSITIONS), (NOISE // 2,), generator=generator).to(device)
+    noise, positions = torch.cat([noise, -noise]), positions.repeat(2)
+    for name, layer in layers.items():
+        offset, scale = layer.key_offset, layer.key_scale
+        keys = _keys_of_noise(model, name, layer, noise, positions).float().view(-1, *offset.shape)
         if _takes_an_offset(layer.impl):
             offset.copy_((keys.amax(0) + keys.amin(0)) / 2)
         scale.copy_((keys - offset).abs().amax(0).clamp_min(1e-6))
@@ -103,9 +110,6 @@ def _takes_an_offset(attention: AttentionImpl) -> bool:
     return not getattr(attention, "logits_soft_cap", None) and getattr(attention, "sinks", None) is None
 
 
-_REMEDY = "Set flashrl.kv_cache=auto"
-
-
 class _Keys(Exception):  # noqa: N818 - it stops a module, and nothing is wrong
     """Carries a layer's keys out of the module around it."""
 
@@ -113,17 +117,13 @@ class _Keys(Exception):  # noqa: N818 - it stops a module, and nothing is wrong
         self.keys = keys
 
 
-def _keys_of_noise(model: torch.nn.Module, name: str, layer: Attention, config: ModelConfig) -> torch.Tensor:
-    """Keys [NOISE, ...] as they come to a layer when the module around it reads white noise."""
+def _keys_of_noise(
+    model: torch.nn.Module, name: str, layer: Attention, noise: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
+    """Keys [tokens, ...] as they come to a layer when the module around it reads noise [tokens, hidden size]."""
     around_name = name.rpartition(".")[0]
     around, block = model.get_submodule(around_name), model.get_submodule(around_name.rpartition(".")[0])
-    device, generator = getattr(layer, SCALE).device, torch.Generator().manual_seed(0)
-    noise = torch.randn(NOISE // 2, config.get_hidden_size(), generator=generator).to(device, config.dtype)
-    hidden = getattr(block, "input_layernorm", torch.nn.Identity())(torch.cat([noise, -noise]))
-    # At random: equal distances may be whole turns of some channels.
-    positions = (
-        torch.randint(min(config.max_model_len, MAX_POSITIONS), (NOISE // 2,), generator=generator).repeat(2).to(device)
-    )
+    hidden = getattr(block, "input_layernorm", torch.nn.Identity())(noise)
     known = {"positions": positions, "position_ids": positions, "hidden_states": hidden}
 
     def stop(_: Attention, args: tuple) -> None:

@@ -42,10 +42,6 @@ from flashrl_verl.settings import FlashRLConfig, KVCache
 
 NAME = "flashrl"
 
-GRAPH = "graph", 1
-"""In the engine's configuration, raised when layers compute something else with the same settings: vLLM finds a
-compiled model by its configuration and the files it was traced through, and would not miss a hook in a new file."""
-
 QUANTIZED_LAYERS = (ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear)
 """Exact types, not subclasses: their loaders are known to go through the parameter. ``ReplicatedLinear`` (a MoE router)
 ``copy_``s behind the parameter's back, which would truncate BF16 into 8-bit storage."""
@@ -94,7 +90,7 @@ class FlashRLQuantizationConfig(QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "FlashRLQuantizationConfig":
-        config = {key: value for key, value in config.items() if key not in ("quant_method", GRAPH[0])}
+        config = {key: value for key, value in config.items() if key != "quant_method"}
         try:
             return cls(FlashRLConfig(**config))
         except TypeError as error:
@@ -204,7 +200,6 @@ def quantization_config_dict(settings: FlashRLConfig) -> dict[str, Any]:
     """What goes into the engine's ``hf_overrides["quantization_config"]``."""
     return {
         "quant_method": NAME,
-        GRAPH[0]: GRAPH[1],
         "precision": settings.precision.value,
         "rotation": settings.rotation,
         "ignore": list(settings.ignore),

@@ -111,9 +111,9 @@ class WeightRefit:
         quantized = {name: p for name, p in parameters.items() if isinstance(p, QuantizedStorage)}
         if not self._problems:
             self._check_storage(parameters, quantized)
-        if not self._problems and self._first is None:
+        if not self._problems:
             try:
-                measure(self.model, self._model_config)  # once: what is cached is in these units
+                measure(self.model, self._model_config)
             except ValueError as error:
                 self._problems.append(str(error))
         if self._problems:

@@ -14,7 +14,6 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from flashrl_verl.attention.equalize import OFFSET
 from flashrl_verl.errors import ConfigError, FlashRLError, listed
 from flashrl_verl.quantization.formats import weight_format
 from flashrl_verl.quantization.lm_head import FP32
@@ -99,7 +98,7 @@ def describe_model(runner: Any) -> dict[str, Any]:
         "kv_cache": {
             "dtypes": dict(Counter(layer.kv_cache_dtype for layer in attention)),
             "backends": sorted({layer.attn_backend.get_name() for layer in attention}),
-            "equalized": sum(hasattr(layer, OFFSET) for layer in model.modules()),
+            "equalized": sum(hasattr(layer, "key_offset") for layer in model.modules()),
         },
     }
 
@@ -230,8 +229,8 @@ def require_kv_cache(wanted: KVCache, found: dict[str, Any]) -> None:
         )
     if wanted is not KVCache.AUTO and found["equalized"] != layers:
         raise FlashRLError(
-            f"flashrl.kv_cache={wanted.value}, but only {found['equalized']} of {layers} attention layers equalize "
-            "their keys: vLLM builds the others without a quantization config. Set flashrl.kv_cache=auto"
+            f"flashrl.kv_cache={wanted.value}, but the keys of only {found['equalized']} of {layers} attention "
+            "layers can be equalized. Set flashrl.kv_cache=auto"
         )
 
 

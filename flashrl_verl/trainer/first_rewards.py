@@ -87,8 +87,8 @@ def describe_unrewarded(
     reward = reward_function or f"verl's for data_source={row['data_source']!r}"
     prompt, response = (decode(row[name])[-_SHOWN:] for name in ("prompts", "responses"))
     return (
-        f"none of the {responses} responses of {where} has had a reward ({reward}). Either the policy solves none of the "
-        "problems, or it does not answer in the form that the reward looks for. One of them should have come to "
+        f"none of the {responses} responses of {where} has had a reward ({reward}). Either the policy solves none of "
+        "the problems, or it does not answer in the form that the reward looks for. One of them should have come to "
         f"{row['reward_model'].get('ground_truth')!r}. Its prompt ends: {prompt!r}. Its response ends: {response!r}. "
         "Where the form is wrong, ask for it in the data's prompts (of GSM8K: flashrl data gsm8k --answer), or set "
         "reward.custom_reward_function.path"

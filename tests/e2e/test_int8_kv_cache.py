@@ -118,4 +118,5 @@ def with_an_int8_cache(path: Path, family: str) -> float:
 @pytest.mark.parametrize("family", ["qwen2.5", BIASED, "qwen3", "llama3", "qwen3-moe"])
 def test_an_int8_cache_is_as_near_the_trainer_as_a_bf16_one_and_serves_prefixes_updates_and_sleep(tmp_path, family):
     int8 = in_own_process(with_an_int8_cache, tmp_path, family)  # as vLLM's sleep wants it
-    assert 0 < int8 <= 1.5 * in_own_process(with_a_bf16_cache, tmp_path, family) + 2e-4
+    bf16 = in_own_process(with_a_bf16_cache, tmp_path, family)
+    assert 0 < int8 <= bf16 + (same_k3(family) if family == BIASED else 2e-4)
