@@ -11,8 +11,9 @@ import glob
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,8 +30,20 @@ Row = dict[str, Any]
 
 # ---- rows: published, then verl's ----
 
-GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
-"""What verl's examples/data_preprocess/gsm8k.py asks after the question, and what its reward looks for."""
+
+class Answer(str, Enum):
+    """The form in which GSM8K's answers are asked for and looked for."""
+
+    HASHES = "hashes"
+    BOXED = "boxed"
+
+
+GSM8K = {
+    Answer.HASHES: ("openai/gsm8k", 'Let\'s think step by step and output the final answer after "####".'),
+    Answer.BOXED: ("lighteval/MATH", "Let's think step by step and output the final answer within \\boxed{}."),
+}
+"""The data_source, by which verl chooses the reward (`verl.utils.reward_score`), and what is asked after the question:
+as verl's examples/data_preprocess/gsm8k.py and math_dataset.py have it."""
 
 
 def from_math(row: Row) -> Row:
@@ -46,19 +59,21 @@ def from_math(row: Row) -> Row:
     return _verl_row(row["data_source"], prompt, row["ability"], style, answer)
 
 
-def from_gsm8k(row: Row) -> Row:
-    """A row of GSM8K, asked as verl's example asks.
+def from_gsm8k(row: Row, form: Answer = Answer.HASHES) -> Row:
+    """A row of GSM8K, asked as verl's examples ask.
 
     Args:
         row: question, and answer: a solution that ends in "#### " and a number.
+        form: of the answer.
     """
     found = re.search(r"#### (-?[0-9.,]+)", row["answer"])  # verl's own expression
     if found is None:
         raise ValueError('an answer that does not end in "#### " and a number')
     answer = found.group(1).replace(",", "")
     float(answer)  # or it is dots and commas alone
-    prompt = [{"role": "user", "content": f"{row['question']} {GSM8K_INSTRUCTION}"}]
-    return _verl_row("openai/gsm8k", prompt, "math", "rule", answer)
+    data_source, instruction = GSM8K[form]
+    prompt = [{"role": "user", "content": f"{row['question']} {instruction}"}]
+    return _verl_row(data_source, prompt, "math", "rule", answer)
 
 
 def _verl_row(source: str, prompt: list[Row], ability: str, style: str, answer: str) -> Row:
@@ -288,10 +303,14 @@ def data(
         typer.Option(exists=True, help="A file (.parquet, .jsonl, .json) or folder here; else the Hugging Face hub."),
     ] = None,
     output: Annotated[Path, typer.Option(help="Folder for the parquet files.")] = Path("data"),
+    answer: Annotated[
+        Answer | None, typer.Option(help="Of gsm8k: after #### (the default) or in \\boxed{}.", show_default=False)
+    ] = None,
 ) -> None:
     """Prepare a data set for verl, as parquet.
 
-    Of dapo-math-17k each prompt stays once, and none with several answers.
+    Of dapo-math-17k each prompt stays once, and none with several answers. The form of gsm8k's answers is asked for in
+    the prompt and looked for by the reward: Qwen2.5-Coder, for one, never writes #### and needs `--answer boxed`.
 
     A folder for --source has the files as published, or train.jsonl and test.jsonl (or .parquet). Their columns are
     question and answer (gsm8k), or data_source, prompt, ability and reward_model (the others).
@@ -299,6 +318,10 @@ def data(
     splits = CATALOG[name.value]
     if source is not None and source.is_file() and len(splits) > 1:
         raise ConfigError(f"--source {source} is one file, and {name.value} has {len(splits)}. Name their folder")
+    if answer is not None:
+        if name.value != "gsm8k":
+            raise ConfigError(f"--answer is of gsm8k: the prompts of {name.value} are as published")
+        splits = [replace(wanted, convert=partial(from_gsm8k, form=answer)) for wanted in splits]
     paths = [output.expanduser() / wanted.output for wanted in splits]
     for wanted, path in zip(splits, paths, strict=True):
         if source is not None and path.exists() and _local_file(source, wanted).samefile(path):
