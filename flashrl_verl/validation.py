@@ -812,6 +812,14 @@ def _check_batches(cfg: DictConfig) -> None:
     whole = prompts * samples
     if positive_integer(mini_batch):  # verl fills the batch up, so that mini-batches are whole
         whole += -whole % math.lcm(data_parallel, mini_batch * samples)
+    if positive_integer(mini_batch) and mini_batch * samples % data_parallel:
+        refuse(
+            f"{ACTOR}.ppo_mini_batch_size",
+            mini_batch,
+            f"its {mini_batch * samples} samples ({ROLLOUT}.n={samples} of each prompt) cannot be shared evenly by "
+            f"{data_parallel} ranks, which verl asserts after the first rollout",
+            f"{ACTOR}.ppo_mini_batch_size that is a multiple of {data_parallel // math.gcd(data_parallel, samples)}",
+        )
     for key, dynamic, source, sequences in (
         (
             f"{ACTOR}.ppo_micro_batch_size_per_gpu",

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from tensordict import NonTensorStack, TensorDict
 
-from flashrl_verl.correction.metrics import TOKEN, Sums, lag_sums, metrics_of, shard_sums
+from flashrl_verl.correction.metrics import ROW, TOKEN, Sums, lag_sums, metrics_of, shard_sums
 from flashrl_verl.correction.settings import CorrectionSettings
 from flashrl_verl.correction.weights import importance_weights, rejection_mask
 from flashrl_verl.errors import ConfigError, FlashRLError
@@ -63,7 +63,8 @@ def attach_correction(
         rollout sent no log-probs.
 
     Raises:
-        ConfigError, FlashRLError: from `correct_shard`; also when the three fields differ in row lengths.
+        ConfigError: there are no `rollout_log_probs`.
+        FlashRLError: from `correct_shard`; also when the three fields differ in row lengths. On all ranks alike.
     """
     old, mask, rollout = data["old_log_probs"], data["response_mask"], data.get("rollout_log_probs", None)
     lags = data.pop(LAG, None)
@@ -75,9 +76,14 @@ def attach_correction(
         sums = {(TOKEN, "_count"): inside.sum().item(), (TOKEN, "_bad_old"): 0, (TOKEN, "_bad_rollout"): bad}
         _require_usable(_all_reduce(sums, group, device or old.device))
         return {}
-    if rollout is None and settings.level is None and not settings.rejections:
+    lacking = _ranks_without_log_probs(old, mask, rollout, group, device or old.device)
+    if lacking == 1.0 and settings.level is None and not settings.rejections:
         return {}  # calculate_log_probs=false and no correction: there is nothing to compare
-    _require_equal_rows(old, mask, rollout)
+    if lacking:
+        raise ConfigError(
+            "The batch has no rollout_log_probs, which importance weights are made of. "
+            "Set actor_rollout_ref.rollout.calculate_log_probs=true."
+        )
     lengths = old.offsets().diff()
     filled = torch.arange(int(lengths.max()), device=old.device) < lengths.unsqueeze(-1)  # [B, T]
     padded = [None if x is None else _pad(x, filled) for x in (old, rollout, mask)]
@@ -93,7 +99,7 @@ def attach_correction(
 
 def correct_shard(
     old_log_probs: torch.Tensor,
-    rollout_log_probs: torch.Tensor | None,
+    rollout_log_probs: torch.Tensor,
     response_mask: torch.Tensor,
     settings: CorrectionSettings,
     group: dist.ProcessGroup | None = None,
@@ -115,14 +121,8 @@ def correct_shard(
         lags: [B] int, the rows' `LAG`, on all ranks or none; None: k3 KL is not told by it.
 
     Raises:
-        ConfigError: `rollout_log_probs` is None.
         FlashRLError: a log-prob in the mask is NaN or infinite; the batch has no token.
     """
-    if rollout_log_probs is None:
-        raise ConfigError(
-            "The batch has no rollout_log_probs, which importance weights are made of. "
-            "Set actor_rollout_ref.rollout.calculate_log_probs=true."
-        )
     with torch.no_grad():
         mask = response_mask.bool()
         bad_old, bad_rollout = (mask & ~x.isfinite() for x in (old_log_probs, rollout_log_probs))
@@ -186,14 +186,22 @@ def without_objects(data: TensorDict) -> TensorDict:
     return data.exclude(*[key for key in data.keys() if is_dropped(key)])
 
 
-def _require_equal_rows(old: torch.Tensor, mask: torch.Tensor, rollout: torch.Tensor | None) -> None:
-    offsets = [x.offsets() for x in (old, mask, rollout) if x is not None]
-    for row, entries in enumerate(torch.stack([o.diff() for o in offsets], dim=1).tolist()):
-        if len(set(entries)) > 1:
-            raise FlashRLError(
-                f"old_log_probs, response_mask, rollout_log_probs have {entries} entries in row {row}: "
-                "every response token needs one in each. Check the agent loop's response_logprobs."
-            )
+def _ranks_without_log_probs(
+    old: torch.Tensor, mask: torch.Tensor, rollout: torch.Tensor | None, group: dist.ProcessGroup | None, device
+) -> float:
+    """The share of ranks that have none; raises on all ranks where one's rows are not of equal length: an error on one
+    alone would leave the others waiting in the next reduction."""
+    offsets = torch.stack([x.offsets().diff() for x in (old, mask, rollout) if x is not None], dim=1)
+    uneven = (offsets != offsets[:, :1]).any(1).nonzero().flatten().tolist()
+    here = {(ROW, "_ranks"): 1.0, (ROW, "_lacking"): float(rollout is None), (ROW, "_uneven"): float(len(uneven))}
+    total = _all_reduce(here, group, device)
+    if total[ROW, "_uneven"]:
+        one = f"; row {uneven[0]} here has {offsets[uneven[0]].tolist()}" if uneven else ""
+        raise FlashRLError(
+            f"{total[ROW, '_uneven']:.0f} rows have different numbers of old_log_probs, response_mask and "
+            f"rollout_log_probs{one}: every response token needs one of each. Check the agent loop's response_logprobs."
+        )
+    return total[ROW, "_lacking"] / total[ROW, "_ranks"]
 
 
 def _pad(jagged: torch.Tensor, filled: torch.Tensor) -> torch.Tensor:

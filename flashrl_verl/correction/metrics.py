@@ -2,7 +2,8 @@
 """verl's ``rollout_corr/*`` metrics of a whole batch from sums over its shards.
 
 Each is a function of sums over tokens or rows, so every data-parallel rank sums over its own rows, and one SUM
-all-reduce gives what verl's driver computes from the whole padded batch. verl's maxima and minima, its metrics by
+all-reduce gives what verl's driver computes from the rows of the whole batch that have a token: verl counts the rows
+with which it fills a batch up, as of perplexity 1. verl's maxima and minima, its metrics by
 criterion and its other spellings of the perplexities are left out. Element-wise arithmetic keeps the inputs' dtype, so
 that a ratio at a threshold falls on verl's side; sums are float64.
 """
@@ -16,8 +17,7 @@ from flashrl_verl.correction.settings import CorrectionSettings, Level
 EPS = 1e-8  # verl's guard against division by zero, in the effective sample size and the normalization
 
 TOKEN, ROW = "token", "row"
-"""What a sum is over: the tokens in the mask, or all rows. As in verl, a row with an empty mask counts, with value
-0."""
+"""What a sum is over: the tokens in the mask, or the rows that have one."""
 
 LAGS = 4
 """Ages of trajectories that are told apart, in updates; the last is that age or more."""
@@ -35,7 +35,7 @@ def shard_sums(
     kept: torch.Tensor | None,
     settings: CorrectionSettings,
 ) -> Sums:
-    """Sums over one shard; those of a shard with an empty mask are zero, but for its number of rows.
+    """Sums over one shard; those of a shard with an empty mask are zero.
 
     Args:
         old: [B, T] float, log pi_old, finite, zero outside the mask.
@@ -46,13 +46,17 @@ def shard_sums(
         settings: those of `weights` and `kept`.
     """
     terms = _offpolicy_terms(old, rollout, mask)
+    rows = mask.any(-1)
     if weights is not None:
         terms |= _weight_terms(old - rollout, mask, weights, settings)
     if kept is not None:
         rejected = mask & ~kept
         terms[TOKEN, "rollout_rs_masked_fraction"] = rejected[mask]
         terms[ROW, "rollout_rs_seq_masked_fraction"] = rejected.any(-1)
-    return {name: term.double().sum().item() for name, term in terms.items()}
+    return {
+        (over, name): (term[rows] if over == ROW else term).double().sum().item()
+        for (over, name), term in terms.items()
+    }
 
 
 def lag_sums(log_ratio: torch.Tensor, mask: torch.Tensor, lags: torch.Tensor) -> Sums:
@@ -86,7 +90,6 @@ def _offpolicy_terms(
         (TOKEN, "k3_kl"): log_ratio.exp() - log_ratio - 1,
         (TOKEN, "chi2_token"): log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND).exp().square().double() - 1,
         (ROW, "_count"): torch.ones_like(mean_old),
-        (ROW, "_responses"): mask.any(-1),
         (ROW, "training_ppl"): (-mean_old).exp(),
         (ROW, "rollout_ppl"): (-mean_rollout).exp(),
         (ROW, "log_ppl_diff"): mean_rollout - mean_old,
@@ -139,8 +142,7 @@ def metrics_of(sums: Sums, settings: CorrectionSettings) -> dict[str, float]:
         # Kish's effective sample size, as a fraction of the tokens; verl fails when every weight is zero.
         values["rollout_is_eff_sample_size"] = (mean + EPS) ** 2 / square if square > 0 else 0.0
         if settings.batch_normalize:
-            by_response = sums[ROW, "rollout_is_seq_mean"] / sums[ROW, "_responses"]
-            factor = mean if settings.level is Level.TOKEN else by_response
+            factor = mean if settings.level is Level.TOKEN else values["rollout_is_seq_mean"]
             values["rollout_is_batch_norm_factor"] = factor if factor > EPS else 1.0
     for lag in range(LAGS):
         if tokens := sums.get((TOKEN, f"_lag_{lag}")):

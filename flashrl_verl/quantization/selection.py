@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from flashrl_verl.errors import ConfigError, listed
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_TOWER = re.compile(r"vision|visual|audio|(?:^|\.)encoder\.")
+"""In the names of a multimodal model's other towers, whose layers are not the text model's."""
 
 
 @dataclass
@@ -40,7 +42,7 @@ class LayerSelection:
         Raises:
             ConfigError: ``ignore`` names some of the fused parts only, which share one weight.
         """
-        number = _LAYER.search(name)
+        number = None if _TOWER.search(name) else _LAYER.search(name)
         if number and not self.keep_first <= int(number[1]) < num_layers - self.keep_last:
             # Entries that name it all the same are of use: what they ask for is what happens.
             self._names_all(name, parts)

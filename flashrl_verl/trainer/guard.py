@@ -209,6 +209,9 @@ class Guard:
             for limit in self._limits
             if limit.after_refit is refitted and (limit.expected or limit.metric in metrics)
         ]
+        for limit in self._limits:  # a step without its metric ends a row
+            if limit.after_refit is refitted and limit not in there:
+                self._steps.pop(limit.name, None)
         events = [limit for limit in there if self._count(limit, step, metrics) == self.settings.patience]
         self._events += len(events)
         if not events:

@@ -92,7 +92,7 @@ class FlashRLMixin:
         self._seed = config.actor_rollout_ref.actor.data_loader_seed
         self._tracking = None
         self._own_file = False
-        self._prompts_this_step = 0
+        self._prompts_this_step: int | None = None  # before the first step: what async mode starts with is no refill
         super().__init__(config)
 
     # ---- verl's hooks, in the order they are called ----
@@ -184,6 +184,8 @@ class FlashRLMixin:
         return super().prepare_step()
 
     def _add_prompts_to_generate(self, num_prompts: int) -> int:
+        if self._prompts_this_step is None:
+            return super()._add_prompts_to_generate(num_prompts)
         self._prompts_this_step += num_prompts
         limit = self.flashrl.max_num_gen_batches
         batch = self.config.data.train_batch_size

@@ -102,7 +102,8 @@ def test_nan_in_an_update_is_never_saved(recipe, tmp_path):
 
 @pytest.mark.parametrize("mode", ["flashrl", "flashrl_colocate_async"])
 def test_a_run_without_a_reward_says_so_and_ends_with_an_error(recipe, mode):
-    words = "reward.custom_reward_function.name=constant", "flashrl.max_num_gen_batches=3"
+    words = ["reward.custom_reward_function.name=constant", "flashrl.max_num_gen_batches=3"]
+    words += ["trainer.v1.colocate_async.num_warmup_batches=4"]  # no refills: they do not count
     run = recipe(*words, f"trainer.v1.trainer_mode={mode}")
     assert run.returncode != 0
     for where in ("8 responses of the first validation", r"\d+ responses of the first batch"):

@@ -79,6 +79,7 @@ class Answer(NamedTuple):
     mask: torch.Tensor
     """[B, T] 0/1, after rejection."""
     metrics: dict[str, float]
+    """Of the rows with a token."""
 
 
 def verl_answer(batch: Batch, node: dict) -> Answer:
@@ -86,7 +87,11 @@ def verl_answer(batch: Batch, node: dict) -> Answer:
     from verl.trainer.config.algorithm import RolloutCorrectionConfig
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
 
-    fields = {"old_log_probs": batch.old, "rollout_log_probs": batch.rollout, "response_mask": batch.mask}
-    data = DataProto.from_dict(tensors=fields)
-    data, metrics = compute_rollout_correction_and_add_to_batch(data, RolloutCorrectionConfig(**node))
+    def answer(rows: torch.Tensor) -> tuple[DataProto, dict[str, float]]:
+        fields = {"old_log_probs": batch.old, "rollout_log_probs": batch.rollout, "response_mask": batch.mask}
+        data = DataProto.from_dict(tensors={name: field[rows] for name, field in fields.items()})
+        return compute_rollout_correction_and_add_to_batch(data, RolloutCorrectionConfig(**node))
+
+    data, _ = answer(torch.ones(len(batch.mask), dtype=torch.bool))
+    _, metrics = answer(batch.mask.any(-1))
     return Answer(data.batch.get("rollout_is_weights", None), data.batch["response_mask"].long(), metrics)

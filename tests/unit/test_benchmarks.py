@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import common, learning, mismatch, rollout, tables, training
+from benchmarks import common, gsm8k, learning, mismatch, rollout, tables, training
 from flashrl_verl.errors import ConfigError, FlashRLError
 
 
@@ -100,6 +100,49 @@ def test_an_interrupted_line_of_metrics_is_left_out_and_the_newest_checkpoint_al
     (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("4")
     learning.prune(this)
     assert [path.name for path in (tmp_path / "checkpoints").glob("global_step_*")] == ["global_step_4"]
+
+
+# ---- gsm8k ----
+
+
+def of_runs(scores: dict[str, list[float | None]]) -> dict:
+    """A ``gsm8k.json`` of runs with these scores in BF16, by variant and seed; validations give the same."""
+    runs = []
+    for variant, values in scores.items():
+        for seed, score in enumerate(values):
+            curve = {"step": [0, 10, 20, 30], "value": [0.2, *3 * [score if score is not None else 0.5]]}
+            series = {"score": curve} | {n: {"step": [1, 2], "value": [1e-3, 3e-3]} for n in gsm8k.SERIES}
+            runs.append(
+                {"variant": variant, "seed": seed, "step": 30, "bf16_step": 30, "bf16": score, "series": series}
+            )
+    return {"settings": {}, "environment": {}, "runs": runs}
+
+
+def test_scores_are_compared_with_those_of_the_same_seed_and_call():
+    draw = random.Random(0)
+    gaps, calls = [[0.01, 0.02], [0.06]], []
+    for of_call in gaps:  # a call on a machine of its own, whose common part goes
+        base = [draw.random() for _ in of_call]
+        calls.append(of_runs({"bf16+tis": base, "int8+tis": [b + g for b, g in zip(base, of_call, strict=True)]}))
+    calls[0]["runs"] += of_runs({"bf16+tis": [None, None, 0.9]})["runs"][2:]  # whose partner has not come to its end
+    assert gsm8k.differences(calls, "int8+tis", "bf16+tis") == pytest.approx(sum(gaps, []))
+    half = 4.303 * statistics.stdev(sum(gaps, [])) / math.sqrt(3)
+    row = dict(zip(gsm8k.HEADER, gsm8k.table(calls)[1], strict=True))
+    assert row["minus the first variant"] == f"{statistics.mean(sum(gaps, [])):+.3f} ± {half:.3f}"
+    assert (row["seeds"], row["steps"], row["first"]) == ("3", "30-30", "0.200 ± 0.000")
+
+
+def test_a_score_is_the_mean_of_the_last_three_validations_and_of_the_last_weights_in_bf16():
+    (run,) = of_runs({"int8+tis": [0.4]})["runs"]
+    run["series"]["score"]["value"] = [0.9, 0.1, 0.2, 0.3]
+    assert gsm8k.final_score(run) == pytest.approx((0.1 + 0.2 + 0.3 + 0.4) / 4)
+
+
+def test_a_variant_has_words_of_the_recipe():
+    words = {"flashrl.precision=int8", "correction=none", "flashrl.rotation=false", gsm8k.EXTRAS["async"]}
+    assert set(gsm8k.variant_overrides("int8+unrotated+async+none")) == words
+    with pytest.raises(ConfigError, match="--variants"):
+        gsm8k.variant_overrides("int8+int4kv+tis")
 
 
 # ---- mismatch ----

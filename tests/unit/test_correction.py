@@ -152,18 +152,30 @@ def test_log_probs_that_are_not_finite_on_one_rank_stop_all_of_them_by_one_messa
             assert remedy in str(error)
 
 
-def test_a_batch_without_a_token_or_with_rows_that_lack_log_probs_is_refused():
+def test_a_batch_without_a_token_is_refused():
     data = as_verl_sends(zeros()._replace(mask=torch.zeros(4, 3).long()))
     with pytest.raises(FlashRLError, match="no token inside response_mask"):
         attach_correction(data, TIS)
-    data = as_verl_sends(zeros(2))
-    data["rollout_log_probs"] = jagged([torch.zeros(3), torch.zeros(1)])
-    with pytest.raises(FlashRLError, match=r"\[3, 3, 1\] entries in row 1"):
-        attach_correction(data, TIS)
-    del data["rollout_log_probs"]
-    with pytest.raises(ConfigError, match="calculate_log_probs"):
-        attach_correction(data, TIS)
-    assert attach_correction(data, CorrectionSettings(level=None)) == {}
+
+
+@pytest.mark.parametrize("settings", [TIS, CorrectionSettings(level=None)])
+def test_rows_that_lack_log_probs_on_one_rank_stop_all_of_them(ranks, settings):
+    whole, cut, without = (as_verl_sends(zeros(2)) for _ in range(3))
+    cut["rollout_log_probs"] = jagged([torch.zeros(3), torch.zeros(1)])
+    del without["rollout_log_probs"]
+    for other, error, said in (
+        (cut, FlashRLError, "1 rows have different numbers"),
+        (without, ConfigError, "calculate_log_probs"),
+    ):
+        for told in ranks[2].attach([whole.clone(), other], settings):
+            with pytest.raises(error, match=said):
+                told.result()
+    with pytest.raises(FlashRLError, match=r"row 1 here has \[3, 3, 1\]"):
+        attach_correction(cut, settings)
+    none = as_verl_sends(zeros(2))
+    del none["rollout_log_probs"]
+    if settings.level is None:
+        assert attach_correction(none, settings) == {}
 
 
 def test_a_batch_that_icepop_drops_whole_has_zero_weights_and_no_effective_sample():

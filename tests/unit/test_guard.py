@@ -159,6 +159,17 @@ def test_an_asynchronous_mismatch_is_that_of_trajectories_of_the_last_update():
         guard.check(2, {**weights, "rollout_corr/k3_kl": 1e-4, "rollout_corr/k3_kl_lag_0": 0.5})
 
 
+def test_an_asynchronous_step_without_such_a_trajectory_ends_a_row_of_bad_ones():
+    guard = configured(f"trainer.v1.trainer_mode={ASYNC}", "flashrl.guard.patience=2")
+    weights = {"rollout_corr/rollout_is_eff_sample_size": 1.0, "rollout_corr/rollout_is_ratio_fraction_high": 0.0}
+    bad = {**weights, "rollout_corr/k3_kl_lag_0": 0.5}
+    for step, metrics in enumerate((bad, weights, bad)):
+        guard.check(step, metrics)
+        assert guard.healthy is (metrics is weights)
+    with pytest.raises(GuardError, match="2 steps in a row"):
+        guard.check(3, bad)
+
+
 def test_an_asynchronous_run_in_bypass_mode_does_not_claim_to_watch_a_mismatch(logged):
     configured("correction=bypass", f"trainer.v1.trainer_mode={ASYNC}", "flashrl.precision=bf16")
     assert "nothing to watch" in logged(logging.WARNING)[0]

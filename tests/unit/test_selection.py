@@ -61,7 +61,9 @@ def test_the_first_and_last_layers_of_the_decoder_are_kept_whole(first, last, nu
     selection = LayerSelection(ignore=[entry], keep_first=first, keep_last=last)
     assert kept(selection) == [name for name in NAMES if int(name.split(".")[2]) in numbers]
     assert selection.unused() == [], "a layer that is kept anyway"
-    assert not selection.keeps("visual.blocks.0.attn.qkv", [], LAYERS)
+    for tower in ("visual.blocks", "vision_tower.encoder.layers", "audio_tower.layers"):  # of a multimodal model
+        assert not selection.keeps(f"{tower}.{numbers[0]}.attn.qkv", [], LAYERS)
+    assert selection.keeps(f"language_model.model.layers.{numbers[0]}.mlp.down_proj", [], LAYERS)
 
 
 def test_experts_are_named_by_their_layer_or_all_of_their_projections():

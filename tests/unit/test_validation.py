@@ -168,6 +168,10 @@ CASES = [
         {**BYPASS, **NO_WEIGHTS, "data.train_batch_size": 512, f"{ACTOR}.ppo_mini_batch_size": 7},
         f"{ACTOR}.ppo_mini_batch_size that divides data.train_batch_size",
     ),
+    (  # 15 samples of an update on 4 ranks
+        {"trainer.nnodes": 1, "trainer.n_gpus_per_node": 4, f"{ROLLOUT}.n": 5, f"{ACTOR}.ppo_mini_batch_size": 3},
+        f"{ACTOR}.ppo_mini_batch_size that is a multiple of 4",
+    ),
     (
         {"trainer.n_gpus_per_node": 8, f"{ROLLOUT}.tensor_model_parallel_size": 8, FRACTION: 0.5},
         f"{FRACTION}=0.0",

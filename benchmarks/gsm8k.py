@@ -1,0 +1,428 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Does a pretrained model learn GSM8K with 8-bit rollouts as it does with BF16? Curves by variant, over seeds.
+
+    flashrl data gsm8k --answer boxed
+    python -m benchmarks.gsm8k --model models/Qwen2.5-Coder-0.5B-Instruct --variants bf16+tis,int8+tis --seeds 0,1
+
+Every (variant, seed) is the recipe in a process of its own, one on a GPU at a time (``--per-gpu``). A seed gives the
+order of the prompts and vLLM's seed, the same in every variant; variants of a seed run side by side. A run ends at its
+last step or at the deadline. Then an engine in BF16 answers the test problems greedily with the last weights that it
+saved, so that variants differ in what was trained, not in who is asked. Nothing is resumed, and no weights are kept.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import re
+import shutil
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks.common import environment, in_own_process, interval, show, words_of, write_json
+from benchmarks.common import run as run_command
+from flashrl_verl.errors import ConfigError, FlashRLError
+from flashrl_verl.tools import recipe_process
+from flashrl_verl.tools.log_excerpt import last_error
+from flashrl_verl.tools.process_tree import ProcessTree, Stopped, stoppable
+from flashrl_verl.tools.report import read_metrics
+
+EXTRAS = {
+    "unrotated": "flashrl.rotation=false",
+    "int8kv": "flashrl.kv_cache=int8_per_token_head",
+    "async": "trainer.v1.trainer_mode=flashrl_colocate_async",
+}
+"""Words of a variant beside precision and correction."""
+SIZES = (
+    "data.train_batch_size=128",
+    "actor_rollout_ref.rollout.n=8",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=32",
+)
+"""A fifth of the recipe's step, so that half an hour has enough of them."""
+ASKING_S = 150.0
+"""Of the deadline, kept for the engine that is asked at the end."""
+START_S = 240.0
+"""With less than this left for training, no run is started."""
+STAGGER_S = 4.0
+"""Between two starts: two Rays must not look for ports at once."""
+SCORE = re.compile(r"val-core/.*/acc/mean@\d+")
+SERIES = {
+    "k3_kl": "rollout_corr/k3_kl",
+    "ess": "rollout_corr/rollout_is_eff_sample_size",
+    "response_length": "response_length/mean",
+    "entropy": "actor/entropy",
+    "step_s": "timing_s/step",
+    "gen_s": "timing_s/gen",
+    "old_log_prob_s": "timing_s/old_log_prob",
+    "update_actor_s": "timing_s/update_actor",
+}
+"""Of every step: name in ``gsm8k.json``, and verl's."""
+
+
+@dataclass(eq=False)
+class Run:
+    """One variant with one seed, in a folder of its own."""
+
+    variant: str
+    seed: int
+    folder: Path
+    steps: int
+    bf16: tuple[int, float] | None = None
+    """Step of the last weights that were saved, and their score in BF16."""
+    problem: str = ""
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"{self.variant} seed {self.seed}"
+
+    @property
+    def saved(self) -> int:
+        """Step of the last whole checkpoint; 0: none."""
+        with suppress(OSError, ValueError):
+            return int((self.folder / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
+        return 0
+
+    def rows(self) -> dict[int, dict[str, float]]:
+        """What verl logged, by step."""
+        with suppress(FlashRLError):  # nothing yet
+            return dict(sorted(read_metrics(self.folder / "metrics.jsonl").rows.items()))
+        return {}
+
+    def train(self, words: Sequence[str], gpu: str | None, end: float, stop: threading.Event) -> None:
+        """Run the recipe until its last step, or to the end by ``time.monotonic``, or until it is stopped."""
+        self.folder.mkdir(parents=True)
+        env, log = recipe_process.environment(self.folder / "metrics.jsonl"), self.folder / "train.log"
+        if gpu is not None:
+            env["CUDA_VISIBLE_DEVICES"] = gpu
+        process = ProcessTree([sys.executable, "-m", recipe_process.MODULE, *words], log, env, recipe_process.ROOT)
+        try:
+            while process.poll() is None and time.monotonic() < end and not stop.is_set():
+                time.sleep(0.5)
+            if process.poll():
+                self.problem = "\n".join(last_error(log.read_text(errors="replace")))
+        finally:
+            process.end()
+
+    def ask(self, data: Path, gpu: str | None) -> None:
+        """Have an engine in BF16 answer the test problems with the weights that were saved last."""
+        weights = self.folder / "checkpoints" / f"global_step_{self.saved}" / "actor" / "huggingface"
+        score = in_own_process(accuracy, str(weights), str(data), gpu, log=self.folder / "ask.log")
+        self.bf16 = self.saved, score
+        shutil.rmtree(self.folder / "checkpoints")
+
+    def record(self) -> dict[str, Any]:
+        """Plain data, of a run that is not finished too."""
+        rows = self.rows()
+        series = {
+            name: {"step": list(logged), "value": list(logged.values())}
+            for name, key in SERIES.items()
+            if (logged := {step: row[key] for step, row in rows.items() if key in row})
+        }
+        curve = {step: row[key] for step, row in rows.items() for key in row if SCORE.fullmatch(key)}
+        series["score"] = {"step": list(curve), "value": list(curve.values())}
+        step, score = self.bf16 or (None, None)
+        found = {"variant": self.variant, "seed": self.seed, "step": max(rows, default=0), "bf16_step": step}
+        return found | {"bf16": score, "series": series}
+
+
+def variant_overrides(variant: str) -> list[str]:
+    """The recipe's words for a variant such as ``int8+int8kv+tis``.
+
+    Raises:
+        ConfigError: it is not one precision, one correction, and perhaps words of ``EXTRAS``.
+    """
+    import flashrl_verl
+
+    configs = Path(flashrl_verl.__file__).parent / "configs"
+    words = variant.split("+")
+    chosen = {}
+    for kind in ("precision", "correction"):
+        known = sorted(path.stem for path in (configs / kind).glob("*.yaml"))
+        found = [word for word in words if word in known]
+        if len(found) != 1:
+            raise ConfigError(f"--variants {variant!r} needs one {kind} of {', '.join(known)}, such as int8+tis")
+        chosen[kind] = found[0]
+    extras = [word for word in words if word not in chosen.values()]
+    if rest := set(extras) - EXTRAS.keys():
+        raise ConfigError(
+            f"--variants {variant!r}: {', '.join(rest)} is no precision, no correction and none of {', '.join(EXTRAS)}"
+        )
+    fixed = [f"flashrl.precision={chosen['precision']}", f"correction={chosen['correction']}"]
+    return [*fixed, *(EXTRAS[word] for word in extras)]
+
+
+def run_overrides(this: Run, model: str, data: Path, test_every: int, kv_cache_bytes: int | None) -> list[str]:
+    """The recipe's words for a run.
+
+    Args:
+        this: the run.
+        model: folder.
+        data: folder of ``flashrl data gsm8k``.
+        test_every: steps between two validations, and two checkpoints.
+        kv_cache_bytes: None: as much as fits.
+    """
+    quoted = recipe_process.quoted
+    words = [
+        "experiment=gsm8k_qwen2.5_0.5b_int8",
+        *variant_overrides(this.variant),
+        *SIZES,
+        f"actor_rollout_ref.model.path={quoted(model)}",
+        f"data.train_files={quoted(str(data / 'gsm8k-train.parquet'))}",
+        f"data.val_files={quoted(str(data / 'gsm8k-test.parquet'))}",
+        f"data.seed={this.seed}",
+        f"actor_rollout_ref.rollout.seed={this.seed}",
+        f"trainer.default_local_dir={quoted(str(this.folder / 'checkpoints'))}",
+        f"trainer.total_training_steps={this.steps}",
+        "trainer.total_epochs=1000",
+        f"trainer.test_freq={test_every}",
+        f"trainer.save_freq={test_every}",
+        "trainer.max_actor_ckpt_to_keep=1",
+        "actor_rollout_ref.actor.checkpoint.save_contents=[hf_model]",
+    ]
+    if kv_cache_bytes is not None:  # vLLM stops where another run frees memory while it measures
+        key = "+actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes"
+        words.append(f"{key}={kv_cache_bytes}")
+    return words
+
+
+def accuracy(weights: str, data: str, gpu: str | None) -> float:
+    """Share of the test problems that weights solve greedily in BF16, by verl's reward."""
+    if gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # before CUDA is looked at
+    import pyarrow.parquet
+    import torch
+    import vllm
+    from verl.utils.reward_score import default_compute_score
+
+    rows = pyarrow.parquet.read_table(Path(data) / "gsm8k-test.parquet").to_pylist()
+    eager = not torch.cuda.is_available()  # a CPU would compile for a minute
+    llm = vllm.LLM(weights, dtype="bfloat16", max_num_seqs=256, seed=0, gpu_memory_utilization=0.4, enforce_eager=eager)
+    longest = llm.llm_engine.model_config.max_model_len
+    greedy = vllm.SamplingParams(temperature=0.0, max_tokens=min(1024, longest // 2))
+    outputs = llm.chat([row["prompt"] for row in rows], greedy, use_tqdm=False)
+    return statistics.fmean(
+        default_compute_score(row["data_source"], output.outputs[0].text, row["reward_model"]["ground_truth"])
+        for row, output in zip(rows, outputs, strict=True)
+    )
+
+
+# ---- what it came to ----
+
+HEADER = ("variant", "seeds", "steps", "first", "last, BF16", "score", "minus the first variant", "k3 KL first", "mean")
+HEADER += ("largest", "ESS", "s/step")
+
+
+def final_score(run: dict[str, Any]) -> float | None:
+    """Mean of the last three validations and of the last weights' score in BF16; None without these."""
+    return None if run["bf16"] is None else statistics.fmean([*run["series"]["score"]["value"][-3:], run["bf16"]])
+
+
+def differences(records: Sequence[dict[str, Any]], variant: str, base: str) -> list[float]:
+    """Final scores of a variant minus the base's of the same seed and the same call."""
+    found = []
+    for record in records:
+        of = {(run["variant"], run["seed"]): final_score(run) for run in record["runs"]}
+        for (name, seed), score in of.items():
+            if name == variant and score is not None and (other := of.get((base, seed))) is not None:
+                found.append(score - other)
+    return found
+
+
+def by_variant(records: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Runs that were asked in BF16."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for run in itertools.chain.from_iterable(record["runs"] for record in records):
+        if run["bf16"] is not None:
+            found.setdefault(run["variant"], []).append(run)
+    return found
+
+
+def table(records: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """A row a variant, in ``HEADER``'s columns; ± is half of a 95 % interval over seeds."""
+
+    def mean(values: Sequence[float], form: str = ".3f") -> str:
+        if not values:
+            return "-"
+        middle, half = interval(values)
+        return f"{middle:{form}}" + ("" if math.isnan(half) else f" ± {half:.3f}")
+
+    variants = by_variant(records)
+    base = next(iter(variants), "")
+    rows = []
+    for variant, runs in variants.items():
+        of = {name: [run["series"][name]["value"] for run in runs if name in run["series"]] for name in SERIES}
+        kl = of["k3_kl"]
+        rows.append(
+            (
+                variant,
+                f"{len(runs)}",
+                f"{min(run['bf16_step'] for run in runs)}-{max(run['bf16_step'] for run in runs)}",
+                mean([run["series"]["score"]["value"][0] for run in runs]),
+                mean([run["bf16"] for run in runs]),
+                mean([final_score(run) for run in runs]),
+                mean(differences(records, variant, base), "+.3f") if variant != base else "-",
+                f"{statistics.fmean(values[0] for values in kl):.1e}",
+                f"{statistics.fmean(itertools.chain.from_iterable(kl)):.1e}",
+                f"{max(itertools.chain.from_iterable(kl)):.1e}",
+                f"{statistics.fmean(itertools.chain.from_iterable(of['ess'])):.4f}" if of["ess"] else "-",
+                f"{statistics.median(itertools.chain.from_iterable(of['step_s'])):.1f}",
+            )
+        )
+    return rows
+
+
+def plot(records: Sequence[dict[str, Any]], path: Path) -> None:
+    """Accuracy by step and by seconds of training, mismatch, response length: a line a run."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 7), layout="constrained", dpi=110)
+    (by_step, by_seconds), (mismatch, length) = figure.subplots(2, 2)
+    variants: dict[str, int] = {}
+    for run in itertools.chain.from_iterable(record["runs"] for record in records):
+        label = None if run["variant"] in variants else run["variant"]
+        look = {"color": f"C{variants.setdefault(run['variant'], len(variants))}", "linewidth": 1.0}
+        series = run["series"]
+        of_steps = series.get("step_s", {"step": [], "value": []})
+        seconds = dict(zip(of_steps["step"], itertools.accumulate(of_steps["value"]), strict=True))
+        steps, scores = series["score"]["step"], series["score"]["value"]
+        by_step.plot(steps, scores, label=label, **look)
+        if run["bf16"] is not None:
+            by_step.plot([run["bf16_step"]], [run["bf16"]], "o", markersize=4, color=look["color"])
+        by_seconds.plot([seconds.get(step, 0.0) for step in steps], scores, **look)
+        for axes, name in ((mismatch, "k3_kl"), (length, "response_length")):
+            if name in series:
+                axes.plot(series[name]["step"], series[name]["value"], **look)
+    by_step.set(xlabel="step", ylabel="accuracy, own engine (dots: BF16)")
+    by_seconds.set(xlabel="seconds of training steps", ylabel="accuracy, own engine")
+    mismatch.set(xlabel="step", ylabel="k3 KL of rollout and trainer", yscale="log")
+    length.set(xlabel="step", ylabel="response length, tokens")
+    by_step.legend(frameon=False)
+    figure.savefig(path)
+
+
+# ---- the command ----
+
+
+def visible_gpus() -> list[str | None]:
+    """In the words of ``CUDA_VISIBLE_DEVICES``; None: what this process sees."""
+    import torch
+
+    if not (count := torch.cuda.device_count()):
+        return [None]
+    return (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))).split(",")
+
+
+def gsm8k(
+    context: typer.Context,
+    model: Annotated[str, typer.Option(help="Folder of a pretrained model.", show_default=False)],
+    data: Annotated[Path, typer.Option(help="Folder that `flashrl data gsm8k` wrote.")] = Path("data"),
+    variants: Annotated[
+        str, typer.Option(help=f"precision+correction[+{'|'.join(EXTRAS)}],...: differences are to the first.")
+    ] = "bf16+tis,int8+tis,int8+int8kv+tis",
+    seeds: Annotated[str, typer.Option(help="Seeds, separated by commas.")] = "0",
+    steps: Annotated[int, typer.Option(min=1, help="Training steps of a run.")] = 60,
+    test_every: Annotated[int, typer.Option(min=1, help="Steps between two validations, and checkpoints.")] = 10,
+    per_gpu: Annotated[int, typer.Option(min=1, help="Runs on a GPU at a time.")] = 1,
+    kv_cache_gib: Annotated[float | None, typer.Option(help="KV cache of a run; needed with --per-gpu.")] = None,
+    deadline: Annotated[float, typer.Option(help="Minutes; runs end before it with what they have saved.")] = math.inf,
+    output: Annotated[Path, typer.Option(help="Folder.")] = Path("outputs/gsm8k"),
+) -> None:
+    """Train a pretrained model on GSM8K by precision and correction, over seeds.
+
+    Words after the options are Hydra overrides of every run. Exit code 1: a run has no score.
+    """
+    began = time.monotonic()
+
+    def tell(line: str) -> None:
+        print(f"[{time.monotonic() - began:4.0f} s] {line}", flush=True)
+
+    names, numbers = words_of(variants, None, "--variants"), words_of(seeds, None, "--seeds")
+    if not all(number.isdecimal() for number in numbers):
+        raise ConfigError(f"--seeds {seeds!r} is not a list of numbers from 0, such as 0,1,2")
+    for name in names:
+        variant_overrides(name)
+    if per_gpu > 1 and kv_cache_gib is None:
+        raise ConfigError("--per-gpu needs --kv-cache-gib: what each run's engine may take")
+    for word in context.args:
+        if word.startswith("-") or "=" not in word:
+            raise ConfigError(f"{word!r} is neither an option (--help) nor an override key=value")
+    folder, data, output = str(Path(model).expanduser().resolve()), data.expanduser().resolve(), output.resolve()
+    if not (Path(folder) / "config.json").is_file():
+        raise ConfigError(f"--model {model} is no folder with a config.json: download the model, and give its folder")
+    if not (data / "gsm8k-test.parquet").is_file():
+        raise ConfigError(f"--data {data} has no gsm8k-test.parquet: `flashrl data gsm8k` writes it")
+    runs = [Run(name, int(number), output / f"{name}-seed{number}", steps) for number in numbers for name in names]
+    if (output / "gsm8k.json").exists():
+        raise ConfigError(f"{output} has runs already. Name another --output, or remove it")
+    settings = {"model": Path(folder).name, "steps": steps, "test_every": test_every, "per_gpu": per_gpu}
+    settings |= {"overrides": [*SIZES, *context.args]}
+    here = environment()
+    kv_cache_bytes = None if kv_cache_gib is None else int(kv_cache_gib * 2**30)
+    last_step = began + 60 * deadline - ASKING_S
+    stop, starting = threading.Event(), threading.Lock()
+    slots = visible_gpus() * per_gpu
+    free = list(slots)
+
+    def carry_out(this: Run) -> None:
+        gpu = free.pop(0)
+        try:
+            with starting:
+                if stop.is_set() or last_step - time.monotonic() < START_S:
+                    this.problem = "not started: the deadline is too near"
+                    return
+                time.sleep(STAGGER_S)
+            tell(f"{this.name}: started on GPU {gpu}")
+            words = run_overrides(this, folder, data, test_every, kv_cache_bytes)
+            this.train([*words, *context.args], gpu, last_step, stop)
+            if this.saved and not stop.is_set():
+                this.ask(data, gpu)
+                tell(f"{this.name}: {this.bf16[1]:.3f} in BF16 after {this.bf16[0]} steps")
+            elif not this.problem:
+                this.problem = "ended before its first checkpoint"
+        except Exception as error:  # of one run, which must not end the others
+            this.problem = f"{type(error).__name__}: {error}"
+        finally:
+            free.append(gpu)
+            if this.problem:
+                tell(f"{this.name}: {this.problem} (logs: {this.folder})")
+
+    def keep() -> dict[str, Any]:
+        record = {"settings": settings, "environment": here, "runs": [run.record() for run in runs]}
+        write_json(output / "gsm8k.json", record)
+        return record
+
+    with stoppable(), ThreadPoolExecutor(len(slots)) as pool:
+        try:
+            going = [pool.submit(carry_out, run) for run in runs]
+            while wait(going, timeout=20.0).not_done:
+                keep()
+                at = [f"{run.name} {max(run.rows(), default='starts')}" for run in runs if run.folder.exists()]
+                tell(f"at step: {', '.join(at)}")
+            for done in going:
+                done.result()
+        except Stopped as stopped:
+            raise typer.Exit(stopped.exit_code) from None
+        finally:
+            stop.set()
+    record = keep()
+    with suppress(ImportError):  # matplotlib may not be there
+        plot([record], output / "gsm8k.png")
+    show("± is half of a 95 % interval over seeds", HEADER, table([record]))
+    tell(f"written: {output / 'gsm8k.json'}")
+    raise typer.Exit(int(any(run.bf16 is None for run in runs)))
+
+
+if __name__ == "__main__":
+    run_command(gsm8k, overrides=True)
