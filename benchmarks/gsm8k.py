@@ -201,6 +201,7 @@ def accuracy(weights: str, data: str, gpu: str | None) -> float:
     """Share of the test problems that weights solve greedily in BF16, by verl's reward."""
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # before CUDA is looked at
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # a process of the engine's would keep this one from its end
     import pyarrow.parquet
     import torch
     import vllm
