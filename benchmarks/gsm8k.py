@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Does a pretrained model learn GSM8K with 8-bit rollouts as it does with BF16? Curves by variant, over seeds.
 
-    flashrl data gsm8k --answer boxed
+    flashrl data gsm8k-boxed
     python -m benchmarks.gsm8k --model models/Qwen2.5-Coder-0.5B-Instruct --variants bf16+tis,int8+tis --seeds 0,1
 
 Every (variant, seed) is the recipe in a process of its own, one on a GPU at a time (``--per-gpu``). A seed gives the
 order of the prompts and vLLM's seed, the same in every variant; variants of a seed run side by side. A run ends at its
 last step or at the deadline. Then an engine in BF16 answers the test problems greedily with the last weights that it
-saved, so that variants differ in what was trained, not in who is asked. Nothing is resumed, and no weights are kept.
+saved, so that variants differ in what was trained, not in who is asked. Nothing is resumed, and weights that were
+asked are not kept.
 """
 
 from __future__ import annotations
@@ -48,10 +49,12 @@ SIZES = (
     "data.train_batch_size=128",
     "actor_rollout_ref.rollout.n=8",
     "actor_rollout_ref.actor.ppo_mini_batch_size=32",
+    "data.filter_overlong_prompts=false",
 )
-"""A fifth of the recipe's step, so that half an hour has enough of them."""
-ASKING_S = 150.0
-"""Of the deadline, kept for the engine that is asked at the end."""
+"""A fifth of the recipe's step, so that half an hour has enough of them. GSM8K's longest prompt has 256 tokens, and to
+look for longer ones takes 12 s."""
+ASKING_S = 180.0
+"""Of the deadline, kept for ending the run and for the engine that is asked then."""
 START_S = 240.0
 """With less than this left for training, no run is started."""
 STAGGER_S = 4.0
@@ -133,8 +136,8 @@ class Run:
         curve = {step: row[key] for step, row in rows.items() for key in row if SCORE.fullmatch(key)}
         series["score"] = {"step": list(curve), "value": list(curve.values())}
         step, score = self.bf16 or (None, None)
-        found = {"variant": self.variant, "seed": self.seed, "step": max(rows, default=0), "bf16_step": step}
-        return found | {"bf16": score, "series": series}
+        found = {"variant": self.variant, "seed": self.seed, "step": max(rows, default=0), "problem": self.problem}
+        return found | {"bf16_step": step, "bf16": score, "series": series}
 
 
 def variant_overrides(variant: str) -> list[str]:
@@ -169,7 +172,7 @@ def run_overrides(this: Run, model: str, data: Path, test_every: int, kv_cache_b
     Args:
         this: the run.
         model: folder.
-        data: folder of ``flashrl data gsm8k``.
+        data: folder of ``flashrl data gsm8k-boxed``.
         test_every: steps between two validations, and two checkpoints.
         kv_cache_bytes: None: as much as fits.
     """
@@ -179,8 +182,8 @@ def run_overrides(this: Run, model: str, data: Path, test_every: int, kv_cache_b
         *variant_overrides(this.variant),
         *SIZES,
         f"actor_rollout_ref.model.path={quoted(model)}",
-        f"data.train_files={quoted(str(data / 'gsm8k-train.parquet'))}",
-        f"data.val_files={quoted(str(data / 'gsm8k-test.parquet'))}",
+        f"data.train_files={quoted(str(data / 'gsm8k-boxed-train.parquet'))}",
+        f"data.val_files={quoted(str(data / 'gsm8k-boxed-test.parquet'))}",
         f"data.seed={this.seed}",
         f"actor_rollout_ref.rollout.seed={this.seed}",
         f"trainer.default_local_dir={quoted(str(this.folder / 'checkpoints'))}",
@@ -188,12 +191,13 @@ def run_overrides(this: Run, model: str, data: Path, test_every: int, kv_cache_b
         "trainer.total_epochs=1000",
         f"trainer.test_freq={test_every}",
         f"trainer.save_freq={test_every}",
-        "trainer.max_actor_ckpt_to_keep=1",
+        "trainer.max_actor_ckpt_to_keep=2",  # verl removes an old one before it has written the next
         "actor_rollout_ref.actor.checkpoint.save_contents=[hf_model]",
     ]
     if kv_cache_bytes is not None:  # vLLM stops where another run frees memory while it measures
-        key = "+actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes"
-        words.append(f"{key}={kv_cache_bytes}")
+        rollout = "actor_rollout_ref.rollout"
+        words.append(f"+{rollout}.engine_kwargs.vllm.kv_cache_memory_bytes={kv_cache_bytes}")
+        words.append(f"{rollout}.gpu_memory_utilization=0.05")
     return words
 
 
@@ -207,9 +211,12 @@ def accuracy(weights: str, data: str, gpu: str | None) -> float:
     import vllm
     from verl.utils.reward_score import default_compute_score
 
-    rows = pyarrow.parquet.read_table(Path(data) / "gsm8k-test.parquet").to_pylist()
-    eager = not torch.cuda.is_available()  # a CPU would compile for a minute
-    llm = vllm.LLM(weights, dtype="bfloat16", max_num_seqs=256, seed=0, gpu_memory_utilization=0.4, enforce_eager=eager)
+    rows = pyarrow.parquet.read_table(Path(data) / "gsm8k-boxed-test.parquet").to_pylist()
+    if torch.cuda.is_available():  # given, not measured, as other runs may free memory
+        room = {"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 8 << 30}
+    else:  # a CPU would compile for a minute
+        room = {"gpu_memory_utilization": 0.4, "enforce_eager": True}
+    llm = vllm.LLM(weights, dtype="bfloat16", max_num_seqs=256, seed=0, **room)
     longest = llm.llm_engine.model_config.max_model_len
     greedy = vllm.SamplingParams(temperature=0.0, max_tokens=min(1024, longest // 2))
     outputs = llm.chat([row["prompt"] for row in rows], greedy, use_tqdm=False)
@@ -226,26 +233,28 @@ HEADER += ("largest", "ESS", "s/step")
 
 
 def final_score(run: dict[str, Any]) -> float | None:
-    """Mean of the last three validations and of the last weights' score in BF16; None without these."""
-    return None if run["bf16"] is None else statistics.fmean([*run["series"]["score"]["value"][-3:], run["bf16"]])
+    """Mean of the last three validations behind a step and of the last weights' score in BF16; None without these."""
+    curve = run["series"]["score"]
+    trained = [value for step, value in zip(curve["step"], curve["value"], strict=True) if step][-3:]
+    return statistics.fmean([*trained, run["bf16"]]) if len(trained) == 3 and run["bf16"] is not None else None
 
 
 def differences(records: Sequence[dict[str, Any]], variant: str, base: str) -> list[float]:
-    """Final scores of a variant minus the base's of the same seed and the same call."""
+    """Final scores of a variant minus the base's of the same call, seed and number of steps."""
     found = []
     for record in records:
-        of = {(run["variant"], run["seed"]): final_score(run) for run in record["runs"]}
-        for (name, seed), score in of.items():
-            if name == variant and score is not None and (other := of.get((base, seed))) is not None:
+        of = {(run["variant"], run["seed"], run["bf16_step"]): final_score(run) for run in record["runs"]}
+        for (name, *rest), score in of.items():
+            if name == variant and score is not None and (other := of.get((base, *rest))) is not None:
                 found.append(score - other)
     return found
 
 
 def by_variant(records: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Runs that were asked in BF16."""
+    """Runs that have a final score."""
     found: dict[str, list[dict[str, Any]]] = {}
     for run in itertools.chain.from_iterable(record["runs"] for record in records):
-        if run["bf16"] is not None:
+        if final_score(run) is not None:
             found.setdefault(run["variant"], []).append(run)
     return found
 
@@ -260,7 +269,7 @@ def table(records: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
         return f"{middle:{form}}" + ("" if math.isnan(half) else f" ± {half:.3f}")
 
     variants = by_variant(records)
-    base = next(iter(variants), "")
+    base = records[0]["runs"][0]["variant"]
     rows = []
     for variant, runs in variants.items():
         of = {name: [run["series"][name]["value"] for run in runs if name in run["series"]] for name in SERIES}
@@ -328,7 +337,7 @@ def visible_gpus() -> list[str | None]:
 def gsm8k(
     context: typer.Context,
     model: Annotated[str, typer.Option(help="Folder of a pretrained model.", show_default=False)],
-    data: Annotated[Path, typer.Option(help="Folder that `flashrl data gsm8k` wrote.")] = Path("data"),
+    data: Annotated[Path, typer.Option(help="Folder that `flashrl data gsm8k-boxed` wrote.")] = Path("data"),
     variants: Annotated[
         str, typer.Option(help=f"precision+correction[+{'|'.join(EXTRAS)}],...: differences are to the first.")
     ] = "bf16+tis,int8+tis,int8+int8kv+tis",
@@ -362,11 +371,13 @@ def gsm8k(
     folder, data, output = str(Path(model).expanduser().resolve()), data.expanduser().resolve(), output.resolve()
     if not (Path(folder) / "config.json").is_file():
         raise ConfigError(f"--model {model} is no folder with a config.json: download the model, and give its folder")
-    if not (data / "gsm8k-test.parquet").is_file():
-        raise ConfigError(f"--data {data} has no gsm8k-test.parquet: `flashrl data gsm8k` writes it")
+    if not (data / "gsm8k-boxed-test.parquet").is_file():
+        raise ConfigError(f"--data {data} has no gsm8k-boxed-test.parquet: `flashrl data gsm8k-boxed` writes it")
     runs = [Run(name, int(number), output / f"{name}-seed{number}", steps) for number in numbers for name in names]
-    if (output / "gsm8k.json").exists():
-        raise ConfigError(f"{output} has runs already. Name another --output, or remove it")
+    try:
+        output.mkdir(parents=True)
+    except FileExistsError:
+        raise ConfigError(f"{output} is there already. Name another --output, or remove it") from None
     settings = {"model": Path(folder).name, "steps": steps, "test_every": test_every, "per_gpu": per_gpu}
     settings |= {"overrides": [*SIZES, *context.args]}
     here = environment()
@@ -381,17 +392,17 @@ def gsm8k(
         try:
             with starting:
                 if stop.is_set() or last_step - time.monotonic() < START_S:
-                    this.problem = "not started: the deadline is too near"
+                    this.problem = "not started: " + ("stopped" if stop.is_set() else "the deadline is too near")
                     return
                 time.sleep(STAGGER_S)
             tell(f"{this.name}: started on GPU {gpu}")
             words = run_overrides(this, folder, data, test_every, kv_cache_bytes)
             this.train([*words, *context.args], gpu, last_step, stop)
-            if this.saved and not stop.is_set():
+            if this.saved and not this.problem and not stop.is_set():
                 this.ask(data, gpu)
                 tell(f"{this.name}: {this.bf16[1]:.3f} in BF16 after {this.bf16[0]} steps")
             elif not this.problem:
-                this.problem = "ended before its first checkpoint"
+                this.problem = "stopped" if stop.is_set() else "ended before its first checkpoint"
         except Exception as error:  # of one run, which must not end the others
             this.problem = f"{type(error).__name__}: {error}"
         finally:
@@ -404,25 +415,26 @@ def gsm8k(
         write_json(output / "gsm8k.json", record)
         return record
 
-    with stoppable(), ThreadPoolExecutor(len(slots)) as pool:
+    code = 0
+    with stoppable():
         try:
-            going = [pool.submit(carry_out, run) for run in runs]
-            while wait(going, timeout=20.0).not_done:
-                keep()
-                at = [f"{run.name} {max(run.rows(), default='starts')}" for run in runs if run.folder.exists()]
-                tell(f"at step: {', '.join(at)}")
-            for done in going:
-                done.result()
+            with ThreadPoolExecutor(len(slots)) as pool:
+                try:
+                    going = [pool.submit(carry_out, run) for run in runs]
+                    while wait(going, timeout=20.0).not_done:
+                        keep()
+                        at = [f"{run.name} {max(run.rows(), default='starts')}" for run in runs if run.folder.exists()]
+                        tell(f"at step: {', '.join(at)}")
+                finally:
+                    stop.set()  # the pool waits for what is going
         except Stopped as stopped:
-            raise typer.Exit(stopped.exit_code) from None
-        finally:
-            stop.set()
+            code = stopped.exit_code
     record = keep()
     with suppress(ImportError):  # matplotlib may not be there
         plot([record], output / "gsm8k.png")
     show("± is half of a 95 % interval over seeds", HEADER, table([record]))
     tell(f"written: {output / 'gsm8k.json'}")
-    raise typer.Exit(int(any(run.bf16 is None for run in runs)))
+    raise typer.Exit(code or int(any(run.problem for run in runs)))
 
 
 if __name__ == "__main__":

@@ -835,8 +835,7 @@ def _check_batches(cfg: DictConfig) -> None:
         ),
     ):
         size = get(cfg, key)
-        share, rest = divmod(sequences, data_parallel)
-        if size and not get(cfg, dynamic, False) and (rest or share % size):
+        if size and not get(cfg, dynamic, False) and (sequences / data_parallel) % size:
             refuse(
                 key,
                 size,

@@ -128,7 +128,7 @@ MUTANTS = [
     # No health metric moves when one tensor is a step old.
     stale("stale_engine", LOAD, "        buffers = [(name, tensor) for", "True", ENGINE),
     stale("stale_engine_small", LOAD, "        buffers = [(name, tensor) for", SMALL, ENGINE),
-    Mutant("stale_not_compared", RECEIPT, "if sent_tensors == taken:", "if sent_tensors.keys() == taken.keys():",
+    Mutant("stale_not_compared", RECEIPT, '"{name} {words}".encode()', '"{name}".encode()',
         ("tests/unit/test_receipt.py",)),
     Mutant("stale_sender", SENDER, CAST,
         f'        kept = cast_for_rollout.__dict__.setdefault("kept", {{}})\n'

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from tensordict import NonTensorStack, TensorDict
 
-from flashrl_verl.correction.metrics import ROW, TOKEN, Sums, lag_sums, metrics_of, shard_sums
+from flashrl_verl.correction.metrics import TOKEN, Sums, lag_sums, metrics_of, shard_sums
 from flashrl_verl.correction.settings import CorrectionSettings
 from flashrl_verl.correction.weights import importance_weights, rejection_mask
 from flashrl_verl.errors import ConfigError, FlashRLError
@@ -76,14 +76,17 @@ def attach_correction(
         sums = {(TOKEN, "_count"): inside.sum().item(), (TOKEN, "_bad_old"): 0, (TOKEN, "_bad_rollout"): bad}
         _require_usable(_all_reduce(sums, group, device or old.device))
         return {}
-    lacking = _ranks_without_log_probs(old, mask, rollout, group, device or old.device)
-    if lacking == 1.0 and settings.level is None and not settings.rejections:
+    if rollout is None and settings.level is None and not settings.rejections:
         return {}  # calculate_log_probs=false and no correction: there is nothing to compare
-    if lacking:
+    if rollout is None:  # on all ranks: verl's queue drops a column that a row lacks
         raise ConfigError(
             "The batch has no rollout_log_probs, which importance weights are made of. "
             "Set actor_rollout_ref.rollout.calculate_log_probs=true."
         )
+    if any(not torch.equal(x.offsets(), mask.offsets()) for x in (old, rollout)):
+        # Told by every rank after the reduction; raising here would leave the others waiting in it.
+        nothing = torch.full_like(mask.values(), torch.nan, dtype=torch.float32)
+        old = rollout = torch.nested.nested_tensor_from_jagged(nothing, offsets=mask.offsets())
     lengths = old.offsets().diff()
     filled = torch.arange(int(lengths.max()), device=old.device) < lengths.unsqueeze(-1)  # [B, T]
     padded = [None if x is None else _pad(x, filled) for x in (old, rollout, mask)]
@@ -186,24 +189,6 @@ def without_objects(data: TensorDict) -> TensorDict:
     return data.exclude(*[key for key in data.keys() if is_dropped(key)])
 
 
-def _ranks_without_log_probs(
-    old: torch.Tensor, mask: torch.Tensor, rollout: torch.Tensor | None, group: dist.ProcessGroup | None, device
-) -> float:
-    """The share of ranks that have none; raises on all ranks where one's rows are not of equal length: an error on one
-    alone would leave the others waiting in the next reduction."""
-    offsets = torch.stack([x.offsets().diff() for x in (old, mask, rollout) if x is not None], dim=1)
-    uneven = (offsets != offsets[:, :1]).any(1).nonzero().flatten().tolist()
-    here = {(ROW, "_ranks"): 1.0, (ROW, "_lacking"): float(rollout is None), (ROW, "_uneven"): float(len(uneven))}
-    total = _all_reduce(here, group, device)
-    if total[ROW, "_uneven"]:
-        one = f"; row {uneven[0]} here has {offsets[uneven[0]].tolist()}" if uneven else ""
-        raise FlashRLError(
-            f"{total[ROW, '_uneven']:.0f} rows have different numbers of old_log_probs, response_mask and "
-            f"rollout_log_probs{one}: every response token needs one of each. Check the agent loop's response_logprobs."
-        )
-    return total[ROW, "_lacking"] / total[ROW, "_ranks"]
-
-
 def _pad(jagged: torch.Tensor, filled: torch.Tensor) -> torch.Tensor:
     """Jagged [B, *] to [B, T], zero where `filled` [B, T] bool is false."""
     padded = jagged.values().new_zeros(filled.shape)
@@ -230,9 +215,10 @@ def _require_usable(sums: Sums) -> None:
         )
     if bad_rollout:
         raise FlashRLError(
-            f"{bad_rollout} of {tokens} response tokens have NaN or infinite rollout_log_probs. Check that "
-            "actor_rollout_ref.rollout.calculate_log_probs=true, that actor_rollout_ref.rollout."
-            "logprobs_mode=processed_logprobs, and that the rollout engine's weights are finite."
+            f"{bad_rollout} of {tokens} response tokens have NaN, infinite or no rollout_log_probs (the agent loop's "
+            "response_logprobs has one for each). Check that actor_rollout_ref.rollout.calculate_log_probs=true, that "
+            "actor_rollout_ref.rollout.logprobs_mode=processed_logprobs, and that the rollout engine's weights are "
+            "finite."
         )
     if bad_old:
         raise FlashRLError(

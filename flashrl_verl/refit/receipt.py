@@ -2,16 +2,21 @@
 """The refit receipt: proof that what the trainer sent at this step is what reached the engine, tensor by tensor.
 
 Health metrics cannot prove it: at a learning rate of 1e-6 a missed update changes the mismatch KL by nothing visible.
-So both sides write down the name, shape, dtype and checksum of every tensor that passes, and the driver compares them
-after every update.
+So both sides write down the name, shape, dtype and checksum of every tensor that passes, and the driver compares a
+digest of that after every update. It asks for the names where two digests differ.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NoReturn
 
 import torch
 
 from flashrl_verl.errors import RefitError, listed
 from flashrl_verl.refit.scan import Checksums
+
+_TOGETHER = 64 << 20
+"""Bytes of tensors that the sender keeps for one launch. An expert's has some 3 MB, and a model has thousands."""
 
 
 class Manifest:
@@ -39,36 +44,69 @@ class Manifest:
         self._checksums.add(*fresh)
 
     def watch(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield ``weights`` unchanged, recording each."""
+        """Yield ``weights`` unchanged, recording each. Of many small ones some are kept for a moment, so that a GPU
+        takes one launch for them."""
+        waiting: list[tuple[str, torch.Tensor]] = []
         for name, tensor in weights:
-            self.add([(name, tensor)])
             yield name, tensor
+            waiting.append((name, tensor))
+            if sum(tensor.nbytes for _, tensor in waiting) >= _TOGETHER:
+                self.add(waiting)
+                waiting = []
+        self.add(waiting)
 
     def receipt(self) -> dict:
-        """Plain data for the driver: ``step``, ``bytes``, ``tensors``: name -> dtype, shape and checksum in words
-        (which every serializer leaves as they are), and ``sum``: one number for "the same weights"."""
+        """Plain data: ``step``, ``bytes``, ``sum``: one number for "the same weights", ``count`` of tensors, ``digest``
+        of all that ``tensors`` says: name -> dtype, shape and checksum in words (which every serializer leaves as they
+        are)."""
         sums = self._checksums.results()
         tensors = {
             name: f"{dtype} {list(shape)} checksum {total}"
             for (name, (shape, dtype)), total in zip(self.tensors.items(), sums, strict=True)
         }
-        return {"step": self.step, "bytes": self.num_bytes, "tensors": tensors, "sum": sum(sums) % 2**32}
+        lines = (hashlib.blake2b(f"{name} {words}".encode(), digest_size=8) for name, words in tensors.items())
+        digest = sum(int.from_bytes(line.digest(), "big") for line in lines) % 2**64  # in whatever order they came
+        whole = {"step": self.step, "bytes": self.num_bytes, "sum": sum(sums) % 2**32, "count": len(tensors)}
+        return whole | {"digest": f"{digest:016x}", "tensors": tensors}
 
 
-def verify_ranks(ranks: Sequence[dict], held: Sequence[Sequence[dict]], step: int) -> None:
+def brief(receipt: dict) -> dict:
+    """A receipt without its ``tensors``: what the driver compares, whatever the model."""
+    return {name: value for name, value in receipt.items() if name != "tensors"}
+
+
+def verify_ranks(
+    ranks: Sequence[dict],
+    held: Sequence[Sequence[dict]],
+    step: int,
+    ask_whole: Callable[[], tuple[Sequence[dict], Sequence[Sequence[dict]]]],
+) -> None:
     """Compare what every trainer rank sent with what the engine worker beside it holds.
 
     Args:
-        ranks: ``flashrl_refit_report`` of every trainer rank (``trainer/worker.py``).
-        held: the receipts of every replica's engine workers.
+        ranks: ``flashrl_refit_report`` of every trainer rank (``trainer/worker.py``), with brief receipts.
+        held: the receipts of every replica's engine workers, brief.
         step: the trainer's global step.
+        ask_whole: ``ranks`` and ``held`` again with whole receipts; called where two differ.
 
     Raises:
-        RefitError: two receipts differ, or a worker has no trainer rank that sends to it.
+        RefitError: two receipts differ, which names the step and the tensors at fault, or a worker has no trainer rank
+            that sends to it.
     """
-    for rank in ranks:
+    for number, rank in enumerate(ranks):
         replica, position = rank["replica"], rank["rank_in_replica"]
-        verify_receipts(rank["sent"], held[replica][position], step, f"rollout replica {replica}, rank {position}")
+        sent, received, where = rank["sent"], held[replica][position], f"rollout replica {replica}, rank {position}"
+        for side, receipt in (("trainer sent", sent), ("rollout engine holds", received)):
+            if receipt.get("step") != step:
+                raise RefitError(
+                    f"{where}: the {side} the weights of step {receipt.get('step')}, but the trainer is at step "
+                    f"{step}: a weight update was dropped; the responses it would sample are stale"
+                )
+        if not sent["count"]:
+            raise RefitError(f"{where}: the trainer sent no tensor at step {step}")
+        if sent["digest"] != received["digest"]:
+            whole_ranks, whole_held = ask_whole()
+            _raise_difference(whole_ranks[number]["sent"], whole_held[replica][position], step, where)
     served = {(rank["replica"], rank["rank_in_replica"]) for rank in ranks}
     workers = [(replica, position) for replica, receipts in enumerate(held) for position in range(len(receipts))]
     unserved = [
@@ -78,34 +116,11 @@ def verify_ranks(ranks: Sequence[dict], held: Sequence[Sequence[dict]], step: in
         raise RefitError(f"step {step}: no trainer rank sends to the rollout's {'; '.join(unserved)}")
 
 
-def verify_receipts(sent: dict, received: dict, step: int, where: str) -> None:
-    """Compare the trainer's receipt with the engine's.
-
-    Args:
-        sent: ``Manifest.receipt()`` of the trainer rank.
-        received: the engine worker's.
-        step: the trainer's global step; both must carry it.
-        where: names the engine worker in the message.
-
-    Raises:
-        RefitError: naming the step and the tensors at fault.
-    """
-    for side, receipt in (("trainer sent", sent), ("rollout engine holds", received)):
-        if receipt.get("step") != step:
-            raise RefitError(
-                f"{where}: the {side} the weights of step {receipt.get('step')}, but the trainer is at step {step}: "
-                "a weight update was dropped; the responses it would sample are stale"
-            )
-    sent_tensors, taken = sent["tensors"], received["tensors"]
-    if not sent_tensors:
-        raise RefitError(f"{where}: the trainer sent no tensor at step {step}")
-    if sent_tensors == taken:
-        return
-    wrong = [name for name in {**sent_tensors, **taken} if sent_tensors.get(name) != taken.get(name)]
-    told = [
-        f"{name} (sent {sent_tensors.get(name, 'nothing')}, arrived {taken.get(name, 'nothing')})" for name in wrong
-    ]
+def _raise_difference(sent: dict, received: dict, step: int, where: str) -> NoReturn:
+    sent, taken = sent["tensors"], received["tensors"]
+    wrong = [name for name in {**sent, **taken} if sent.get(name) != taken.get(name)]
+    told = [f"{name} (sent {sent.get(name, 'nothing')}, arrived {taken.get(name, 'nothing')})" for name in wrong]
     raise RefitError(
         f"{where}: at step {step} the rollout engine does not hold what the trainer sent for {len(wrong)} of "
-        f"{len(sent_tensors)} tensors: {listed(told)}"
+        f"{len(sent)} tensors: {listed(told)}"
     )

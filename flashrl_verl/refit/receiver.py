@@ -6,6 +6,7 @@ from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
 from flashrl_verl.errors import listed
 from flashrl_verl.refit.load import WeightRefit
+from flashrl_verl.refit.receipt import brief
 from flashrl_verl.refit.scan import Checksums
 from flashrl_verl.refit.stale_copies import layers_with_stale_copies
 from flashrl_verl.refit.transfer import WatchedReceiver
@@ -34,9 +35,10 @@ class WeightReceiver(vLLMColocateWorkerExtension):
         except Exception as error:  # noqa: BLE001 - becomes a RefitError on the trainer's side
             return {"error": f"{type(error).__name__}: {error}"}
 
-    def flashrl_receipt(self) -> dict:
-        """The receipt of the last whole update; empty when there was none or the last one failed."""
-        return self._flashrl_refit.last_receipt if self._flashrl_refit is not None else {}
+    def flashrl_receipt(self, whole: bool = False) -> dict:
+        """The receipt of the last whole update, brief or whole; empty when there was none or the last one failed."""
+        receipt = self._flashrl_refit.last_receipt if self._flashrl_refit is not None else {}
+        return receipt if whole else brief(receipt)
 
     def flashrl_digest(self) -> dict[str, tuple[int, int]]:
         """Checksum and address of every parameter and buffer."""

@@ -205,8 +205,8 @@ def _require_kept(settings: FlashRLConfig, found: dict[str, Any]) -> None:
     if kept < asked and settings.precision is not Precision.BF16:
         raise ConfigError(
             f"flashrl.keep_first_layers={settings.keep_first_layers} and keep_last_layers={settings.keep_last_layers} "
-            f"keep {kept} layers of this model instead of {asked}: they count names with '.layers.<number>.', and need "
-            "as many. Name the layers in flashrl.ignore"
+            f"keep {kept} layers of this model instead of {asked}: they count the text model's '.layers.<number>.', "
+            "and need as many. Name the layers in flashrl.ignore"
         )
 
 

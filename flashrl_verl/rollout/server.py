@@ -150,9 +150,9 @@ class FlashRLHttpServer(vLLMHttpServer):
         """What each worker's model is (``FlashRLWorkerExtension.flashrl_layers``), read when the engine started."""
         return self._layers
 
-    async def flashrl_receipts(self) -> list[dict]:
-        """Each worker's receipt of the last update."""
-        return await self.collective_rpc("flashrl_receipt")
+    async def flashrl_receipts(self, whole: bool = False) -> list[dict]:
+        """Each worker's receipt of the last update, brief or whole."""
+        return await self.collective_rpc("flashrl_receipt", args=(whole,))
 
     async def flashrl_state(self) -> EngineState:
         """What the engine holds, and its greedy answer to a fixed prompt, computed anew."""

@@ -11,9 +11,8 @@ import glob
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -30,20 +29,11 @@ Row = dict[str, Any]
 
 # ---- rows: published, then verl's ----
 
+GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
+"""What verl's examples/data_preprocess/gsm8k.py asks after the question, and what its reward looks for."""
 
-class Answer(str, Enum):
-    """The form in which GSM8K's answers are asked for and looked for."""
-
-    HASHES = "hashes"
-    BOXED = "boxed"
-
-
-GSM8K = {
-    Answer.HASHES: ("openai/gsm8k", 'Let\'s think step by step and output the final answer after "####".'),
-    Answer.BOXED: ("lighteval/MATH", "Let's think step by step and output the final answer within \\boxed{}."),
-}
-"""The data_source, by which verl chooses the reward (`verl.utils.reward_score`), and what is asked after the question:
-as verl's examples/data_preprocess/gsm8k.py and math_dataset.py have it."""
+BOXED_INSTRUCTION = "Let's think step by step and output the final answer within \\boxed{}."
+"""As math_dataset.py has it. Its reward compares text: 1,000 is not 1000."""
 
 
 def from_math(row: Row) -> Row:
@@ -59,21 +49,27 @@ def from_math(row: Row) -> Row:
     return _verl_row(row["data_source"], prompt, row["ability"], style, answer)
 
 
-def from_gsm8k(row: Row, form: Answer = Answer.HASHES) -> Row:
-    """A row of GSM8K, asked as verl's examples ask.
+def from_gsm8k(row: Row) -> Row:
+    """A row of GSM8K, asked as verl's example asks.
 
     Args:
         row: question, and answer: a solution that ends in "#### " and a number.
-        form: of the answer.
     """
     found = re.search(r"#### (-?[0-9.,]+)", row["answer"])  # verl's own expression
     if found is None:
         raise ValueError('an answer that does not end in "#### " and a number')
     answer = found.group(1).replace(",", "")
     float(answer)  # or it is dots and commas alone
-    data_source, instruction = GSM8K[form]
-    prompt = [{"role": "user", "content": f"{row['question']} {instruction}"}]
-    return _verl_row(data_source, prompt, "math", "rule", answer)
+    prompt = [{"role": "user", "content": f"{row['question']} {GSM8K_INSTRUCTION}"}]
+    return _verl_row("openai/gsm8k", prompt, "math", "rule", answer)
+
+
+def from_gsm8k_boxed(row: Row) -> Row:
+    """The same for a model that answers in ``\\boxed{}``: Qwen2.5-Coder never writes ####. The data_source is that by
+    which verl chooses its reward for MATH."""
+    made = from_gsm8k(row)
+    prompt = [{"role": "user", "content": f"{row['question']} {BOXED_INSTRUCTION}"}]
+    return made | {"data_source": "lighteval/MATH", "prompt": prompt}
 
 
 def _verl_row(source: str, prompt: list[Row], ability: str, style: str, answer: str) -> Row:
@@ -138,21 +134,24 @@ CATALOG = {
             output="aime-2024.parquet",
         )
     ],
-    "gsm8k": [
-        Published(
-            split=split,
-            hub_id="openai/gsm8k",
-            revision="740312add88f781978c0658806c59bc2815b9866",
-            config="main",
-            hub_split=split,
-            path=f"main/{split}-00000-of-00001.parquet",
-            columns=("question", "answer"),
-            convert=from_gsm8k,
-            keep_duplicates=True,
-            output=f"gsm8k-{split}.parquet",
-        )
-        for split in ("train", "test")
-    ],
+    **{
+        name: [
+            Published(
+                split=split,
+                hub_id="openai/gsm8k",
+                revision="740312add88f781978c0658806c59bc2815b9866",
+                config="main",
+                hub_split=split,
+                path=f"main/{split}-00000-of-00001.parquet",
+                columns=("question", "answer"),
+                convert=convert,
+                keep_duplicates=True,
+                output=f"{name}-{split}.parquet",
+            )
+            for split in ("train", "test")
+        ]
+        for name, convert in (("gsm8k", from_gsm8k), ("gsm8k-boxed", from_gsm8k_boxed))
+    },
 }
 
 Name = Enum("Name", {name: name for name in CATALOG}, type=str)
@@ -303,25 +302,18 @@ def data(
         typer.Option(exists=True, help="A file (.parquet, .jsonl, .json) or folder here; else the Hugging Face hub."),
     ] = None,
     output: Annotated[Path, typer.Option(help="Folder for the parquet files.")] = Path("data"),
-    answer: Annotated[
-        Answer | None, typer.Option(help="Of gsm8k: after #### (the default) or in \\boxed{}.", show_default=False)
-    ] = None,
 ) -> None:
     """Prepare a data set for verl, as parquet.
 
-    Of dapo-math-17k each prompt stays once, and none with several answers. The form of gsm8k's answers is asked for in
-    the prompt and looked for by the reward: Qwen2.5-Coder, for one, never writes #### and needs `--answer boxed`.
+    Of dapo-math-17k each prompt stays once, and none with several answers. gsm8k asks for the answer after ####,
+    gsm8k-boxed in \\boxed{}, as Qwen2.5-Coder gives it; the reward looks for what the prompt asks.
 
     A folder for --source has the files as published, or train.jsonl and test.jsonl (or .parquet). Their columns are
-    question and answer (gsm8k), or data_source, prompt, ability and reward_model (the others).
+    question and answer (gsm8k and gsm8k-boxed), or data_source, prompt, ability and reward_model (the others).
     """
     splits = CATALOG[name.value]
     if source is not None and source.is_file() and len(splits) > 1:
         raise ConfigError(f"--source {source} is one file, and {name.value} has {len(splits)}. Name their folder")
-    if answer is not None:
-        if name.value != "gsm8k":
-            raise ConfigError(f"--answer is of gsm8k: the prompts of {name.value} are as published")
-        splits = [replace(wanted, convert=partial(from_gsm8k, form=answer)) for wanted in splits]
     paths = [output.expanduser() / wanted.output for wanted in splits]
     for wanted, path in zip(splits, paths, strict=True):
         if source is not None and path.exists() and _local_file(source, wanted).samefile(path):

@@ -5,6 +5,7 @@ A model that answers in another form than the reward looks for never gets one: e
 replaces all of them, and a run would sample to its bound without a word of why.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,26 +15,26 @@ from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 
 _SHOWN = 300
 """Characters of the ends of a prompt and of a response."""
-_ROW = ("prompts", "responses", "data_source", "reward_model")
 
 
 class FirstRewards:
-    """Over one of verl's buffers: looks at what is drawn or replaced, until a response has had a reward.
+    """Over one of verl's buffers: looks at what is drawn or replaced, until two responses differ or one has a reward.
 
     Args:
-        first_batch: groups of training after which it is said.
-        tell: takes `train` or `val`, how many responses there were, and one's `prompts` and `responses` (token ids),
-            `data_source` and `reward_model`. Called at most once for each. None: nothing is looked at.
+        first_batch: groups of training after which it is said; of validation it is after the first that are drawn.
+        tell: takes `train` or `val`, how many responses there were, and the row of one. Called at most once for each.
+            None: nothing is looked at.
         kwargs: the buffer's.
     """
 
     def __init__(self, first_batch: int = 1, tell: Callable[[str, int, dict[str, Any]], None] | None = None, **kwargs):
         super().__init__(**kwargs)
         self._first_batch, self._tell = first_batch, tell
-        self._without: dict[str, set[str]] = {"train": set(), "val": set()} if tell else {}
-        """Keys of responses without a reward, of a partition in which none has had one."""
+        self._values: dict[str, set[float]] = {"train": set(), "val": set()} if tell else {}
+        """Of the partitions that are looked at."""
+        self._responses, self._groups = Counter(), Counter()
         self.told: set[str] = set()
-        """Partitions of which it was said, and is still so."""
+        """Partitions of which it was said."""
 
     def _evict_terminal_groups(self, global_steps: int, partition_id: str, eviction_reasons):
         constant = eviction_reasons[1]
@@ -46,23 +47,23 @@ class FirstRewards:
         return batch
 
     def _look(self, partition_id: str, keys: Iterable[str]) -> None:
-        if partition_id not in self._without or not (keys := list(keys)):
+        if partition_id not in self._values or not (keys := list(keys)):
             return
         fields = tq.kv_batch_get(keys=keys, partition_id=partition_id, select_fields=["rm_scores", "extra_fields"])
         for scores, extra in zip(fields["rm_scores"], fields["extra_fields"], strict=True):
-            extra = getattr(extra, "data", extra)
-            # The accuracy where there is one: a penalty for length can outweigh it.
-            if extra.get("reward_extra_info", {}).get("acc", float(scores.sum())) > 0:
-                del self._without[partition_id]
-                self.told.discard(partition_id)
-                return
-        without = self._without[partition_id]
-        without.update(keys)
-        enough = partition_id == "val" or len({key.split("_")[0] for key in without}) >= self._first_batch
-        if enough and partition_id not in self.told:
+            accuracy = getattr(extra, "data", extra).get("reward_extra_info", {}).get("acc")
+            # The accuracy where there is one: the penalty of length varies without any reward.
+            self._values[partition_id].add(float(scores.sum() if accuracy is None else accuracy))
+        self._responses[partition_id] += len(keys)
+        self._groups[partition_id] += len({key.split("_")[0] for key in keys})
+        if len(self._values[partition_id]) > 1 or max(self._values[partition_id]) > 0:
+            del self._values[partition_id]
+        elif partition_id == "val" or self._groups[partition_id] >= self._first_batch:
+            del self._values[partition_id]
             self.told.add(partition_id)
-            row = tq.kv_batch_get(keys=keys[:1], partition_id=partition_id, select_fields=list(_ROW))
-            self._tell(partition_id, len(without), {name: getattr(row[name][0], "data", row[name][0]) for name in _ROW})
+            row = tq.kv_batch_get(keys=keys[:1], partition_id=partition_id)
+            row = {name: getattr(row[name][0], "data", row[name][0]) for name in row.keys()}
+            self._tell(partition_id, self._responses[partition_id], row)
 
 
 class WatchedBuffer(FirstRewards, ReplayBuffer):
@@ -84,12 +85,12 @@ def describe_unrewarded(
         decode: makes text of token ids.
     """
     where = "the first validation" if partition_id == "val" else "the first batch"
-    reward = reward_function or f"verl's for data_source={row['data_source']!r}"
+    reward = reward_function or f"verl's for data_source={row.get('data_source')!r}"
     prompt, response = (decode(row[name])[-_SHOWN:] for name in ("prompts", "responses"))
     return (
         f"none of the {responses} responses of {where} has had a reward ({reward}). Either the policy solves none of "
         "the problems, or it does not answer in the form that the reward looks for. One of them should have come to "
-        f"{row['reward_model'].get('ground_truth')!r}. Its prompt ends: {prompt!r}. Its response ends: {response!r}. "
-        "Where the form is wrong, ask for it in the data's prompts (of GSM8K: flashrl data gsm8k --answer), or set "
-        "reward.custom_reward_function.path"
+        f"{(row.get('reward_model') or {}).get('ground_truth')!r}. Its prompt ends: {prompt!r}. Its response ends: "
+        f"{response!r}. Where the form is wrong, ask for it in the data's prompts (of GSM8K: flashrl data "
+        "gsm8k-boxed), or set reward.custom_reward_function.path"
     )

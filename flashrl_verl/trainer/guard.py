@@ -2,8 +2,8 @@
 """The guard of a run: limits times patience. After every step it compares metrics with limits, and warns or stops.
 
 A metric beyond its limit for ``flashrl.guard.patience`` consecutive steps is an event, which is told once; again only
-when the metric recovered in between. A resumed run counts anew. It is plain Python on the driver: metrics in, an event
-out.
+when the metric recovered, or was not there, in between. A resumed run counts anew. It is plain Python on the driver:
+metrics in, an event out.
 """
 
 import logging

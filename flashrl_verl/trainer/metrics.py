@@ -37,7 +37,7 @@ def refit_metrics(reports: list[dict], receipt: dict) -> dict[str, float]:
         "flashrl/refit_quantize_seconds": seconds["load"],
         "flashrl/refit_verify_seconds": seconds["finish"],
         "flashrl/refit_gigabytes": receipt["bytes"] / 1e9,
-        "flashrl/refit_tensors": len(receipt["tensors"]),
+        "flashrl/refit_tensors": receipt["count"],
         "flashrl/refit_quantized": max(report["quantized"] for report in reports),
         "flashrl/receipt_step": receipt["step"],
         # One number for "the same weights": equal for equal weights at the same step, also after a resume.

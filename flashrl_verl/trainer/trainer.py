@@ -193,7 +193,7 @@ class FlashRLMixin:
             metric = self.config.algorithm.filter_groups.metric
             why = "the policy solves all or none of them, or they have failed, which the first error in the log says"
             if "train" in getattr(self.replay_buffer, "told", ()):
-                why = "no response has had a reward, of which a warning in the log shows one"
+                why = "no response of the first batch had a reward, of which a warning in the log shows one"
             raise DynamicSamplingError(
                 f"step {self.global_steps}: dynamic sampling drew more than {limit} x {batch} prompts and still lacks "
                 f"a batch of groups whose {metric!r} differs within the group: {why}. Check the reward and the data, "
@@ -317,9 +317,12 @@ class FlashRLMixin:
 
         The engines are asked directly, not through the adapter, so an update that was never sent is noticed too.
         """
-        ranks = self.actor_rollout_wg.flashrl_refit_report()
-        held = self._ask_servers("flashrl_receipts")
-        verify_ranks(ranks, held, self.global_steps)
+
+        def ask(whole: bool) -> tuple[list[dict], list[list[dict]]]:
+            return self.actor_rollout_wg.flashrl_refit_report(whole), self._ask_servers("flashrl_receipts", whole)
+
+        ranks, held = ask(False)
+        verify_ranks(ranks, held, self.global_steps, lambda: ask(True))
         reports = [report for rank in ranks for report in rank["reports"]]
         return {**refit_metrics(reports, ranks[0]["sent"]), "flashrl/receipts_verified": len(ranks)}
 

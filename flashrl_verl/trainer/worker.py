@@ -12,6 +12,7 @@ from flashrl_verl.correction.batch import attach_correction, extend_metrics, wit
 from flashrl_verl.correction.settings import CorrectionSettings
 from flashrl_verl.plugins import patches
 from flashrl_verl.quantization.lm_head import compute_head_in_fp32
+from flashrl_verl.refit.receipt import brief
 from flashrl_verl.refit.scan import non_finite
 from flashrl_verl.settings import FlashRLConfig
 from flashrl_verl.trainer import varlen_attention
@@ -80,14 +81,14 @@ class FlashRLWorker(ActorRolloutRefWorker):
         return super().compute_ref_log_prob(without_objects(data))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def flashrl_refit_report(self) -> dict:
-        """This rank's side of the last weight update: where it went, the receipt, and (on a replica's first rank) the
-        engine workers' reports."""
+    def flashrl_refit_report(self, whole: bool = False) -> dict:
+        """This rank's side of the last weight update: where it went, the receipt, brief or whole, and (on a replica's
+        first rank) the engine workers' reports."""
         rollout = self.rollout
         return {
             "replica": rollout.replica_rank,
             "rank_in_replica": rollout.rollout_rank,
-            "sent": rollout.sent_receipt,
+            "sent": rollout.sent_receipt if whole else brief(rollout.sent_receipt),
             "reports": rollout.reports,
         }
 

@@ -79,10 +79,10 @@ def test_a_run_of_gsm8k_is_asked_in_bf16_and_leaves_no_weights_and_one_without_t
     for split in ("train", "test"):
         rows = parquet.read_table(assets.root / f"{split}.parquet").to_pylist()[:64]
         parquet.write_table(
-            Table.from_pylist([row | {"data_source": "openai/gsm8k"} for row in rows]),
-            tmp_path / f"gsm8k-{split}.parquet",
+            Table.from_pylist([row | {"data_source": "lighteval/MATH"} for row in rows]),
+            tmp_path / f"gsm8k-boxed-{split}.parquet",
         )
-    words = ["--model", str(assets.model), "--data", str(tmp_path), "--variants", "int8+tis", "--steps", "2"]
+    words = ["--model", str(assets.model), "--data", str(tmp_path), "--variants", "int8+tis", "--steps", "3"]
     words += ["--test-every", "1", "hardware=cpu", "algorithm.filter_groups.enable=false"]
     words += ["data.train_batch_size=8", "data.max_prompt_length=64", "data.max_response_length=32"]
     words += ["reward.reward_kwargs.overlong_buffer_cfg.len=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8"]
@@ -90,8 +90,8 @@ def test_a_run_of_gsm8k_is_asked_in_bf16_and_leaves_no_weights_and_one_without_t
     assert "int8+tis seed 0: not started: the deadline is too near" in refused.stdout
     run("gsm8k", tmp_path / "out", *words)
     (one,) = json.loads((tmp_path / "out" / "gsm8k.json").read_text())["runs"]
-    assert (one["step"], one["bf16_step"], one["bf16"]) == (2, 2, 0.0), "no toy writes ####"
-    assert one["series"]["score"]["step"] == [0, 1, 2] and one["series"]["k3_kl"]["step"] == [1, 2]
+    assert (one["step"], one["bf16_step"], one["bf16"]) == (3, 3, 0.0), "no toy writes boxes"
+    assert one["series"]["score"]["step"] == [0, 1, 2, 3] and one["series"]["k3_kl"]["step"] == [1, 2, 3]
     assert not list((tmp_path / "out").rglob("*.safetensors")) and (tmp_path / "out" / "gsm8k.png").exists()
 
 

@@ -110,7 +110,8 @@ def test_a_run_without_a_reward_says_so_and_ends_with_an_error(recipe, mode):
         assert_says(rf"none of the {where} has had a reward \(constant of .*Its response ends: '", run.output)
         assert len(re.findall(where, run.output)) == 1
     assert_says(
-        r"DynamicSamplingError: step 1: .*more than 3 x 4 prompts.*no response has had a reward.*max_num_gen_batches",
+        r"DynamicSamplingError: step 1: .*more than 3 x 4 prompts.*no response of the first batch had a reward"
+        r".*max_num_gen_batches",
         run.output,
     )
 

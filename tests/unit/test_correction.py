@@ -148,7 +148,7 @@ def test_log_probs_that_are_not_finite_on_one_rank_stop_all_of_them_by_one_messa
         told = ranks[2].attach([as_verl_sends(batch, slice(0, 2)), as_verl_sends(batch, slice(2, 4))], settings)
         for error in (future.exception() for future in told):
             assert isinstance(error, FlashRLError)
-            assert f"2 of 12 response tokens have NaN or infinite {field}_log_probs" in str(error)
+            assert "2 of 12 response tokens have NaN" in str(error) and f"{field}_log_probs" in str(error)
             assert remedy in str(error)
 
 
@@ -158,24 +158,16 @@ def test_a_batch_without_a_token_is_refused():
         attach_correction(data, TIS)
 
 
-@pytest.mark.parametrize("settings", [TIS, CorrectionSettings(level=None)])
-def test_rows_that_lack_log_probs_on_one_rank_stop_all_of_them(ranks, settings):
+def test_rows_that_lack_log_probs_on_one_rank_stop_all_of_them(ranks):
     whole, cut, without = (as_verl_sends(zeros(2)) for _ in range(3))
     cut["rollout_log_probs"] = jagged([torch.zeros(3), torch.zeros(1)])
+    for told in ranks[2].attach([whole, cut], TIS):
+        with pytest.raises(FlashRLError, match="6 of 12 response tokens have NaN, infinite or no rollout_log_probs"):
+            told.result()
     del without["rollout_log_probs"]
-    for other, error, said in (
-        (cut, FlashRLError, "1 rows have different numbers"),
-        (without, ConfigError, "calculate_log_probs"),
-    ):
-        for told in ranks[2].attach([whole.clone(), other], settings):
-            with pytest.raises(error, match=said):
-                told.result()
-    with pytest.raises(FlashRLError, match=r"row 1 here has \[3, 3, 1\]"):
-        attach_correction(cut, settings)
-    none = as_verl_sends(zeros(2))
-    del none["rollout_log_probs"]
-    if settings.level is None:
-        assert attach_correction(none, settings) == {}
+    with pytest.raises(ConfigError, match="calculate_log_probs"):
+        attach_correction(without, TIS)
+    assert attach_correction(without, CorrectionSettings(level=None)) == {}
 
 
 def test_a_batch_that_icepop_drops_whole_has_zero_weights_and_no_effective_sample():

@@ -80,9 +80,13 @@ def prepared(tmp_path):
     save(tmp_path / "aime.parquet", [math_row(f"{n} + 30", f"{n + 30:03}") for n in range(3)] * 4)
     save(tmp_path / "gsm8k" / "main" / "train-00000-of-00001.parquet", [gsm8k_row(n) for n in range(998, 1003)])
     save(tmp_path / "gsm8k" / "test.jsonl", [gsm8k_row(n) for n in range(4)])
-    for name, source in (("dapo-math-17k", "dapo.jsonl"), ("aime-2024", "aime.parquet"), ("gsm8k", "gsm8k")):
+    for name, source in (
+        ("dapo-math-17k", "dapo.jsonl"),
+        ("aime-2024", "aime.parquet"),
+        ("gsm8k", "gsm8k"),
+        ("gsm8k-boxed", "gsm8k"),
+    ):
         data(name, "--source", tmp_path / source, "--output", tmp_path / "data")
-    data("gsm8k", "--source", tmp_path / "gsm8k", "--output", tmp_path / "data" / "boxed", "--answer", "boxed")
     return tmp_path / "data"
 
 
@@ -115,7 +119,7 @@ def verl_dataset(tmp_path, tokenizer):
 @pytest.mark.parametrize(
     ("file", "rows", "prompts"),
     [("dapo-math-17k", 6, 6), ("aime-2024", 12, 3), ("gsm8k-train", 5, 5), ("gsm8k-test", 4, 4)]
-    + [("boxed/gsm8k-test", 4, 4)],
+    + [("gsm8k-boxed-test", 4, 4)],
 )
 def test_verl_loads_the_file_and_its_reward_knows_right_from_wrong(prepared, verl_dataset, file, rows, prompts):
     from verl.utils.reward_score import default_compute_score
@@ -126,7 +130,7 @@ def test_verl_loads_the_file_and_its_reward_knows_right_from_wrong(prepared, ver
         truth, [asked] = row["reward_model"]["ground_truth"], row["raw_prompt"]
         numbers = [int(number) for number in re.findall(r"\d+", asked["content"].split("Let's")[0])]
         assert int(truth) == sum(numbers) and asked["role"] == "user"
-        form = {"gsm8k": "#### {}", "boxed": r"\boxed{{{}}}"}.get(re.split("[-/]", file)[0], "Answer: {}")
+        form = r"\boxed{{{}}}" if "boxed" in file else "#### {}" if "gsm8k" in file else "Answer: {}"
         said = [f"So it is.\n{form.format(answer)}" for answer in (truth, int(truth) + 1)]
         assert "gsm8k" not in file or form.split("{")[0].strip() in asked["content"]
         scores = [default_compute_score(row["data_source"], text, truth) for text in said]
@@ -134,7 +138,7 @@ def test_verl_loads_the_file_and_its_reward_knows_right_from_wrong(prepared, ver
 
 
 def test_verl_mixes_the_files(prepared, verl_dataset):
-    assert len(verl_dataset(*prepared.glob("*.parquet"))) == 6 + 12 + 5 + 4
+    assert len(verl_dataset(*prepared.glob("*.parquet"))) == 6 + 12 + 2 * (5 + 4)
 
 
 def test_the_experiments_look_for_the_files_that_are_written():
@@ -215,7 +219,6 @@ def test_a_request_that_cannot_be_met_is_refused(prepared):
     for words, said in {
         ("gsm8k", "--source", gsm8k / "test.jsonl"): "is one file, and gsm8k has 2",
         ("dapo-math-17k", "--source", prepared, "--output", prepared): "is the source and the output",
-        ("aime-2024", "--answer", "boxed"): "--answer is of gsm8k",
     }.items():
         with pytest.raises(ConfigError, match=said):
             data(*words)

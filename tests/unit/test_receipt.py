@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The refit receipt notices what health metrics cannot see: every tensor of every update counts."""
 
+import pickle
 import re
+import time
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from flashrl_verl.errors import RefitError
-from flashrl_verl.refit.receipt import Manifest, verify_ranks
+from flashrl_verl.refit.receipt import Manifest, brief, verify_ranks
 
 NAME = "layer.4.weight"
 
@@ -25,8 +28,12 @@ def receipt_of(tensors: dict[str, torch.Tensor], step: int = 3) -> dict:
 
 def verify(sent: dict, *held: list[dict], places: tuple = ((0, 0), (0, 1), (1, 0))) -> None:
     """At step 3, of trainer ranks that send to these (replica, rank in it), and of what every replica holds."""
-    ranks = [{"replica": replica, "rank_in_replica": rank, "sent": sent} for replica, rank in places]
-    verify_ranks(ranks, held, 3)
+
+    def ask(form: Callable[[dict], dict]) -> tuple[list[dict], list[list[dict]]]:
+        ranks = [{"replica": replica, "rank_in_replica": rank, "sent": form(sent)} for replica, rank in places]
+        return ranks, [[form(receipt) for receipt in replica] for replica in held]
+
+    verify_ranks(*ask(brief), 3, lambda: ask(dict))
 
 
 CHANGES = {
@@ -68,6 +75,26 @@ def test_an_engine_worker_that_nobody_sends_to_is_noticed():
     message = "step 3: no trainer rank sends to the rollout's replica 0, rank 1; replica 1, rank 0"
     with pytest.raises(RefitError, match=re.escape(message)):
         verify(good, [good, good], [good], places=[(0, 0)])
+
+
+def test_what_the_driver_compares_of_a_step_does_not_grow_with_the_model():
+    """Qwen3-30B-A3B has 18,900 tensors; 32 trainer ranks, 32 engine workers."""
+    receipt = receipt_of({f"model.layers.{n}.mlp.experts.up_proj.weight": torch.tensor([n]) for n in range(18_900)})
+    ranks = [{"replica": n // 4, "rank_in_replica": n % 4, "sent": brief(receipt)} for n in range(32)]
+    held = [[brief(receipt)] * 4 for _ in range(8)]
+    bytes_moved = sum(len(pickle.dumps(one)) for one in [*ranks, *sum(held, [])])
+    started = time.perf_counter()
+    verify_ranks(ranks, held, 3, pytest.fail)
+    assert bytes_moved < 20_000 and time.perf_counter() - started < 0.05
+
+
+def test_the_order_in_which_tensors_pass_does_not_matter_and_small_ones_are_looked_at_together(monkeypatch):
+    manifest, together = Manifest(3), []
+    monkeypatch.setattr("flashrl_verl.refit.receipt._TOGETHER", 3 * 7 * 11 * 2)
+    add = manifest.add
+    monkeypatch.setattr(manifest, "add", lambda weights: (together.append(len(weights)), add(weights)))
+    assert list(manifest.watch(list(weights().items())[::-1])) and together == [3, 3, 3, 1]
+    assert manifest.receipt() == receipt_of(weights())
 
 
 def test_a_name_that_passes_twice_is_noted_and_the_first_counts():
