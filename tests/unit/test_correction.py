@@ -186,7 +186,7 @@ def test_in_bypass_mode_the_batch_is_left_to_verls_loss():
     assert attach_correction(data, settings) == {} and "rollout_is_weights" not in data
     assert torch.equal(data["response_mask"].values(), data["loss_mask"].values())
     data["old_log_probs"].values()[data["response_mask"].values().bool()] = torch.nan  # which are the rollout's here
-    with pytest.raises(FlashRLError, match="NaN or infinite rollout_log_probs"):
+    with pytest.raises(FlashRLError, match="NaN, infinite or no rollout_log_probs"):
         attach_correction(data, settings)
 
 
