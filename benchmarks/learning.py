@@ -17,7 +17,6 @@ import fcntl
 import json
 import math
 import os
-import re
 import shutil
 import signal
 import statistics
@@ -35,6 +34,7 @@ import typer
 
 from benchmarks.common import environment, interval, show, words_of, write_json
 from benchmarks.common import run as run_command
+from benchmarks.gsm8k import EXTRAS, SCORE, variant_overrides, visible_gpus
 from benchmarks.toy.chain import ChainConfig, compute_score
 from benchmarks.toy.outliers import OutlierConfig
 from flashrl_verl.errors import ConfigError, FlashRLError
@@ -78,13 +78,6 @@ START_S = 200.0
 """With less than this left nothing is started: start-up alone takes two minutes where runs share the cores."""
 SAMPLES, ANSWER = 8, 128
 """Answers to each held-out chain when the last weights are asked, and tokens of one at most."""
-EXTRAS = {
-    "int8kv": "flashrl.kv_cache=int8_per_token_head",
-    "async": "trainer.v1.trainer_mode=flashrl_colocate_async",
-    "verls_order": "flashrl.sampling.even_mini_batches=false",
-}
-"""Words of a variant beside precision and correction."""
-SCORE = re.compile(r"val-core/.*/acc/mean@\d+")
 SERIES = {
     "k3_kl": "rollout_corr/k3_kl",
     "effective_sample_size": "rollout_corr/rollout_is_eff_sample_size",
@@ -163,32 +156,6 @@ def scores(rows: dict[int, dict[str, float]]) -> dict[int, float]:
 
 
 # ---- what a run is ----
-
-
-def variant_overrides(variant: str) -> list[str]:
-    """The recipe's words for a variant such as ``int8+int8kv+tis``.
-
-    Raises:
-        ConfigError: it is not one precision, one correction, and perhaps words of ``EXTRAS``.
-    """
-    import flashrl_verl
-
-    configs = Path(flashrl_verl.__file__).parent / "configs"
-    words = variant.split("+")
-    chosen = {}
-    for kind in ("precision", "correction"):
-        known = sorted(path.stem for path in (configs / kind).glob("*.yaml"))
-        found = [word for word in words if word in known]
-        if len(found) != 1:
-            raise ConfigError(f"--variants {variant!r} needs one {kind} of {', '.join(known)}, such as int8+tis")
-        chosen[kind] = found[0]
-    extras = [word for word in words if word not in chosen.values()]
-    if rest := set(extras) - EXTRAS.keys():
-        raise ConfigError(
-            f"--variants {variant!r}: {', '.join(rest)} is no precision, no correction and none of {', '.join(EXTRAS)}"
-        )
-    fixed = [f"flashrl.precision={chosen['precision']}", f"correction={chosen['correction']}"]
-    return [*fixed, *(EXTRAS[word] for word in extras)]
 
 
 def run_overrides(this: Run, assets: Path, hardware: str, kv_cache_bytes: int, overrides: Sequence[str]) -> list[str]:
@@ -311,15 +278,6 @@ class Schedule:
         steps = ", ".join(f"{run.name} {max(run.rows(), default='starts')}" for run in self.going)
         more = f", {left / 60:.1f} minutes left" if math.isfinite(left) else ""
         self.tell(f"{len(self.waiting)} waiting{more}; at step: {steps}")
-
-
-def visible_gpus() -> list[str | None]:
-    """GPUs that runs take in turn, in the words of ``CUDA_VISIBLE_DEVICES``; None: what this process sees."""
-    import torch
-
-    if (count := torch.cuda.device_count()) < 2:
-        return [None]
-    return (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))).split(",")
 
 
 def prune(run: Run) -> None:

@@ -29,18 +29,19 @@ def test_every_table_of_the_results_and_the_readme_is_that_of_the_raw_data():
     [
         ("bf16+tis", {"flashrl.precision=bf16", "correction=tis"}),
         ("none+int8", {"flashrl.precision=int8", "correction=none"}),
-        ("fp8+bypass+async", {"flashrl.precision=fp8", "correction=bypass", learning.EXTRAS["async"]}),
+        ("fp8+bypass+async", {"flashrl.precision=fp8", "correction=bypass", gsm8k.EXTRAS["async"]}),
+        ("int8+unrotated+none", {"flashrl.precision=int8", "correction=none", "flashrl.rotation=false"}),
         ("int8+int8kv+tis", {"flashrl.precision=int8", "correction=tis", "flashrl.kv_cache=int8_per_token_head"}),
     ],
 )
 def test_a_variant_is_a_precision_and_a_correction_of_the_recipe(variant, expected):
-    assert set(learning.variant_overrides(variant)) == expected
+    assert set(gsm8k.variant_overrides(variant)) == expected
 
 
 @pytest.mark.parametrize("variant", ["int8", "tis", "int8+tis+none", "int8+tis+int4kv", "int4+tis", "int8+async"])
 def test_a_variant_that_is_incomplete_or_not_known_is_refused(variant):
     with pytest.raises(ConfigError, match="--variants"):
-        learning.variant_overrides(variant)
+        gsm8k.variant_overrides(variant)
 
 
 def record(finals: dict[str, list[float | None]]) -> dict:
@@ -138,13 +139,6 @@ def test_a_score_is_the_mean_of_the_last_three_validations_and_of_the_last_weigh
     assert gsm8k.final_score(run) is None, "the first is not trained"
     run["series"]["score"] = {"step": [0, 10, 20, 30], "value": [0.9, 0.1, 0.2, 0.3]}
     assert gsm8k.final_score(run) == pytest.approx((0.1 + 0.2 + 0.3 + 0.4) / 4)
-
-
-def test_a_variant_has_words_of_the_recipe():
-    words = {"flashrl.precision=int8", "correction=none", "flashrl.rotation=false", gsm8k.EXTRAS["async"]}
-    assert set(gsm8k.variant_overrides("int8+unrotated+async+none")) == words
-    with pytest.raises(ConfigError, match="--variants"):
-        gsm8k.variant_overrides("int8+int4kv+tis")
 
 
 # ---- mismatch ----
