@@ -20,6 +20,7 @@ from flashrl_verl.plugins.vllm import register
 from flashrl_verl.refit import self_check
 from flashrl_verl.refit.self_check import EngineState
 from flashrl_verl.refit.transfer import socket_scope
+from flashrl_verl.rollout import scheduler
 from flashrl_verl.rollout.access import base_url, loopback_address, require_key, server_key, verify_refusal
 from flashrl_verl.rollout.inspection import require_settings
 from flashrl_verl.rollout.replicas import settings_of
@@ -61,6 +62,7 @@ class FlashRLHttpServer(vLLMHttpServer):
             # vLLM captures up to 512, in steps of 16. A larger batch runs without a CUDA graph (docs/results/step.md).
             # With speculation it captures what a step of many tokens a sequence needs.
             engine_kwargs["max_cudagraph_capture_size"] = -(-sequences // 16) * 16
+        engine_kwargs.setdefault("scheduler_cls", scheduler.NAME)
         for name, value in kv_cache_arguments(self.flashrl.kv_cache).items():
             # vLLM takes attention's backend by this name or by that of its configuration, and not by both.
             if name != "attention_backend" or not (engine_kwargs.get("attention_config") or {}).get("backend"):

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokens in bundles are the tokens and log-probs that vLLM sends one by one; an abort ends what waits."""
+
+import pytest
+from engines import engine
+from tiny_models import make
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+from flashrl_verl.rollout import scheduler
+
+pytestmark = pytest.mark.timeout(300)
+
+PROMPTS = [{"prompt_token_ids": [5, 6, 7, 8 + i]} for i in range(4)]
+TOKENS = 45
+
+
+def answers(llm, sent: list[int]):
+    """Token ids, log-probs and finish reasons; ``sent`` gets the number of tokens of every output of the engine's."""
+    core = llm.llm_engine.engine_core
+    get = type(core).get_output
+
+    def counted():
+        outputs = get(core)
+        sent.extend(len(output.new_token_ids) for output in outputs.outputs)
+        return outputs
+
+    core.get_output = counted
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=TOKENS - i, logprobs=0, detokenize=False)
+        for i in range(len(PROMPTS))
+    ]
+    found = [request.outputs[0] for request in llm.generate(PROMPTS, params, use_tqdm=False)]
+    return [
+        (o.token_ids, [at[t].logprob for t, at in zip(o.token_ids, o.logprobs, strict=True)], o.finish_reason)
+        for o in found
+    ]
+
+
+def test_bundles_hold_what_vllm_sends_one_by_one_and_nothing_after_an_abort(tmp_path):
+    make("llama3", 0).config.save_pretrained(tmp_path)
+    one_by_one, bundled = [], []
+    with engine(tmp_path, {"precision": "bf16"}, max_num_seqs=3) as llm:
+        expected = answers(llm, one_by_one)
+    with engine(tmp_path, {"precision": "bf16"}, max_num_seqs=3, scheduler_cls=scheduler.NAME) as llm:
+        assert answers(llm, bundled) == expected
+        assert max(one_by_one) == 1 and sum(one_by_one) == sum(bundled)
+        assert max(bundled) == scheduler.TOKENS and len(bundled) <= len(PROMPTS) * (2 + TOKENS // scheduler.TOKENS)
+        core = llm.llm_engine.engine_core.engine_core
+        asynchronous = core.vllm_config.scheduler_config.async_scheduling  # on a GPU
+        assert isinstance(core.scheduler, AsyncScheduler) == asynchronous
+        for i, prompt in enumerate(PROMPTS):
+            endless = SamplingParams(
+                max_tokens=100, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+            )
+            llm.llm_engine.add_request(str(i), prompt, endless)
+        for _ in range(5):
+            llm.llm_engine.step()
+        assert len(core.scheduler._waiting) == 3
+        core.scheduler.finish_requests(None, core.scheduler.running[0].status.FINISHED_ABORTED)
+        assert not core.scheduler._waiting
