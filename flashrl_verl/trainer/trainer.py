@@ -51,7 +51,7 @@ from flashrl_verl.trainer.metrics import (
 )
 from flashrl_verl.trainer.mini_batches import even_order, length_variation
 from flashrl_verl.trainer.refill import RefillBuffer
-from flashrl_verl.trainer.worker_watch import watching
+from flashrl_verl.trainer.worker_watch import WorkerWatch
 from flashrl_verl.validation import check_paths, settle_packages, validate_config
 
 # Under "verl", whose handler verl keeps apart from the root logger: imported libraries silence that one.
@@ -158,11 +158,16 @@ class FlashRLMixin:
         if self._own_file:
             with open_dict(self.config):
                 self.config.trainer.logger = [b for b in backends if b != "file"]
+        workers = [*agent_loop_manager.agent_loop_workers, *self.actor_rollout_wg.workers]
+        workers += self.reward_loop_manager.reward_loop_workers
+        watch = WorkerWatch(workers, self._how_to_resume())
+        self.replay_buffer.look = watch.look
         try:
-            workers = [*agent_loop_manager.agent_loop_workers, *self.actor_rollout_wg.workers]
-            workers += self.reward_loop_manager.reward_loop_workers
-            with watching(workers, self._how_to_resume()):
-                super().fit(agent_loop_manager)
+            super().fit(agent_loop_manager)
+        except Exception as error:
+            if (cause := watch.cause(error)) is not error:
+                raise cause from error
+            raise
         finally:
             # Ray would end their workers later, and torch tell that as an error behind a run that succeeded.
             self.train_dataloader_it = self.train_dataloader = self.val_dataloader = None

@@ -1,18 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A worker that dies, or leaves with its node, ends the run by one error that names it.
 
-Ray tells whoever calls it. But verl's sampler calls nobody: it polls for ever for responses that never come. An agent
-loop is what Ray's memory monitor kills first. So a thread of the trainer's process keeps a call to every worker open
-while it trains.
+Ray tells whoever calls it. But verl's sampler calls nobody: it polls for ever for responses that never come, and an
+agent loop is what Ray's memory monitor kills first.
 """
 
 import logging
-import os
-import sys
 import textwrap
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Sequence
 
 import ray
 
@@ -21,61 +17,59 @@ from flashrl_verl.errors import FlashRLError, WorkerLostError
 log = logging.getLogger("verl.flashrl")
 
 INTERVAL_S = 2.0
-"""How often answers are looked at. Ray notices a dead process at once, a silent node after half a minute."""
+"""Between two looks. Ray notices a dead process at once, a silent node after half a minute."""
 
 SETTLING_S = 20.0
-"""With several nodes, wait this long after another error: a lost one may be its cause, and is noticed later."""
-
-_TELLING_S = 5.0
-"""How long Ray takes to carry the last lines of a process to the driver's console."""
+"""With several nodes, how long another error waits: a lost one may be its cause, and is noticed later."""
 
 _DEAD = (ray.exceptions.ActorDiedError, ray.exceptions.OutOfMemoryError)
 
 
-@contextmanager
-def watching(workers: Sequence[ray.actor.ActorHandle], remedy: str) -> Iterator[None]:
-    """Within it a dead worker ends this process, whatever its other threads wait for.
+class WorkerWatch:
+    """One open call to each worker, which a busy one answers later.
 
     Args:
         workers: that the run cannot do without.
         remedy: for the error.
-
-    Raises:
-        WorkerLostError: a call to a worker within it was answered so.
     """
-    done, several_nodes = threading.Event(), sum(node["Alive"] for node in ray.nodes()) > 1
-    threading.Thread(target=_watch, args=(workers, remedy, done), name="worker-watch", daemon=True).start()
-    try:
-        yield
-    except _DEAD as error:
-        raise WorkerLostError(_told(error, remedy)) from error
-    except Exception as error:
-        if several_nodes and not isinstance(error, FlashRLError):
-            done.wait(SETTLING_S)  # if a node is why, the thread ends the run by its name
-        raise
-    finally:
-        done.set()
 
+    def __init__(self, workers: Sequence[ray.actor.ActorHandle], remedy: str):
+        self._calls = {worker.__ray_ready__.remote(): worker for worker in workers}
+        self._remedy, self._next = remedy, time.monotonic()
 
-def _told(reason: object, remedy: str) -> str:
-    return f"{textwrap.shorten(str(reason), 700, placeholder=' ...')} {remedy}"
+    def look(self) -> None:
+        """To be called while waiting, however often.
 
-
-def _watch(workers: Sequence[ray.actor.ActorHandle], remedy: str, done: threading.Event) -> None:
-    # One call each, which a busy worker answers later.
-    calls = {worker.__ray_ready__.remote(): worker for worker in workers}
-    while not done.wait(INTERVAL_S):
-        answered, _ = ray.wait(list(calls), num_returns=len(calls), timeout=0)
+        Raises:
+            WorkerLostError: one has ended.
+        """
+        if time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + INTERVAL_S
+        answered, _ = ray.wait(list(self._calls), num_returns=len(self._calls), timeout=0)
         for call in answered:
-            worker = calls.pop(call)
+            worker = self._calls.pop(call)
             try:
                 ray.get(call)
             except _DEAD as error:
-                if not done.is_set():
-                    told = _told(f"{worker} has ended: {error}", remedy)
-                    print(f"WorkerLostError: {told}", file=sys.stderr, flush=True)
-                    if not done.wait(_TELLING_S):
-                        os._exit(1)
+                raise self._lost(f"{worker} has ended: {error}") from error
             except ray.exceptions.RayError as error:  # cannot be reached now: the next call may be answered
                 log.warning("[flashrl] %s does not answer (%s)", worker, type(error).__name__)
-            calls[worker.__ray_ready__.remote()] = worker
+            self._calls[worker.__ray_ready__.remote()] = worker
+
+    def cause(self, error: Exception) -> Exception:
+        """Of an error that verl ended with: itself, or the worker that was lost."""
+        if isinstance(error, _DEAD):
+            return self._lost(error)
+        several_nodes = sum(node["Alive"] for node in ray.nodes()) > 1
+        end = time.monotonic() + SETTLING_S * several_nodes * (not isinstance(error, FlashRLError))
+        while time.monotonic() < end:
+            try:
+                self.look()
+            except WorkerLostError as lost:
+                return lost
+            time.sleep(INTERVAL_S)
+        return error
+
+    def _lost(self, reason: object) -> WorkerLostError:
+        return WorkerLostError(f"{textwrap.shorten(str(reason), 700, placeholder=' ...')} {self._remedy}")
