@@ -12,6 +12,7 @@ the cache three at a time. Here
 A backend is upstream's hook (``vllm.v1.attention.backends.registry.register_backend``); nothing of vLLM's is changed.
 """
 
+import dataclasses
 from typing import Any, ClassVar
 
 import torch
@@ -66,11 +67,23 @@ class Int8KVBackend(AttentionBackend):
         return MetadataBuilder
 
     @staticmethod
-    def get_supported_kernel_block_sizes() -> list[int | MultipleOf]:
+    def get_supported_kernel_block_sizes(kv_cache_spec: AttentionSpec | None = None) -> list[int | MultipleOf]:
         return list(BLOCK_SIZES)
 
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        """Since vLLM 0.29: the bytes of a token and head in a page."""
+        return dataclasses.replace(spec, state_content_bytes=2 * (spec.head_size + pages.SCALE_BYTES))
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
+        """Since vLLM 0.29: those in which a page is one run of bytes, whose order is ours."""
+        from vllm.v1.kv_cache_layout import KVCacheLayout
+
+        return KVCacheLayout.LBHNC, KVCacheLayout.BLHNC
+
     @staticmethod
-    def get_kv_cache_shape(
+    def get_kv_cache_shape(  # before vLLM 0.29, as is the stride order
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
         return pages.shape(num_blocks, block_size, num_kv_heads, head_size)
@@ -201,7 +214,7 @@ class Int8KVAttention(AttentionImpl):
             query: [tokens or more, heads, head_size].
             key: [tokens or more, KV heads, head_size], in the cache already.
             value: alike.
-            kv_cache: ``pages.shape``.
+            kv_cache: as ``pages.pages_of`` takes it.
             attn_metadata: of the step; None while vLLM measures memory.
             output: like query, written.
             output_scale: not supported; neither is ``output_block_scale``.

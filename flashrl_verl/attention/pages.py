@@ -55,10 +55,15 @@ def pages_of(cache: torch.Tensor) -> Pages:
     """The views of a cache.
 
     Args:
-        cache: [pages, 2, slots, heads, head_size + 4] int8 (``shape``), contiguous.
+        cache: [pages, heads, slots, 2 * (head_size + 4)] int8, pages contiguous, as vLLM makes it since 0.29; before,
+            ``shape``.
     """
-    pages, _, slots, heads, padded = cache.shape
-    head_size = padded - SCALE_BYTES
+    if cache.dim() == 4:
+        pages, heads, slots, content = cache.shape
+        head_size = content // 2 - SCALE_BYTES
+    else:
+        pages, _, slots, heads, padded = cache.shape
+        head_size = padded - SCALE_BYTES
     codes, scales = heads * slots * head_size, heads * slots * SCALE_BYTES
     half = codes + scales
     flat = cache.view(pages, 2 * half)

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which models our attention takes, and how a batch's prompts are put together."""
 
+import math
+
 import pytest
 import torch
 from refusals import ENGINE, changed, refusal
 
+from flashrl_verl.attention import pages
 from flashrl_verl.attention.limits import why_not_model
 from flashrl_verl.attention.metadata import prefills_of
 from flashrl_verl.settings import KVCache
@@ -15,6 +18,17 @@ from flashrl_verl.tools.plan.planner import make_plan
 from flashrl_verl.tools.plan.schedule import Work
 from flashrl_verl.tools.plan.shape import shape_of
 from flashrl_verl.validation import validate_config
+
+
+def test_a_page_is_the_same_bytes_in_the_caches_of_both_kinds_of_vllm():
+    count, slots, heads, size = 3, 16, 2, 32
+    whole = pages.shape(count, slots, heads, size)
+    cache = torch.arange(math.prod(whole)).to(torch.int8).view(whole)
+    wider = torch.zeros(count, cache[0].numel() + 64, dtype=torch.int8)  # vLLM pads pages of unequal layers
+    wider[:, : cache[0].numel()] = cache.flatten(1)
+    since_029 = wider.as_strided((count, heads, slots, 2 * (size + 4)), (wider.stride(0), slots * 72, 72, 1))
+    for ours, other in zip(vars(pages.pages_of(cache)).values(), vars(pages.pages_of(since_029)).values(), strict=True):
+        assert ours.shape == other.shape and torch.equal(ours.view(torch.int8), other.view(torch.int8))
 
 
 @pytest.mark.parametrize(
