@@ -7,5 +7,5 @@ GREY, INK, FAINT = "#BBBBBB", "#333333", "#E5E5E5"
 TITLE = {"loc": "left", "fontsize": 11, "fontweight": "bold"}
 
 HEALTHY_KL = 1e-2
-"""Mismatch KL (k3) above which to look closer: runs that learned were above it in two steps in a row at most
-(docs/results/learning.md). The guard's alarm, `flashrl.guard.k3_kl_max`, is twice that."""
+"""Mismatch KL (k3) above which to look closer: synchronous runs that learned were above it in three steps in a row at
+most (docs/results/learning.md). The guard's alarm, `flashrl.guard.k3_kl_max`, is twice that."""
