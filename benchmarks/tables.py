@@ -14,7 +14,7 @@ import json
 import operator
 import re
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,11 +22,8 @@ from typing import Annotated, Any
 import typer
 from matplotlib.figure import Figure
 
-from benchmarks.common import RESULTS, ROOT, interval, ranged, run
+from benchmarks.common import RESULTS, ROOT, ranged, run
 from benchmarks.engine import FP8_VERL
-from benchmarks.learning import HEADER as LEARNING_HEADER
-from benchmarks.learning import by_variant
-from benchmarks.learning import table as learning_table
 from benchmarks.mismatch import CORRELATION, ESS, K3_KL, KINDS
 from benchmarks.rollout import SPEED_HEADER, Rollout, rollouts_of, speed_ups, speeds_of
 from flashrl_verl.errors import ConfigError
@@ -55,12 +52,6 @@ def load(file: str) -> Any:
 def lines(file: str) -> list[Any]:
     """A JSON Lines file of ``benchmarks/results``."""
     return [json.loads(line) for line in (RESULTS / file).read_text().splitlines()]
-
-
-def plus_minus(values: Sequence[float], form: str = ".3f") -> str:
-    """Mean, and half of its 95 % interval."""
-    middle, half = interval(values)
-    return f"{middle:{form}} ± {half:{form.lstrip('+')}}"
 
 
 # ---- rollout and throughput ----
@@ -317,44 +308,6 @@ def recipe(*folders: str) -> Rows:
     return rows
 
 
-# ---- learning ----
-
-
-def learning(file: str) -> Rows:
-    """One experiment, by variant."""
-    return [list(LEARNING_HEADER), *map(list, learning_table(load(f"learning/{file}.json")))]
-
-
-def finals(record: dict[str, Any], variant: str) -> dict[int, float]:
-    """Final score by seed: evaluated in BF16; where that was not done, the last of the curve."""
-    return {
-        one["seed"]: one["series"]["score"]["value"][-1] if one["final_bf16"] is None else one["final_bf16"]
-        for one in by_variant(record).get(variant, [])
-    }
-
-
-def paired(record: dict[str, Any], variant: str, minus: str) -> list[float]:
-    """Differences of final scores, seed by seed."""
-    mine, theirs = finals(record, variant), finals(record, minus)
-    return [mine[seed] - theirs[seed] for seed in sorted(mine)]
-
-
-def learning_summary(*files: str) -> Rows:
-    """One row an experiment."""
-    header = ["experiment", "k3 KL, mean (largest): INT8 with TIS", "INT8 without"]
-    rows = [[*header, "INT8 with TIS minus BF16 with TIS", "INT8 with TIS minus INT8 without"]]
-    for file in files:
-        record = load(f"learning/{file}.json")
-        there, far = by_variant(record), []
-        for variant in ("int8+tis", "int8+none"):
-            steps = [value for one in there.get(variant, []) for value in one["series"]["k3_kl"]["value"]]
-            far.append(f"{statistics.fmean(steps):.1e} ({max(steps):.1e})" if steps else "-")
-        others = ("bf16+tis", "int8+none")
-        gaps = [plus_minus(paired(record, "int8+tis", o), "+.3f") if o in there else "-" for o in others]
-        rows.append([file, *far, *gaps])
-    return rows
-
-
 # ---- the README's ----
 
 
@@ -390,8 +343,7 @@ TABLES: dict[str, Callable[..., Rows]] = {
     function.__name__: function
     for function in (
         rollout_memory, throughput, refit, levers, training, composed, steps_run,
-        mismatch, mismatch_kv_cache, mismatch_layers, rotation, quickstart, recipe, learning, learning_summary,
-        readme,
+        mismatch, mismatch_kv_cache, mismatch_layers, rotation, quickstart, recipe, readme,
     )
 }  # fmt: skip
 

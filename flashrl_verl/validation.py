@@ -1004,8 +1004,6 @@ def check_paths(cfg: DictConfig, *, root: Path | None = None, made_later: Path |
             "quickstart.assets=<folder>/assets of an earlier `flashrl quickstart --output <folder>`, which makes them "
             "(bash scripts/quickstart.sh), or paths of your own"
         )
-    elif get(cfg, "chain.assets") is not None:
-        remedy = "chain.assets=<folder>/assets of `python -m benchmarks.learning --output <folder>`, which makes them"
     else:
         tilde = (
             f"; write your home folder out in {MODEL}, ~ is not expanded there"

@@ -16,7 +16,7 @@ from typing import Any
 
 from flashrl_verl.errors import FlashRLError
 from flashrl_verl.quickstart.model import ToyModelConfig, build_model
-from flashrl_verl.quickstart.task import Split, TaskConfig, verl_rows
+from flashrl_verl.quickstart.task import Split, TaskConfig, split_problems, verl_rows
 from flashrl_verl.quickstart.tokenizer import build_tokenizer
 from flashrl_verl.quickstart.warmup import Accuracy, Encoder, WarmupConfig, evaluate, warm_up
 
@@ -29,12 +29,9 @@ class AssetsConfig:
 
     seed: int = 0
     """Of the initial weights, the split, and the warm-up's order."""
-    task: Any = field(default_factory=TaskConfig)
-    """Of the toy's or another one with `data_source`, `slip_rate` and `split` (`benchmarks.toy.chain.ChainConfig`)."""
+    task: TaskConfig = field(default_factory=TaskConfig)
     model: ToyModelConfig = field(default_factory=ToyModelConfig)
     warmup: WarmupConfig = field(default_factory=WarmupConfig)
-    outliers: Any = None
-    """What changes the warmed-up model by its `plant` (`benchmarks.toy.outliers.OutlierConfig`); None: nothing."""
 
     def recipe(self) -> dict[str, Any]:
         """What a manifest must say for its assets to be used again."""
@@ -47,8 +44,8 @@ class Assets:
 
     root: Path
     made: dict[str, Any]
-    """`warmup_steps`, `warmup_seconds`, `device`, `parameters`, and the accuracies `probe` and `test` of the BF16 model
-    on disk."""
+    """`warmup_steps`, `warmup_seconds`, `parameters`, and the accuracies `probe` and `test` of the BF16 model on
+    disk."""
     reused: bool
     """Whether they were there already."""
 
@@ -82,7 +79,6 @@ def make_assets(
     config: AssetsConfig,
     *,
     on_probe: Callable[[int, Accuracy], None] | None = None,
-    device: str = "cpu",
 ) -> Assets:
     """Make the assets, or use those that are there if they were made by the same recipe.
 
@@ -92,7 +88,6 @@ def make_assets(
         root: the directory; a directory that is not an earlier result is refused, not overwritten.
         config: the recipe.
         on_probe: told of the warm-up's progress: updates so far, accuracy.
-        device: where the model is warmed up. Only a CPU's digits are promised to be the same again.
 
     Raises:
         FlashRLError: the warm-up did not reach its target, or `root` holds something else.
@@ -108,7 +103,7 @@ def make_assets(
     root.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{root.name}-", dir=root.parent))
     try:
-        made = _make(scratch, config, on_probe, device)
+        made = _make(scratch, config, on_probe)
         scratch.chmod(0o755)  # mkdtemp's 0700 would hide the assets from a shared cluster's other nodes
         if root.exists():
             shutil.rmtree(root)
@@ -118,21 +113,19 @@ def make_assets(
     return Assets(root=root, made=made, reused=False)
 
 
-def _make(
-    root: Path, config: AssetsConfig, on_probe: Callable[[int, Accuracy], None] | None, device: str
-) -> dict[str, Any]:
+def _make(root: Path, config: AssetsConfig, on_probe: Callable[[int, Accuracy], None] | None) -> dict[str, Any]:
     import pyarrow
     import pyarrow.parquet
     import torch
 
-    split = config.task.split(config.seed)
+    split = split_problems(config.task, seed=config.seed)
     for name, problems in (("train", split.train), ("test", split.test)):
-        rows = verl_rows(problems, split=name, data_source=config.task.data_source)
+        rows = verl_rows(problems, split=name)
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), root / f"{name}.parquet")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the same sums on machines of any size, and a busy core stalls nobody at a barrier
     try:
-        made = _make_model(root / "model", split, config, on_probe, device)
+        made = _make_model(root / "model", split, config, on_probe)
     finally:
         torch.set_num_threads(threads)
     (root / MANIFEST).write_text(json.dumps({"recipe": config.recipe(), "made": made}, indent=2) + "\n")
@@ -140,14 +133,14 @@ def _make(
 
 
 def _make_model(
-    path: Path, split: Split, config: AssetsConfig, on_probe: Callable[[int, Accuracy], None] | None, device: str
+    path: Path, split: Split, config: AssetsConfig, on_probe: Callable[[int, Accuracy], None] | None
 ) -> dict[str, Any]:
     import torch
     from transformers.utils import logging
 
     started = time.monotonic()
     tokenizer = build_tokenizer(config.model.max_position_embeddings)
-    model = build_model(tokenizer, config.model, seed=config.seed).to(device)
+    model = build_model(tokenizer, config.model, seed=config.seed)
     steps = warm_up(
         model,
         tokenizer,
@@ -158,8 +151,6 @@ def _make_model(
         on_probe=on_probe,
     )
     seconds = time.monotonic() - started
-    if config.outliers is not None:
-        config.outliers.plant(model, seed=config.seed)
     logging.disable_progress_bar()  # for writing a file of a megabyte
     model.to(torch.bfloat16).save_pretrained(path)
     logging.enable_progress_bar()
@@ -169,7 +160,6 @@ def _make_model(
     return {
         "warmup_steps": steps,
         "warmup_seconds": round(seconds, 1),
-        "device": device,
         "parameters": sum(p.numel() for p in model.parameters()),
         "probe": asdict(evaluate(model, encoder, split.probe)),
         "test": asdict(evaluate(model, encoder, split.test)),

@@ -22,8 +22,7 @@ DATA_SOURCE = "toy_addition"
 
 @dataclass(frozen=True)
 class Problem:
-    """One addition. The warm-up takes any task's problems that have `prompt`, `answer`, `ground_truth`, `info` and
-    `worked`."""
+    """One addition."""
 
     a: int
     b: int
@@ -39,11 +38,6 @@ class Problem:
         return str(self.a + self.b)
 
     @property
-    def ground_truth(self) -> str:
-        """What the reward asks for."""
-        return self.answer
-
-    @property
     def has_carry(self) -> bool:
         """Whether the units add up to ten or more."""
         return self.a % 10 + self.b % 10 >= 10
@@ -52,11 +46,6 @@ class Problem:
     def slip(self) -> str:
         """The sum with the carry of the units forgotten; the right answer where there is none."""
         return str(self.a + self.b - 10 * self.has_carry)
-
-    @property
-    def info(self) -> dict[str, Any]:
-        """What goes into verl's `extra_info`."""
-        return {"has_carry": self.has_carry}
 
     def worked(self, rng: random.Random, slip_rate: float) -> str:
         """The slip with a probability of `slip_rate`, else the answer."""
@@ -77,12 +66,6 @@ class TaskConfig:
     slip_rate: float = 0.6
     """Probability that a warm-up label forgets its carry. Above 0.5, so that the greedy answer is the slip;
     far enough below 1 that the right answer is usually among 8 samples."""
-
-    data_source: str = DATA_SOURCE
-
-    def split(self, seed: int) -> Split:
-        """Share out all problems (`split_problems`)."""
-        return split_problems(self, seed=seed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,21 +101,20 @@ def _both_orders(problems: Sequence[Problem]) -> list[Problem]:
     return [Problem(*order) for p in problems for order in ((p.a, p.b), (p.b, p.a))]
 
 
-def verl_rows(problems: Sequence[Problem], *, split: str, data_source: str = DATA_SOURCE) -> list[dict[str, Any]]:
+def verl_rows(problems: Sequence[Problem], *, split: str) -> list[dict[str, Any]]:
     """One row of verl's RL data format for each problem, in order.
 
     Args:
         problems: what to ask.
         split: `train` or `test`, kept in `extra_info`.
-        data_source: the task's.
     """
     return [
         {
-            "data_source": data_source,
+            "data_source": DATA_SOURCE,
             "prompt": [{"role": "user", "content": problem.prompt}],
             "ability": "math",
-            "reward_model": {"style": "rule", "ground_truth": problem.ground_truth},
-            "extra_info": {"split": split, "index": index, **problem.info},
+            "reward_model": {"style": "rule", "ground_truth": problem.answer},
+            "extra_info": {"split": split, "index": index, "has_carry": problem.has_carry},
         }
         for index, problem in enumerate(problems)
     ]

@@ -39,11 +39,8 @@ class WarmupConfig:
     """Updates between two probes."""
     lr: float = 1.5e-3
     """AdamW's rate."""
-    matrix_lr: float | None = None
-    """Rate of Muon, which then trains the decoder's matrices; None: AdamW trains all. Muon needs fewer updates, each of
-    which is slow on a CPU without BF16 instructions, as PyTorch's Muon orthogonalizes in BF16."""
     lr_warmup_steps: int = 40
-    """Updates over which rates rise linearly."""
+    """Updates over which the rate rises linearly."""
     max_grad_norm: float = 1.0
     """Clip of the gradient's L2 norm."""
 
@@ -113,7 +110,6 @@ def evaluate(model: Qwen2ForCausalLM, encoder: Encoder, problems: Sequence[Probl
     import torch
 
     tokens, labels = encoder.batch(problems, [problem.answer for problem in problems])
-    tokens, labels = tokens.to(model.device), labels.to(model.device)
     with torch.no_grad():
         logits = model(input_ids=tokens, use_cache=False).logits
     ignored = labels == IGNORE
@@ -136,11 +132,11 @@ def warm_up(
     """Train `model` in place on the training problems until the probe's sampled accuracy reaches the target.
 
     Args:
-        model: float32, on the device that is to train it.
+        model: float32, on the CPU.
         tokenizer: its tokenizer.
         split: trains on `train`, stops by `probe`; `test` is not looked at.
         slip_rate: probability of each slip of a label, drawn anew for each use of a problem.
-        config: rates and limits.
+        config: rate and limits.
         seed: order of the problems and draws of the labels.
         on_probe: called after each probe with the number of updates and the accuracy.
 
@@ -152,22 +148,22 @@ def warm_up(
     """
     from torch.nn.functional import cross_entropy
     from torch.nn.utils import clip_grad_norm_
+    from torch.optim import AdamW
 
     rng, encoder = random.Random(seed), Encoder(tokenizer)
-    optimizers = _optimizers(model, config)
+    optimizer = AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.98), weight_decay=0.01)
     model.train()
     for step in range(1, config.max_steps + 1):
         problems = rng.choices(split.train, k=config.batch_size)
         answers = [problem.worked(rng, slip_rate) for problem in problems]
         tokens, labels = encoder.batch(problems, answers)
         # Right padding needs no attention mask: under causal attention no labelled position sees it.
-        logits = model(input_ids=tokens.to(model.device), use_cache=False).logits
-        cross_entropy(logits.flatten(0, 1), labels.flatten().to(model.device), ignore_index=IGNORE).backward()
+        logits = model(input_ids=tokens, use_cache=False).logits
+        cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE).backward()
         clip_grad_norm_(model.parameters(), config.max_grad_norm)
-        for optimizer, rate in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = rate * min(1.0, step / config.lr_warmup_steps)
-            optimizer.step()
+        for group in optimizer.param_groups:
+            group["lr"] = config.lr * min(1.0, step / config.lr_warmup_steps)
+        optimizer.step()
         model.zero_grad()
         if step % config.probe_every == 0:
             accuracy = evaluate(model.eval(), encoder, split.probe)
@@ -182,18 +178,3 @@ def warm_up(
         f"{config.max_steps} updates, short of {config.target_accuracy:.2f}. "
         f"Try another seed: --seed {seed + 1}."
     )
-
-
-def _optimizers(model: Qwen2ForCausalLM, config: WarmupConfig) -> list[tuple]:
-    """Optimizers, each with its rate."""
-    from torch.optim import AdamW, Muon
-
-    matrices = [p for p in model.model.layers.parameters() if p.ndim == 2] if config.matrix_lr else []
-    taken = {id(p) for p in matrices}
-    others = [p for p in model.parameters() if id(p) not in taken]
-    optimizers = [(AdamW(others, lr=config.lr, betas=(0.9, 0.98), weight_decay=0.01), config.lr)]
-    if matrices:
-        # match_rms_adamw scales the update to AdamW's size, so that both rates mean the same.
-        muon = Muon(matrices, lr=config.matrix_lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
-        optimizers.append((muon, config.matrix_lr))
-    return optimizers

@@ -64,11 +64,6 @@ class ProcessTree:
         """The command's exit code, or None while it runs."""
         return self._process.poll()
 
-    def interrupt(self) -> None:
-        """Ask the command to end, and do not wait."""
-        if self.poll() is None:
-            self._process.send_signal(signal.SIGINT)
-
     def end(self, patience: Sequence[tuple[int, float]] = PATIENCE) -> None:
         """End what is left, politely first; being interrupted again makes it less patient.
 

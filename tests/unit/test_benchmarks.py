@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import common, gsm8k, learning, mismatch, rollout, tables, training
+from benchmarks import common, gsm8k, mismatch, rollout, tables, training
 from flashrl_verl.errors import ConfigError, FlashRLError
 
 
@@ -21,7 +21,7 @@ def test_every_table_of_the_results_and_the_readme_is_that_of_the_raw_data():
     assert sum(len(tables.PLACE.findall(text)) for text in texts.values()) > 20
 
 
-# ---- learning ----
+# ---- intervals, variants ----
 
 
 @pytest.mark.parametrize(
@@ -44,36 +44,6 @@ def test_a_variant_that_is_incomplete_or_not_known_is_refused(variant):
         gsm8k.variant_overrides(variant)
 
 
-def record(finals: dict[str, list[float | None]]) -> dict:
-    """A ``learning.json`` of runs with these final scores, by variant and seed."""
-    empty = {"step": [], "value": []}
-    series = {name: empty for name in learning.SERIES} | {"score": {"step": [0, 60], "value": [0.3, 0.9]}}
-    runs = [
-        {"variant": variant, "seed": seed, "step": 60, "final_bf16": final, "series": series}
-        for variant, values in finals.items()
-        for seed, final in enumerate(values)
-    ]
-    return {"settings": {"steps": 60}, "runs": runs}
-
-
-def test_differences_are_paired_by_seed_and_their_intervals_are_students():
-    """A reference by the definition: of three pairs t is 4.303, wherever a common part of a seed's runs lies."""
-    draw = random.Random(0)
-    base = [draw.random() for _ in range(3)]
-    gaps = [0.01, 0.02, 0.06]
-    made = record({"bf16+tis": base, "int8+tis": [b + g for b, g in zip(base, gaps, strict=True)]})
-    assert learning.differences(made)["int8+tis"] == pytest.approx(gaps)
-    half = 4.303 * statistics.stdev(gaps) / math.sqrt(3)
-    shown = learning.table(made)[1][learning.HEADER.index("minus the first")]
-    assert shown == f"{statistics.mean(gaps):+.3f} ± {half:.3f}"
-
-
-def test_a_run_that_is_not_finished_is_left_out_of_its_pair():
-    made = record({"bf16+tis": [0.9, 0.8, None], "int8+tis": [0.8, None, 0.7]})
-    assert learning.differences(made)["int8+tis"] == pytest.approx([-0.1])
-    assert [row[1] for row in learning.table(made)] == ["2/3", "2/3"]
-
-
 def test_an_interval_covers_the_mean_in_19_of_20_draws():
     """The property that gives it its name, of three and of eight normal values."""
     generator = np.random.default_rng(0)
@@ -81,26 +51,6 @@ def test_an_interval_covers_the_mean_in_19_of_20_draws():
         draws = [common.interval(list(generator.normal(1.0, 2.0, size))) for _ in range(4000)]
         covered = sum(abs(middle - 1.0) < half for middle, half in draws) / len(draws)
         assert 0.935 < covered < 0.965
-
-
-def test_a_folder_of_other_settings_is_refused_and_another_machine_is_added(tmp_path, monkeypatch):
-    settings = {"steps": 60, "outliers": None, "overrides": []}
-    learning.keep_settings(tmp_path, settings)
-    monkeypatch.setattr(learning, "environment", lambda: {"device": "NVIDIA H200"})
-    assert learning.keep_settings(tmp_path, settings)[1] == {"device": "NVIDIA H200"}
-    with pytest.raises(ConfigError, match=r"steps=60 \(now 80\)"):
-        learning.keep_settings(tmp_path, settings | {"steps": 80})
-
-
-def test_an_interrupted_line_of_metrics_is_left_out_and_the_newest_checkpoint_alone_is_kept(tmp_path):
-    this = learning.Run(variant="int8+tis", seed=0, folder=tmp_path, steps=60)
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "data": {"rollout_corr/k3_kl": 0.5}}\n{"step": 2, "da')
-    assert this.rows() == {1: {"rollout_corr/k3_kl": 0.5}} and this.saved == 0
-    for number in (2, 4):
-        (tmp_path / "checkpoints" / f"global_step_{number}").mkdir(parents=True)
-    (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("4")
-    learning.prune(this)
-    assert [path.name for path in (tmp_path / "checkpoints").glob("global_step_*")] == ["global_step_4"]
 
 
 # ---- gsm8k ----

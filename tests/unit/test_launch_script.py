@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "recipe" / "flashrl"
 SNAPSHOTS = Path(__file__).with_name("snapshots")
 EXPERIMENT = "dapo_qwen2.5_32b_int8"
-WITHOUT_A_SCRIPT = {"base", "quickstart", "smoke", "chain"}
+WITHOUT_A_SCRIPT = {"base", "quickstart", "smoke"}
 """What others are made of, and the toy runs: `flashrl quickstart` starts those."""
 
 
