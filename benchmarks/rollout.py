@@ -4,13 +4,14 @@
     python -m benchmarks.rollout --model qwen2.5-32b --variants bf16,int8,int8+int8kv --workloads 256x256+384
 
 Random weights that a weight update loads; vLLM's ``LLM`` with CUDA graphs, no prefix cache, log-probs of what is
-sampled. With ``--spread`` lengths have a long tail, those that `flashrl plan` computes with. Each variant is an engine
-in a process of its own, one after another. What is measured is written at once: the same command resumes behind it.
+sampled. With ``--spread`` lengths have a long tail. Each variant is an engine in a process of its own, one after
+another. What is measured is written at once: the same command resumes behind it.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 import statistics
@@ -18,13 +19,13 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import NormalDist
 from typing import Annotated, Any
 
 import typer
 
 from benchmarks.common import environment, in_own_process, ranged, run, show, words_of
 from flashrl_verl.errors import ConfigError
-from flashrl_verl.tools.plan.schedule import Work, response_lengths
 from flashrl_verl.trainer.atomic_write import write_whole
 
 RESULTS = "rollout.jsonl"
@@ -36,39 +37,60 @@ def measure(variant: str, model: str, settings: dict[str, Any]) -> dict[str, Any
     """One engine: a line of ``rollout.jsonl``."""
     from benchmarks.engine import start
 
-    works = [
-        Work(sequences=number, prompt=prompt, response=response, spread=settings["spread"], limit=settings["limit"])
-        for number, prompt, response in settings["workloads"]
-    ]
+    tail = settings["spread"], settings["limit"]
+    works = [(prompt, response_lengths(number, mean, *tail)) for number, prompt, mean in settings["workloads"]]
     llm = start(
         model,
         variant,
         in_process=False,
         enable_prefix_caching=False,
         disable_log_stats=not settings["spread"],
-        max_model_len=max(work.prompt + max(response_lengths(work)) for work in works) + 1,
+        max_model_len=max(prompt + max(lengths) for prompt, lengths in works) + 1,
         tensor_parallel_size=settings["tensor_parallel"],
         distributed_executor_backend="mp",  # as in a GPU run: scheduling overlaps with the GPU's work
         **{name: settings[name] for name in ENGINE_SETTINGS},
     )
     vocabulary = json.loads((Path(model) / "config.json").read_text())["vocab_size"]
     draw, timings = random.Random(0), []
-    for work in works:
+    for sizes, (prompt, lengths) in zip(settings["workloads"], works, strict=True):
 
         def generate(most: int | None = None) -> tuple[float, list[list[float]]]:
-            prompts = [[draw.randrange(vocabulary) for _ in range(work.prompt)] for _ in range(work.sequences)]  # noqa: B023
-            lengths = response_lengths(work)  # noqa: B023
-            return _generate(llm, prompts, [min(length, most or length) for length in lengths])
+            prompts = [[draw.randrange(vocabulary) for _ in range(prompt)] for _ in lengths]  # noqa: B023
+            return _generate(llm, prompts, [min(length, most or length) for length in lengths])  # noqa: B023
 
         generate(8)  # kernels of these sizes are chosen or compiled
         pairs = [(generate(1)[0], *generate()) for _ in range(settings["repeats"])]
         prefill, whole, ends = map(list, zip(*pairs, strict=True))
-        sizes = [work.sequences, work.prompt, work.response]
         timings.append({"workload": sizes, "seconds": whole, "prefill_seconds": prefill, "ends": ends})
         print(json.dumps(timings[-1]), flush=True)
     memory = llm.collective_rpc("bench_memory")[0]
     llm.llm_engine.engine_core.shutdown()  # newer vLLMs leave it to the end of this process, which waits for it
     return {"variant": variant, "memory": memory, "timings": timings}
+
+
+def response_lengths(sequences: int, mean: int, spread: float = 0.0, limit: int | None = None) -> list[int]:
+    """Tokens of each response: evenly spaced quantiles of a lognormal distribution, always in the same order.
+
+    Args:
+        sequences: how many.
+        mean: tokens on average.
+        spread: standard deviation of the logarithm; 0: all have one length.
+        limit: tokens at which a response is cut off; above the mean.
+    """
+    factors = [math.exp(spread * NormalDist().inv_cdf((i + 0.5) / sequences)) for i in range(sequences)]
+
+    def of_median(median: float) -> list[int]:
+        return [max(1, round(min(limit or math.inf, median * factor))) for factor in factors]
+
+    if not spread:
+        return [mean] * sequences
+    low, high = 0.0, 100.0 * mean  # where the limit cuts, the median is above the mean of what is left
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if statistics.fmean(of_median(middle)) < mean else (low, middle)
+    lengths = of_median(high)
+    random.Random(0).shuffle(lengths)
+    return lengths
 
 
 def _generate(llm: Any, prompts: list[list[int]], lengths: list[int]) -> tuple[float, list[list[float]]]:

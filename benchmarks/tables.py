@@ -14,27 +14,17 @@ import json
 import operator
 import re
 import statistics
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from matplotlib.figure import Figure
 
 from benchmarks.common import RESULTS, ROOT, ranged, run
 from benchmarks.engine import FP8_VERL
 from benchmarks.mismatch import CORRELATION, ESS, K3_KL, KINDS
 from benchmarks.rollout import SPEED_HEADER, Rollout, rollouts_of, speed_ups, speeds_of
 from flashrl_verl.errors import ConfigError
-from flashrl_verl.tools.engines.shapes import load_config
-from flashrl_verl.tools.plan.command import DEFAULTS, of_run, plan_of
-from flashrl_verl.tools.plan.gpus import find
-from flashrl_verl.tools.plan.planner import STOCK, Plan, choices
-from flashrl_verl.tools.plan.schedule import Work, length_over_tokens, simulate
-from flashrl_verl.tools.plan.shape import shape_of
-from flashrl_verl.tools.plan.step import Clock
-from flashrl_verl.tools.plan.whole_step import WAITS
 from flashrl_verl.trainer.atomic_write import write_whole
 
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs" / "results").glob("*.md")))
@@ -83,6 +73,19 @@ def throughput(*files: str) -> Rows:
     return rows
 
 
+def engines_of_four(*files: str) -> Rows:
+    """Speed of engines of four GPUs, one a file, BF16 first: of as many sequences each as ran in it."""
+    rows = [["sequences x (prompt -> response)", "variant", "seconds", "of them prompts", "tokens/s", "x BF16"]]
+    of = [rollouts(file) for file in files]
+    for at, base in enumerate(of[0]):
+        for one in (engine[at] for engine in of):
+            assert one.workload[1:] == base.workload[1:]
+            (seconds,), (speed,), (first,) = one.seconds, one.tokens_per_second, base.tokens_per_second
+            cells = f"{seconds:.1f}", f"{seconds - one.decode_seconds:.1f}", f"{speed:.0f}", f"{speed / first:.2f}"
+            rows.append(["{} x ({} -> {})".format(*one.workload), one.variant, *cells])
+    return rows
+
+
 # ---- refit, step ----
 
 
@@ -95,29 +98,6 @@ def refit(*files: str) -> Rows:
             update = ranged([1e3 * s for s in one["refit_seconds"]], form)
             loading = f"{1e3 * statistics.median(one['load_seconds']):{form}}"
             rows.append([record["model"], one["arm"], update, loading, f"{one['extra_bytes'] / 2**20:.0f}"])
-    return rows
-
-
-@cache
-def planned(gpu: str, gpus: str) -> Plan:
-    """DAPO-32B's step, as `flashrl plan` computes it."""
-    run = of_run(["experiment=dapo_qwen2.5_32b_int8"]) | {"gpus": int(gpus)}
-    return plan_of(DEFAULTS | run, find(gpu))
-
-
-def levers(first: str, *others: str) -> Rows:
-    """Seconds of a step by lever, on such as ``32xh100``, and of whole steps on others."""
-    plans = {where: planned(where.split("x", 1)[1], where.split("x", 1)[0]) for where in (first, *others)}
-    header = ["levers", "rollout s", "old log-probs s", "policy update s", "weight update s", "step s", "steps an hour"]
-    rows = [[*header, "x stock", *(f"{where.replace('x', ' x ', 1)}: step s (x stock)" for where in others)]]
-    for name, step in plans[first].by_lever:
-        parts = step.rollout, step.log_probs, step.update, step.refit, step.seconds
-        row = [name, *(f"{part:.0f}" for part in parts), f"{3600 / step.seconds:.3g}"]
-        row.append(f"{plans[first].by_lever[0][1].seconds / step.seconds:.2f}")
-        for there in (dict(plans[where].by_lever) for where in others):
-            theirs = there[name].seconds if name in there else None
-            row.append(f"{theirs:.0f} ({there[STOCK].seconds / theirs:.2f})" if theirs else "-")
-        rows.append(row)
     return rows
 
 
@@ -137,62 +117,6 @@ def steps_run(file: str) -> Rows:
     from benchmarks.step import COLUMNS, rows_of  # verl's agent loops come with it
 
     return [["variant", *COLUMNS], *rows_of(load(file)["results"])]
-
-
-def composed(gpu: str) -> Rows:
-    """DAPO-32B's step on 32 GPUs. The rollout is `flashrl plan`'s simulation, times how much longer than planned an
-    engine of four GPUs generated, without the prompts, for as many sequences of mean length as run together. The
-    trainer's time for a token was measured at two lengths, between which it is linear. The weight update is the plan's
-    guess, and the last column all its own."""
-    plan = planned(gpu, "32")
-    theirs, shape = dict(plan.by_lever), shape_of(load_config("qwen2.5-32b"))
-    longer = {}  # than planned, by variant
-    for file in ("bf16", "int8", "int8-kv"):
-        one = max(rollouts(f"rollout/{gpu}-tp4/qwen2.5-32b-{file}"), key=lambda one: one.workload[1])
-        choice = next(c for c in choices() if str(c) == one.variant.replace("+int8kv", " + INT8 KV"))
-        clock = Clock(shape=shape, choice=choice, gpu=plan.gpu, tensor_parallel=4)
-        work = Work(**dict(zip(("sequences", "prompt", "response"), one.workload, strict=True)))
-        simulated = simulate(clock, work, one.memory["kv_tokens"], max_num_seqs=1024)
-        prompts = clock.prefill(work.sequences * work.prompt, work.prompt, work.sequences)
-        longer[one.variant] = one.decode_seconds / (simulated.seconds - prompts)
-    tokens, length = plan.sequences * (plan.work.prompt + plan.work.response), length_over_tokens(plan.work)
-    header = ["levers", "rollout s", "old log-probs s", "policy update s", "weight update s", "step s"]
-    rows, stock, kv = [[*header, "steps an hour", "x stock", "x stock, computed"]], None, "+ INT8 KV cache"
-    for name, rollout, variant, file in (
-        (STOCK, STOCK, "bf16", "bf16"),
-        ("+ refill", "+ refill", "bf16", "bf16"),
-        ("+ even mini-batches", "+ even mini-batches", "bf16", "bf16"),
-        ("+ INT8 weights", "+ INT8 weights", "int8", "bf16"),
-        (kv, kv, "int8+int8kv", "bf16"),
-        ("+ Liger's kernels", kv, "int8+int8kv", "liger-bf16"),
-        ("+ asynchrony", "+ asynchrony", "int8+int8kv", "liger-bf16"),
-    ):
-        seconds = [theirs[rollout].rollout * longer[variant]]
-        for part in ("old log-probs", "policy update"):
-            timed = [one for one in load(f"step/h200/{file}.json")["passes"] if one["name"] == part]
-            (short, first), (long, second) = sorted((one["length"], one["whole_s"] / one["tokens"]) for one in timed)
-            seconds.append((first + (second - first) * (length - short) / (long - short)) * tokens / 32)
-        seconds[2] *= WAITS if name in (STOCK, "+ refill") else 1.0
-        step = sum(seconds := [*seconds, theirs[STOCK].refit])
-        stock = stock or step
-        computed = f"{theirs[STOCK].seconds / theirs[name].seconds:.2f}" if file == "bf16" else "-"
-        cells = *(f"{s:.0f}" for s in (*seconds, step)), f"{3600 / step:.3f}", f"{stock / step:.2f}", computed
-        rows.append([name, *cells])
-    return rows
-
-
-def draw(rows: Rows, file: Path) -> None:
-    """A bar a row, of the four columns behind the first."""
-    axes = (figure := Figure(figsize=(8, 3.4), layout="constrained", dpi=120)).subplots()
-    names, ends = [row[0] for row in rows[1:]], [0.0] * len(rows[1:])
-    for column in range(1, 5):
-        seconds = [float(row[column]) for row in rows[1:]]
-        axes.barh(names, seconds, left=ends, label=rows[0][column].removesuffix(" s"))
-        ends = [end + more for end, more in zip(ends, seconds, strict=True)]
-    axes.invert_yaxis()
-    axes.set_xlabel("seconds of a step")
-    axes.legend(frameon=False)
-    figure.savefig(file, metadata={"Software": None})
 
 
 # ---- mismatch ----
@@ -313,36 +237,31 @@ def recipe(*folders: str) -> Rows:
 
 def readme() -> Rows:
     """At most five rows."""
-    rows = [["Qwen2.5-32B", "before", "after", "speed-up"]]
-    plan, step = planned("h100", "32"), "a DAPO step on 32 H100s, *computed*, s"
-    seconds = {name: one.seconds for name, one in plan.by_lever}
-    for one in sorted(plan.layouts, key=lambda layout: -layout.step_s):
-        seconds[str(one.choice)] = one.step_s  # the best layout's
-    for words, before, after in (
-        ("stock verl, this recipe in BF16, engines of 4", STOCK, "+ even mini-batches"),
-        ("BF16, INT8 weights, both in engines of 8", "bf16", "int8"),
-        ("BF16 in engines of 8, INT8 weights and KV cache in engines of 4", "bf16", "int8 + INT8 KV"),
-    ):
-        first, then = seconds[before], seconds[after]
-        rows.append(
-            [f"{step}: {words}", f"{first:.0f}", f"{then:.0f}", f"[{first / then:.2f} x](docs/results/step.md)"]
-        )
+    rows = [["one H200, random weights", "before", "after", "speed-up"]]
     long, short = "rollout/qwen2.5-32b-long-tail", "throughput/qwen2.5-32b-71gib-two-arms"
+    tail = "Qwen2.5-32B, a rollout of long-tailed lengths, tokens/s: BF16, INT8 weights"
     for file, variant, words in (
-        (long, "int8", "a rollout of long-tailed lengths, tokens/s: BF16, INT8 weights"),
-        (short, "int8", "a rollout of one length in an A100-80GB's memory, tokens/s: BF16, INT8 weights"),
+        (long, "int8", tail),
+        (long, "int8+int8kv", f"{tail} and KV cache"),
+        (short, "int8", "the same of one length in an A100-80GB's memory: BF16, INT8 weights"),
     ):
         of = {one.variant: one for one in rollouts(file) if one.workload in ((384, 256, 1024), (256, 256, 384))}
         speeds = (f"{statistics.median(of[name].tokens_per_second):.0f}" for name in ("bf16", variant))
         speed_up = speed_ups(of[variant], of.values())[0]
         rows.append([words, *speeds, f"[{speed_up} x](docs/results/throughput.md)"])
+    header, *steps = steps_run("step/qwen3-1.7b-4xh200.json")
+    seconds = {row[0]: row[header.index("step")] for row in steps}
+    words = "Qwen3-1.7B, a whole DAPO step, s: verl's sampling in BF16, this recipe with INT8 weights and KV cache"
+    for variant, more in (("int8+kv", ""), ("int8+kv+async", ", asynchronous")):
+        ratio = float(seconds["stock"]) / float(seconds[variant])
+        rows.append([words + more, seconds["stock"], seconds[variant], f"[{ratio:.2f} x](docs/results/step.md)"])
     return rows
 
 
 TABLES: dict[str, Callable[..., Rows]] = {
     function.__name__: function
     for function in (
-        rollout_memory, throughput, refit, levers, training, composed, steps_run,
+        rollout_memory, throughput, engines_of_four, refit, training, steps_run,
         mismatch, mismatch_kv_cache, mismatch_layers, rotation, quickstart, recipe, readme,
     )
 }  # fmt: skip
@@ -380,8 +299,6 @@ def tables(
             old.append(str(page.relative_to(ROOT)))
             if not check:
                 write_whole(page, new.encode())
-    if not check:
-        draw(composed("h200"), ROOT / "docs" / "results" / "step" / "composed.png")
     print(f"{'not up to date' if check else 'written'}: {', '.join(old) or 'none'}")
     raise typer.Exit(int(check and bool(old)))
 

@@ -6,8 +6,7 @@
 A layer's seconds are the difference between a model of more layers and one of fewer, the head's are what is left; a
 whole model is as many layers and a head. It is what a rank does between verl's call and its answer, in one mini-batch:
 micro-batches, log-probs, entropy, loss, the optimizer's step. Nothing is communicated or offloaded. Words are Hydra
-overrides, which is how settings are compared: one command for each. `flashrl plan` takes its share of the data sheet's
-operations from it (docs/results/step.md).
+overrides, which is how settings are compared: one command for each.
 """
 
 from __future__ import annotations
@@ -21,19 +20,22 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from transformers import PretrainedConfig
 
 from benchmarks.common import environment, in_own_process, run, show, write_json
 from benchmarks.random_model import make_model
 from benchmarks.refit import timed
 from flashrl_verl.errors import ConfigError, FlashRLError
-from flashrl_verl.tools.plan import whole_step
-from flashrl_verl.tools.plan.gpus import of_device
 from flashrl_verl.tools.plan.shape import shape_of
 from flashrl_verl.tools.recipe_process import compose, quoted
 from flashrl_verl.validation import settle_packages
 
-PASSES = {"old log-probs": 1, "policy update": whole_step.PASSES}
-"""How many forward passes' operations each takes."""
+PASSES = {"old log-probs": 1, "policy update": 4}
+"""How many forward passes' operations each takes. An update is a forward pass, its repetition (gradient checkpointing),
+and a backward pass of two."""
+
+PEAK = {"A100": 312e12, "H100 80GB HBM3": 989e12, "H200": 989e12}
+"""BF16 FLOP/s of NVIDIA's data sheets, dense, by a part of the device's name."""
 
 
 def one_rank(words: list[str], folder: Path) -> list[str]:
@@ -144,6 +146,21 @@ def passes_of(worker: Any, config: Any, length: int, sequences: int) -> tuple[Ca
     )
 
 
+def forward_operations(config: PretrainedConfig, tokens: int, length: int) -> float:
+    """Floating-point operations of a forward pass: two for each weight that a token passes, and causal attention, two
+    products of two over half of the length.
+
+    Args:
+        config: the model's.
+        tokens: in all.
+        length: of each sequence.
+    """
+    shape, layers = shape_of(config), config.num_hidden_layers
+    idle = 3 * config.hidden_size * shape.width * layers * max(0, shape.experts - shape.gates)
+    weights = shape.projections - idle + config.vocab_size * config.hidden_size
+    return tokens * (2 * weights + 2 * layers * config.num_attention_heads * shape.head_dim * length)
+
+
 def by_part(name: str, seconds: dict[int, list[float]], layers: int) -> dict[str, Any]:
     """A layer, the head, and a whole model of so many layers.
 
@@ -196,13 +213,13 @@ def training(
     print(f"{model} with {layers} layers; log: {log}", flush=True)
     found = in_own_process(time_passes, by_depth, str(output), tokens, sequences, repeats, log=log)
     here = environment()
-    gpu = of_device(here["device"])
+    peak = next((flops for name, flops in PEAK.items() if name in here["device"]), None)
     passes = []
     for length in tokens:
-        forward = whole_step.forward_operations(shape_of(whole), length * sequences, length)
+        forward = forward_operations(whole, length * sequences, length)
         for name, times in PASSES.items():
             one = by_part(name, found["seconds"][length][name], whole.num_hidden_layers)
-            share = times * forward / one["whole_s"] / gpu.bf16 if gpu else None
+            share = times * forward / one["whole_s"] / peak if peak else None
             passes.append({"length": length, "tokens": length * sequences} | one | {"share": share})
     settings = {"overrides": words, "model": model, "layers": depths, "sequences": sequences, "repeats": repeats}
     record = {"settings": settings, "environment": here, "gib_allocated": found["gib"], "passes": passes}

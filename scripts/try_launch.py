@@ -13,11 +13,10 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from benchmarks.random_model import PROMPT_TOKENS, make_model, make_prompts, short_run, train
+from benchmarks.random_model import make_model, make_prompts, short_run, train
 from flashrl_verl.errors import ConfigError, FlashRLError
 from flashrl_verl.tools import recipe_process
 from flashrl_verl.tools.engines.shapes import SHAPES
-from flashrl_verl.tools.plan.gpus import of_device
 from flashrl_verl.validation import validate_config
 
 PROMPTS_PER_GPU = 8
@@ -126,14 +125,6 @@ def main() -> None:
         figures = [f"{name} {row[key]:.4g}" for name, key in SHOWN.items() if key in row]
         console.print(f"step {step}: {', '.join(figures)}", markup=False, highlight=False, soft_wrap=True)
     console.print(f"log and metrics: {output}", markup=False, highlight=False)
-    sys.stdout.flush()
-    planned = [word for word in words if not word.startswith("actor_rollout_ref.model.path=")]
-    command = [sys.executable, "-m", "flashrl_verl", "plan", f"experiment={args.experiment}", *planned, "--explain"]
-    command += ["--model", str(output / f"model-{args.layers}"), "--response-length", str(response)]
-    command += ["--prompt-length", str(PROMPT_TOKENS), "--length-spread", "0"]
-    if torch.cuda.is_available() and (gpu := of_device(torch.cuda.get_device_name())):
-        command.append(f"--gpu={gpu.name}")
-    subprocess.run(command, check=False)
 
 
 if __name__ == "__main__":

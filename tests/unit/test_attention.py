@@ -10,12 +10,9 @@ from refusals import ENGINE, changed, refusal
 from flashrl_verl.attention import pages
 from flashrl_verl.attention.limits import why_not_model
 from flashrl_verl.attention.metadata import prefills_of
-from flashrl_verl.settings import KVCache
+from flashrl_verl.settings import KVCache, Precision
 from flashrl_verl.tools.engines.shapes import load_config
-from flashrl_verl.tools.plan import gpus
-from flashrl_verl.tools.plan.memory import Engine
-from flashrl_verl.tools.plan.planner import make_plan
-from flashrl_verl.tools.plan.schedule import Work
+from flashrl_verl.tools.plan.memory import Engine, Memory
 from flashrl_verl.tools.plan.shape import shape_of
 from flashrl_verl.validation import validate_config
 
@@ -66,13 +63,12 @@ def test_a_model_with_other_heads_is_refused_when_the_run_is_composed_unless_it_
     validate_config(run(kv_cache="auto"))
 
 
-def test_the_plan_does_not_advise_it_for_such_a_model():
+def test_the_plan_refuses_it_for_such_a_model():
     config = load_config("qwen2.5-7b")
     config.head_dim = 96
-    work = Work(sequences=64, prompt=1024, response=15000)
-    made = make_plan("of 96", shape_of(config), gpus.find("h200"), 1, Engine(), work)
-    assert all("heads of 96" in outcome.refused for outcome in made.outcomes if outcome.choice.eight_bit_kv)
-    assert "KV" not in made.advice
+    shape, engine = shape_of(config), Engine(gpu="h200", gib=126)
+    assert Memory(shape, engine, Precision.BF16).refused(16000) is None
+    assert "heads of 96" in Memory(shape, engine, Precision.BF16, KVCache.INT8_PER_TOKEN_HEAD).refused(16000)
 
 
 def groups(lengths, new, first, at_once):

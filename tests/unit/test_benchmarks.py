@@ -129,6 +129,15 @@ def test_a_workload_of_another_form_is_refused(text):
         rollout.workloads_of(text)
 
 
+def test_lengths_are_lognormal_up_to_a_limit():
+    lengths = np.array(rollout.response_lengths(4000, 5000, spread=0.7))
+    assert lengths.mean() == pytest.approx(5000, rel=1e-3) and np.log(lengths).std() == pytest.approx(0.7, rel=0.01)
+    assert np.exp(np.log(lengths).mean()) == pytest.approx(5000 / math.exp(0.7**2 / 2), rel=0.01)
+    cut = rollout.response_lengths(4000, 5000, spread=0.7, limit=8000)
+    assert max(cut) == 8000 and statistics.fmean(cut) == pytest.approx(5000, rel=1e-3)
+    assert rollout.response_lengths(3, 64) == [64, 64, 64]
+
+
 def test_speeds_are_over_bf16_of_the_same_workload():
     def result(variant: str, seconds: list[float]) -> dict:
         timings = [{"workload": [10, 100, 50], "seconds": seconds, "prefill_seconds": [1.0, 1.0]}]
@@ -153,13 +162,19 @@ def test_operations_are_those_that_pytorch_counts():
     from transformers import AutoModelForCausalLM
 
     from flashrl_verl.tools.engines.shapes import load_config
-    from flashrl_verl.tools.plan.shape import shape_of
-    from flashrl_verl.tools.plan.whole_step import forward_operations
 
     config, tokens = load_config("tiny"), 64
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(input_ids=torch.zeros(1, tokens, dtype=torch.long))
     attention = 2 * config.num_hidden_layers * config.hidden_size * tokens**2
-    planned = forward_operations(shape_of(config), tokens, tokens)
-    assert counter.get_total_flops() - attention == pytest.approx(planned, rel=0.02)
+    ours = training.forward_operations(config, tokens, tokens)
+    assert counter.get_total_flops() - attention == pytest.approx(ours, rel=0.02)
+
+
+def test_a_token_passes_its_own_experts_only():
+    """3.3 billion weights by the model card, the token embedding among them."""
+    from flashrl_verl.tools.engines.shapes import load_config
+
+    passed = training.forward_operations(load_config("qwen3-30b-a3b"), 10, 0) / 20
+    assert passed + 151936 * 2048 == pytest.approx(3.3e9, rel=0.02)

@@ -13,7 +13,6 @@ from omegaconf import OmegaConf
 from verl.trainer.ppo.v1 import replay_buffer as verls
 
 from flashrl_verl.errors import DynamicSamplingError
-from flashrl_verl.tools.plan.whole_step import SURPLUS
 from flashrl_verl.trainer.refill import STARTED, THROWN_AWAY, LastStep, RefillBuffer
 
 BATCH, SLOTS = 512, 128  # groups of a batch, groups that the engines run at a time
@@ -134,7 +133,8 @@ def test_it_throws_little_away_takes_less_time_than_verl_and_prefers_no_length(m
 
 @pytest.mark.parametrize("batch", [32, 128, 512])
 @pytest.mark.parametrize("constant", [0.2, 0.4])
-def test_the_plan_counts_what_is_thrown_away(monkeypatch, batch, constant):
+def test_what_is_thrown_away_goes_with_the_root_of_the_batch(monkeypatch, batch, constant):
+    """In standard deviations of how many of the groups that are started are informative (docs/results/step.md)."""
     monkeypatch.setitem(globals(), "BATCH", batch)
     monkeypatch.setitem(globals(), "SLOTS", batch // 4)
     thrown_away, steps = 0.0, 2048 // batch
@@ -142,7 +142,7 @@ def test_the_plan_counts_what_is_thrown_away(monkeypatch, batch, constant):
         engines = Engines(constant, 0.0, seed)
         found = run_steps(buffer_of(RefillBuffer, engines, monkeypatch), engines, steps)
         thrown_away += sum(step.get(THROWN_AWAY, 0) for step in found) / (6 * steps)
-    assert thrown_away / math.sqrt(constant * batch) == pytest.approx(SURPLUS, abs=0.35)
+    assert thrown_away / math.sqrt(constant * batch) == pytest.approx(1.79, abs=0.35)
 
 
 def test_the_draw_is_of_the_seed_and_not_of_the_order_in_which_groups_finished(monkeypatch):

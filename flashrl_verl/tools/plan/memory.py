@@ -5,11 +5,26 @@ vLLM takes ``gpu_memory_utilization`` of the GPU, loads the weights, runs the la
 the KV cache what is left.
 """
 
+import math
 from dataclasses import dataclass
 
+from flashrl_verl.attention.limits import why_not
 from flashrl_verl.settings import KVCache, Precision
-from flashrl_verl.tools.plan.gpus import GIB, GPU
 from flashrl_verl.tools.plan.shape import ModelShape
+
+GIB = 2**30
+
+GPUS = {
+    "a100-40gb": 39.4,
+    "a100-80gb": 79.2,
+    "a6000": 47.5,
+    "l40": 44.4,
+    "l40s": 44.4,
+    "h100": 79.2,
+    "h100-nvl": 93.1,
+    "h200": 139.8,
+}
+"""GiB that CUDA reports as total, somewhat less than the name says; estimates, to a percent or two."""
 
 BF16 = 2
 """Bytes of an element."""
@@ -19,92 +34,89 @@ FIXED_BYTES = 0.43 * GIB
 
 GRAPH_BYTES = 16 * 2**20
 """Of a layer, in the CUDA graphs' pool, which vLLM estimates and leaves out of the KV cache. Its own estimates on an
-H200 are 0.9 to 1.0 GiB at 64 layers and 0.5 at 28."""
+H200 are 0.9 to 1.0 GiB at 64 layers and 0.5 at 28, for graphs of up to 512 sequences."""
 
 LOGIT_BYTES = 18
 """While sampling, for each logit: itself in BF16, in FP32, log-probs, probabilities and random numbers in FP32."""
 
 SCALE_BYTES = 4
-"""One FP32 scale per output channel."""
+"""One FP32 scale per output channel, and per token and head of an INT8 KV cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """Settings of an engine that decide over memory and speed, by verl's names in ``actor_rollout_ref.rollout``."""
+    """What decides over an engine's memory."""
 
+    gpu: str
+    """A name of ``GPUS``."""
+    gib: float
+    """Of each GPU, for the engine: ``gpu_memory_utilization`` of its memory."""
     tensor_parallel: int = 1
-    gpu_memory_utilization: float = 0.9
-    max_num_seqs: int = 1024
+    max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
 
 
-@dataclass(frozen=True, kw_only=True)
-class Choice:
-    """A variant of the rollout: number formats of weights and KV cache."""
+@dataclass(frozen=True)
+class Memory:
+    """One GPU of an engine, as vLLM divides it when it starts."""
 
+    shape: ModelShape
+    engine: Engine
     precision: Precision
     kv_cache: KVCache = KVCache.AUTO
 
     def __str__(self) -> str:
-        return self.precision.value + " + INT8 KV" * self.eight_bit_kv
+        return self.precision.value + " + INT8 KV" * (self.kv_cache is not KVCache.AUTO)
 
     @property
-    def eight_bit_kv(self) -> bool:
-        return self.kv_cache is not KVCache.AUTO
+    def weights(self) -> float:
+        """Bytes of the weights."""
+        in_bf16, projections = self.precision is Precision.BF16, self.shape.projections
+        layers = projections * BF16 if in_bf16 else projections + self.shape.channels * SCALE_BYTES
+        divided = (layers + self.shape.embeddings * BF16) / self.engine.tensor_parallel
+        return divided + self.shape.other * BF16
 
-    def kv_element_bytes(self, head_dim: int) -> float:
-        """Bytes of an element of the KV cache, its share of a scale for each token and head included."""
-        return 1 + SCALE_BYTES / head_dim if self.eight_bit_kv else BF16
+    @property
+    def activations(self) -> float:
+        """Bytes at the peak of vLLM's profiling run: the widest layer of the largest batch, or the sampler's logits.
 
+        A layer holds the residual, its normalized copy, gate and up, and their product, beside it in eight bits for
+        the next layer.
+        """
+        config, tokens = self.shape.config, self.engine.max_num_batched_tokens
+        gate = self.shape.width * self.shape.gates
+        eight_bits = 0 if self.precision is Precision.BF16 else 1
+        of_token = 2 * config.hidden_size * BF16 + gate * (3 * BF16 + eight_bits) / self.engine.tensor_parallel
+        return max(tokens * of_token, min(self.engine.max_num_seqs, tokens) * config.vocab_size * LOGIT_BYTES)
 
-@dataclass(frozen=True, kw_only=True)
-class Memory:
-    """Bytes of one GPU; ``kv`` is at least 0."""
+    @property
+    def kv(self) -> float:
+        """Bytes that are left for the KV cache, at least 0."""
+        rest = self.activations + FIXED_BYTES + self.shape.config.num_hidden_layers * GRAPH_BYTES
+        return max(0.0, self.engine.gib * GIB - self.weights - rest)
 
-    weights: float
-    activations: float
-    kv: float
-    kv_per_token: float
+    @property
+    def kv_per_token(self) -> float:
+        """Bytes of KV cache of one token. KV heads are copied where there are fewer than GPUs."""
+        dim, heads = self.shape.head_dim, math.ceil(self.shape.kv_heads / self.engine.tensor_parallel)
+        of_head = dim * BF16 if self.kv_cache is KVCache.AUTO else dim + SCALE_BYTES
+        return 2 * self.shape.config.num_hidden_layers * heads * of_head
 
     @property
     def tokens(self) -> int:
         """Tokens that the KV cache holds."""
         return int(self.kv // self.kv_per_token)
 
-
-def weight_bytes(shape: ModelShape, choice: Choice, tensor_parallel: int = 1) -> float:
-    """Bytes of a model's weights on one GPU of so many. Norms and routers, which every GPU holds whole, are small."""
-    quantized = shape.linear + shape.expert
-    if choice.precision is Precision.BF16:
-        bytes_quantized = quantized * BF16
-    else:
-        bytes_quantized = quantized + shape.linear_rows * SCALE_BYTES
-    return (bytes_quantized + (shape.head + shape.embedding) * BF16) / tensor_parallel + shape.other * BF16
-
-
-def activation_bytes(shape: ModelShape, choice: Choice, engine: Engine) -> float:
-    """Bytes at the peak of vLLM's profiling run: the widest layer of the largest batch, or the sampler's logits.
-
-    A layer holds the residual, its normalized copy, gate and up, and their product, beside it in eight bits for the
-    next layer.
-    """
-    wide = shape.intermediate / engine.tensor_parallel
-    per_token = 2 * shape.hidden * BF16 + wide * BF16 + wide / 2 * BF16
-    if choice.precision is not Precision.BF16:
-        per_token += wide / 2
-    layer = engine.max_num_batched_tokens * per_token
-    sampling = min(engine.max_num_seqs, engine.max_num_batched_tokens) * shape.vocabulary * LOGIT_BYTES
-    return max(layer, sampling)
-
-
-def memory_of(shape: ModelShape, choice: Choice, gpu: GPU, engine: Engine) -> Memory:
-    """Divide a GPU's memory as vLLM does when it starts."""
-    weights = weight_bytes(shape, choice, engine.tensor_parallel)
-    activations = activation_bytes(shape, choice, engine)
-    usable = gpu.memory_gib * GIB * engine.gpu_memory_utilization
-    return Memory(
-        weights=weights,
-        activations=activations,
-        kv=max(0.0, usable - weights - activations - FIXED_BYTES - shape.layers * GRAPH_BYTES),
-        kv_per_token=shape.kv_bytes_per_token(choice.kv_element_bytes(shape.head_dim), engine.tensor_parallel),
-    )
+    def refused(self, length: int) -> str | None:
+        """Why the engine cannot run with sequences of so many tokens; None if it can."""
+        shape, heads = self.shape, self.shape.config.num_attention_heads
+        if self.precision is Precision.FP8 and self.engine.gpu.startswith(("a100", "a6000")):
+            return "no FP8 tensor cores"
+        if self.kv_cache is not KVCache.AUTO and (why := why_not(shape.head_dim, heads, shape.kv_heads)):
+            return f"its attention does not take the model's {why}"
+        if self.tokens >= length:
+            return None
+        return (
+            f"{self.weights / GIB:.1f} GiB of weights leave {self.kv / GIB:.1f} of {self.engine.gib:.1f} GiB "
+            f"for the KV cache: {self.tokens} tokens, one sequence has {length}"
+        )
