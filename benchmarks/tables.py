@@ -243,7 +243,7 @@ def readme() -> Rows:
     for file, variant, words in (
         (long, "int8", tail),
         (long, "int8+int8kv", f"{tail} and KV cache"),
-        (short, "int8", "the same of one length in an A100-80GB's memory: BF16, INT8 weights"),
+        (short, "int8", "Qwen2.5-32B, a rollout of one length in an A100-80GB's memory, tokens/s: BF16, INT8 weights"),
     ):
         of = {one.variant: one for one in rollouts(file) if one.workload in ((384, 256, 1024), (256, 256, 384))}
         speeds = (f"{statistics.median(of[name].tokens_per_second):.0f}" for name in ("bf16", variant))
