@@ -3,6 +3,7 @@
 
 import json
 import math
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -27,8 +28,13 @@ EXPERIMENTS = Path(flashrl_verl.__file__).parent / "configs" / "experiment"
 FORMATS = {"bf16": (BF16,), "int8": (INT8,), "fp8": (FP8,), "int8+int8kv": (INT8, INT8_KV)}
 
 
+@cache
+def shape(model):
+    return shape_of(load_config(model))
+
+
 def memory(model, precision, kv_cache=KVCache.AUTO, **engine):
-    return Memory(shape_of(load_config(model)), Engine(**{"gpu": "h200", "gib": 126, **engine}), precision, kv_cache)
+    return Memory(shape(model), Engine(**{"gpu": "h200", "gib": 126, **engine}), precision, kv_cache)
 
 
 def plan(*words):
@@ -167,7 +173,7 @@ def test_every_row_is_that_of_the_raw_data():
     for row in ROWS:
         cells = tuple("-" if one is None else f"{one:.2f}" for one in row.speed_ups)
         assert (row.model, row.gpus, row.gib, row.workload, cells) in raw, row
-        assert row.billions == pytest.approx(shape_of(load_config(row.model)).parameters / 1e9, abs=0.06)
+        assert row.billions == pytest.approx(shape(row.model).parameters / 1e9, abs=0.06)
     pairs = zip(ROWS, ROWS[1:], strict=False)
     assert all(low.billions < high.billions for low, high in pairs if low[2:5] == high[2:5]), "rows go by size"
 
@@ -212,9 +218,9 @@ def test_the_command_plans_a_run_by_its_overrides():
     lines = plan("experiment=dapo_qwen2.5_32b_int8", "--gpu", "h100")
     text = " ".join(word for line in lines for word in line)
     assert "Qwen/Qwen2.5-32B on 32 x h100, TP 4: 63.4 GiB of a GPU" in text and "sequences of 2048 + 20480" in text
-    shape, engine = shape_of(load_config("qwen2.5-32b")), dict(gib=79.2 * 0.8, max_num_batched_tokens=22528)
+    engine = dict(gpu="h100", tensor_parallel=4, gib=79.2 * 0.8, max_num_batched_tokens=22528)
     for name, formats in (("int8", (INT8,)), ("int8 + INT8 KV", (INT8, INT8_KV))):
-        one = Memory(shape, Engine(gpu="h100", tensor_parallel=4, **engine), *formats)
+        one = memory("qwen2.5-32b", *formats, **engine)
         held = one.tokens // 22528
         cells = f"{one.weights / GIB:.1f}", f"{one.kv_per_token:.0f}", f"{one.tokens}", f"{held}", f"{8 * held}", "yes"
         assert [*name.split(), *cells] in lines
