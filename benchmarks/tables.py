@@ -14,8 +14,7 @@ import json
 import operator
 import re
 import statistics
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
