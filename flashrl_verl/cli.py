@@ -58,28 +58,24 @@ def report(
     paths: Annotated[
         list[Path], typer.Argument(metavar="RUN_OR_JSONL...", help="Run directories, or metrics .jsonl files.")
     ],
-    name: Annotated[
-        list[str] | None,
-        typer.Option(help="Name of a run, once for each in their order; else from what it recorded."),
-    ] = None,
     output: Annotated[
         Path | None,
-        typer.Option(help="Folder for the report; else beside the metrics of one run, outputs/report for several."),
+        typer.Option(help="Folder for the picture; else beside the metrics of one run, outputs/report for several."),
     ] = None,
-    group: Annotated[bool, typer.Option("--group", help="Show runs of one name (seeds) as mean and range.")] = False,
 ) -> None:
-    """Compare runs: a table, and the same as report.md with curves.png."""
+    """Compare runs, finished or not: a table with a row a run, and five plots in report.png."""
     from flashrl_verl.tools import report as reports
 
-    result = reports.load(*paths, names=name or (), group=group)
+    runs = reports.load(*paths)
     console = new_console()
-    console.print(result.table())
-    folder = output.expanduser() if output else None if len(paths) == 1 else Path("outputs/report")
+    console.print(reports.table(runs))
+    beside = paths[0] if paths[0].is_dir() else paths[0].parent
+    folder = output.expanduser() if output else beside if len(paths) == 1 else Path("outputs/report")
     try:
-        written = reports.write(result, folder)
+        written = reports.draw(runs, folder)
     except OSError as error:
         raise ConfigError(f"{error.filename or folder}: {error.strerror or error}. Choose another --output") from error
-    console.print("report: " + ", ".join(map(str, written)), highlight=False, soft_wrap=True)
+    console.print(f"plots: {written}", highlight=False, soft_wrap=True)
 
 
 app.command()(data)

