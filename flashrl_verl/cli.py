@@ -14,7 +14,7 @@ from flashrl_verl.errors import ConfigError, FlashRLError, environment_needed
 from flashrl_verl.tools.check.command import check
 from flashrl_verl.tools.console import new_console
 from flashrl_verl.tools.data import data
-from flashrl_verl.tools.evaluate.command import evaluate
+from flashrl_verl.tools.evaluate import evaluate
 from flashrl_verl.tools.export.command import export
 from flashrl_verl.tools.plan.command import plan
 
@@ -82,7 +82,7 @@ app.command()(data)
 app.command()(plan)
 app.command()(check)
 app.command()(export)
-app.command("eval", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(evaluate)
+app.command("eval")(evaluate)
 
 
 @app.command()

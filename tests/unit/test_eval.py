@@ -1,80 +1,90 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `flashrl eval` makes of verl's dump of a validation, and which checkpoint it and `flashrl export` take."""
+"""What `flashrl eval` makes of verl's dumps of validations, and which checkpoint it and `flashrl export` take."""
 
 import json
 
 import pytest
+from typer.testing import CliRunner
 
+from flashrl_verl.cli import app
 from flashrl_verl.errors import ConfigError, FlashRLError
-from flashrl_verl.settings import Precision
-from flashrl_verl.tools.evaluate.evaluate import EvalConfig, read, sources, summarize, table
+from flashrl_verl.tools import evaluate
+from flashrl_verl.tools.evaluate import compare, read
 from flashrl_verl.tools.export.checkpoint import LATEST, find
 
-ROWS = [  # of two data sets; the third problem is in its file twice
-    ("math", "1+1?", "2"),
-    ("aime", "How many?", "2"),
-    ("aime", "How many primes?", "17"),
-    ("aime", "How many primes?", "17"),
-]
-
-
-@pytest.fixture
-def data(tmp_path):
-    import pyarrow
-    import pyarrow.parquet
-
-    rows = [
-        {"data_source": source, "prompt": [{"role": "user", "content": text}], "reward_model": {"ground_truth": truth}}
-        for source, text, truth in ROWS
-    ]
-    file = tmp_path / "test.parquet"
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
-    return file
+TRUTHS = {"1+1?": "2", "How many?": "2", "How many primes?": "17"}
+PROBLEMS = [*TRUTHS, "How many primes?"]
+"""The last is in the data twice."""
 
 
 def dump(file, right: dict[str, int], n: int = 2):
-    """As verl dumps it: responses in random order, the reward's own ``acc`` beside a score with a penalty in it."""
+    """As verl dumps it: responses in any order, the reward's own ``acc`` beside a score with a penalty in it."""
     lines = [
-        {"input": f"user\n{text}\nassistant\n", "gts": truth, "score": -0.5, "acc": bool(sample < right[text])}
-        for _, text, truth in ROWS
+        {"input": text, "gts": TRUTHS[text], "score": -0.5, "acc": bool(sample < right[text])}
+        for text in PROBLEMS
         for sample in range(n)
     ]
+    file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("".join(json.dumps(line) + "\n" for line in lines[::-1]))
-    return read(file, n)
 
 
-def test_a_dump_gives_each_source_its_figures_and_paired_differences(data, tmp_path):
-    found = {
-        Precision.BF16: dump(tmp_path / "bf16.jsonl", {"1+1?": 2, "How many?": 1, "How many primes?": 0}),
-        Precision.INT8: dump(tmp_path / "int8.jsonl", {"1+1?": 1, "How many?": 1, "How many primes?": 1}),
-    }
-    report = summarize(found, sources([str(data)]), 2)
-    assert report["problems"] == {"aime": 2, "math": 1, "all": 3}
-    value = lambda tree, source, name, precision: tree[source][name][precision]["value"]  # noqa: E731
-    assert value(report["figures"], "math", "mean@2", "bf16") == 1.0
-    assert value(report["figures"], "aime", "mean@2", "bf16") == 0.25
+def test_dumps_give_figures_by_problem_and_differences_in_pairs(tmp_path):
+    found = {}
+    for name, right in (("bf16", (2, 1, 0)), ("int8", (1, 1, 1))):
+        dump(tmp_path / name, dict(zip(TRUTHS, right, strict=True)))
+        found[name] = read(tmp_path / name, 2)
+    rows = compare(found)
+    assert list(rows) == ["bf16", "int8", "int8 - bf16"] and list(rows["bf16"]) == ["mean@2", "pass@2"]
+    assert rows["bf16"]["mean@2"].value == pytest.approx((1 + 0.5 + 0) / 3)
     # The problem that is there twice has four responses, two of them right: C(2, 2) of C(4, 2) pairs have none.
-    assert value(report["figures"], "aime", "pass@2", "int8") == pytest.approx((1 + 5 / 6) / 2)
-    assert value(report["differences"], "all", "mean@2", "int8") == pytest.approx((-0.5 + 0 + 0.5) / 3)
-    text = table(report, ["bf16", "int8"])
-    assert "int8 - bf16" in text and len({len(line) for line in text.splitlines()}) == 1
+    assert rows["int8"]["pass@2"].value == pytest.approx((1 + 1 + 5 / 6) / 3)
+    gap = rows["int8 - bf16"]["mean@2"]
+    assert gap.value == pytest.approx((-0.5 + 0 + 0.5) / 3) and (gap.low, gap.high) == (-0.5, 0.5)
 
 
-def test_missing_responses_and_other_problems_are_refused(data, tmp_path):
+def test_missing_responses_and_other_problems_are_refused(tmp_path):
     file = tmp_path / "responses.jsonl"
-    found = dump(file, {"1+1?": 2, "How many?": 1, "How many primes?": 0})
+    dump(file, dict.fromkeys(TRUTHS, 1))
+    found = read(file, 2)
     other = {key: values for key, values in found.items() if "1+1?" not in key[0]}
     with pytest.raises(FlashRLError, match="answered different problems"):
-        summarize({Precision.BF16: found, Precision.INT8: other}, {}, 2)
+        compare({"bf16": found, "int8": other})
     file.write_text("".join(file.read_text().splitlines(keepends=True)[1:]))
-    with pytest.raises(FlashRLError, match="1 prompts have not 2 responses each"):
+    with pytest.raises(FlashRLError, match=r"1 prompts lack responses \(2 each\)"):
         read(file, 2)
 
 
-def test_greedy_samples_of_a_problem_are_refused(tmp_path):
-    checkpoint = saved(tmp_path / "run", 1)
-    with pytest.raises(ConfigError, match="Set --n 1"):
-        EvalConfig(checkpoint=find(checkpoint), precisions=(Precision.BF16,), n=2, temperature=0.0, output=tmp_path)
+def test_what_is_done_is_not_run_again_and_other_words_weights_and_runs_are_kept_apart(tmp_path, monkeypatch):
+    ran = []
+
+    def validate(checkpoint, model, words, folder):
+        ran.append(words)
+        dump(folder / evaluate.RESPONSES, dict.fromkeys(TRUTHS, len(ran) % 2))
+
+    def run(*words: str) -> int:
+        before = len(ran)
+        done = CliRunner().invoke(app, ["eval", *words, "--n", "2", "--output", str(tmp_path / "out")])
+        assert done.exit_code == 0, done.exception or done.output
+        return len(ran) - before
+
+    monkeypatch.setattr(evaluate, "validate", validate)
+    models = [tmp_path / name / "model" for name in "ab"]
+    for model in models:
+        model.mkdir(parents=True)
+        (model / "config.json").write_text("{}")
+        (model / "model.safetensors").write_text("weights")
+    first, second = map(str, models)
+    assert run(first, "--precision", "bf16,int8") == 2 and run(first, "--precision", "int8,bf16") == 0
+    assert "++flashrl.precision=bf16" in ran[0] and "++flashrl.precision=int8" in ran[1]
+    assert run(first, "data.val_files=aime.parquet") == 1 and ran[-1][-1] == "data.val_files=aime.parquet"
+    assert run(first, second) == 1  # of one name, and the first was done
+    report = json.loads((tmp_path / "out" / "eval.json").read_text())
+    assert report["problems"] == 3 and len(report["figures"]) == 3
+    assert [row["mean@2"]["value"] for row in report["figures"].values()] == pytest.approx([0.5, 0.0, -0.5])
+    (models[0] / "model.safetensors").write_text("other weights")
+    assert run(first) == 1
+    [refused] = [CliRunner().invoke(app, ["eval", "data.val_files=aime.parquet"]).exception]
+    assert isinstance(refused, ConfigError) and "name a checkpoint" in str(refused)
 
 
 # ---- which checkpoint ----

@@ -7,26 +7,29 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from flashrl_verl.tools.evaluate import metrics
-from flashrl_verl.tools.evaluate.metrics import LEVEL, interval, pass_at_k, per_problem
+from flashrl_verl.tools import intervals
+from flashrl_verl.tools.intervals import LEVEL, interval, per_problem
 
 
 @pytest.fixture
 def few_draws(monkeypatch):
     """Enough to find out how often an interval covers, in a tenth of the time."""
-    monkeypatch.setattr(metrics, "RESAMPLES", 1000)
+    monkeypatch.setattr(intervals, "RESAMPLES", 1000)
 
 
-@pytest.mark.parametrize("n", range(1, 9))
-def test_pass_at_k_is_the_share_of_all_subsets_with_a_correct_sample(n):
-    for correct, k in itertools.product(range(n + 1), range(1, n + 1)):
-        chosen = list(itertools.combinations([True] * correct + [False] * (n - correct), k))
-        assert pass_at_k(n, correct, k) == pytest.approx(float(Fraction(sum(map(any, chosen)), len(chosen))), abs=1e-12)
+def test_pass_at_k_is_the_share_of_all_subsets_with_a_correct_sample():
+    for n, k in itertools.product(range(1, 9), (2, 4, 8)):
+        if k <= n:
+            values = [[1.0] * correct + [0.0] * (n - correct) for correct in range(n + 1)]
+            subsets = [list(itertools.combinations(own, k)) for own in values]
+            expected = [float(Fraction(sum(map(any, chosen)), len(chosen))) for chosen in subsets]
+            assert per_problem(values, n)[f"pass@{k}"].tolist() == pytest.approx(expected, abs=1e-12)
 
 
 def test_pass_at_k_of_many_samples_neither_overflows_nor_loses_the_least_chance():
-    assert pass_at_k(10_000, 1, 100) == pytest.approx(0.01, rel=1e-9)
-    assert pass_at_k(10_000, 0, 10_000) == 0.0 and pass_at_k(10_000, 1, 10_000) == 1.0
+    found = per_problem([[1.0] + [0.0] * 9999, [0.0] * 10_000], 10_000)
+    assert found["pass@128"].tolist() == pytest.approx([0.0128, 0.0], rel=1e-9)
+    assert found["pass@10000"].tolist() == [1.0, 0.0]
 
 
 def test_metrics_of_a_problem_by_hand():

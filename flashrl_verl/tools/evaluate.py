@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`flashrl eval`: verl's own validation (`trainer.val_only`) of checkpoints by precision, each in a process of its own,
+and what its dumps say: mean@n and pass@k with 95 % intervals, and differences in pairs."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flashrl_verl.errors import ConfigError, FlashRLError
+from flashrl_verl.settings import Precision
+from flashrl_verl.tools.console import new_console
+from flashrl_verl.tools.export.checkpoint import Checkpoint, find
+from flashrl_verl.tools.log_excerpt import last_error
+from flashrl_verl.tools.process_tree import ProcessTree, Stopped, stoppable
+from flashrl_verl.tools.recipe_process import ROOT, quoted
+from flashrl_verl.trainer.atomic_write import write_whole
+
+if TYPE_CHECKING:
+    from flashrl_verl.tools.intervals import Figure
+
+RESPONSES, LOG = "responses.jsonl", "eval.log"
+"""By checkpoint and precision: what verl's validation dumped, and the recipe's output."""
+
+Values = dict[tuple[str, str], list[float]]
+"""(prompt, ground truth) -> what each response is worth."""
+
+
+def evaluate(
+    words: Annotated[
+        list[str],
+        typer.Argument(metavar="CHECKPOINT... [KEY=VALUE...]", help="Runs, their global_step_N, Hugging Face folders."),
+    ],
+    precision: Annotated[
+        Any,
+        typer.Option(
+            parser=lambda text: [Precision(word) for word in text.split(",")],
+            metavar="NAME,...",
+            help="bf16, int8, fp8, or several of them.",
+        ),
+    ] = "bf16",
+    n: Annotated[int, typer.Option("--n", min=1, help="Responses to each prompt.")] = 8,
+    temperature: Annotated[float, typer.Option(min=0, help="Of the sampling; 0 is greedy, for --n 1.")] = 1.0,
+    output: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("outputs/eval"),
+) -> None:
+    """Evaluate checkpoints with verl's validation: mean@n and pass@k with 95 % intervals, and differences to the first.
+
+    Words with = are Hydra overrides, for instance data.val_files=aime.parquet trainer.n_gpus_per_node=4. They change
+    the configuration that the checkpoint holds; for a Hugging Face folder, the recipe's defaults (add experiment=<the
+    run's>). Rerun to resume: what is done is not generated again.
+    """
+    from rich.table import Table
+
+    overrides = [word for word in words if "=" in word and not Path(word).exists()]
+    checkpoints = [find(Path(word)) for word in words if word not in overrides]
+    if not checkpoints:
+        raise ConfigError("name a checkpoint: a run, its global_step_<N>, or a Hugging Face folder")
+    sampling = {"n": n, "do_sample": temperature > 0, "temperature": temperature}
+    console, output, found = new_console(), output.expanduser().resolve(), {}
+    try:
+        with stoppable():
+            for checkpoint, chosen in itertools.product(checkpoints, precision):
+                merged = output / f"{checkpoint.name}-{_digest(str(checkpoint.path), checkpoint.fingerprint())}"
+                model = merged / "model" if checkpoint.sharded else checkpoint.path
+                command = [*recipe_words(checkpoint, chosen, sampling, model), *overrides]
+                folder = merged / f"{chosen.value}-{_digest(command)}"
+                name = chosen.value if len(checkpoints) == 1 else f"{merged.name} {chosen.value}"
+                done = (folder / RESPONSES).is_file()
+                console.print(f"{name}: {'done before' if done else 'runs'}, {folder}", highlight=False, soft_wrap=True)
+                if not done:
+                    validate(checkpoint, model, command, folder)
+                found[name] = read(folder / RESPONSES, n)
+    except Stopped as stopped:
+        typer.echo("stopped; rerun to resume")
+        raise typer.Exit(stopped.exit_code) from None
+    rows, problems = compare(found), len(found[name])
+    figures = {name: {key: figure._asdict() for key, figure in row.items()} for name, row in rows.items()}
+    report = {"asked": words, "sampling": sampling, "problems": problems, "figures": figures}
+    write_whole(output / "eval.json", (json.dumps(report, indent=1) + "\n").encode())
+    table = Table(f"{problems} problems", *rows[name])
+    for name, row in rows.items():
+        table.add_row(name, *map(str, row.values()))
+    console.print(table)
+    console.print(f"written: {output}/eval.json", highlight=False, soft_wrap=True)
+
+
+# ---- one validation ----
+
+
+def _digest(*values: Any) -> str:
+    """Of weights and words in the names of folders: what is in one is what is asked for."""
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:8]
+
+
+def recipe_words(checkpoint: Checkpoint, precision: Precision, sampling: dict[str, Any], model: Path) -> list[str]:
+    """What the recipe is started with to validate ``model``, the checkpoint's weights, and to train nothing."""
+    words, kept = [], checkpoint.path.parent
+    if checkpoint.sharded and (kept / "config.yaml").is_file():
+        words = ["--config-path", str(kept), "--config-name", "config"]
+    words += ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=stdout"]
+    flashrl = dict(checkpoint.settings or {}) | {"precision": precision.value, "bf16_replica_fraction": 0.0}
+    if precision is not Precision.INT8:
+        flashrl["rotation"] = None
+    if precision is Precision.BF16:
+        flashrl |= {"kv_cache": "auto", "ignore": [], "keep_first_layers": 0, "keep_last_layers": 0}
+    rollout, actor = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
+    keys = {
+        **{f"flashrl.{key}": value for key, value in flashrl.items()},
+        **{f"{rollout}.val_kwargs.{key}": value for key, value in sampling.items()},
+        f"{rollout}.custom.flashrl": "${flashrl}",  # a kept one is resolved: what workers read would not follow
+        "actor_rollout_ref.model.path": quoted(str(model)),
+        "trainer.val_only": True,
+        "trainer.val_before_train": True,
+        "trainer.resume_mode": "disable",
+        "trainer.logger": ["console"],
+        # verl checks the training's batches too, and loads its data: the least that any number of GPUs can cut.
+        "data.train_files": "${data.val_files}",
+        "data.train_batch_size": "${trainer.n_gpus_per_node}",
+        f"{actor}.ppo_mini_batch_size": "${trainer.n_gpus_per_node}",
+        f"{rollout}.n": "${trainer.nnodes}",
+        f"{actor}.use_dynamic_bsz": True,
+        f"{rollout}.log_prob_use_dynamic_bsz": True,
+        "algorithm.filter_groups.enable": False,
+    }
+    for key, value in keys.items():
+        listed = f"[{','.join(map(quoted, value))}]" if isinstance(value, list) else value
+        words.append(f"++{key}={listed if isinstance(listed, str) else json.dumps(listed)}")
+    return words
+
+
+def validate(checkpoint: Checkpoint, model: Path, words: list[str], folder: Path) -> None:
+    """Merge into ``model`` and run verl's validation; its dump becomes ``RESPONSES`` when it is whole."""
+    if not model.exists():
+        from flashrl_verl.tools.export.merge import merge
+
+        merge(checkpoint, model)
+    folder.mkdir(parents=True, exist_ok=True)
+    log, paths = folder / LOG, os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    log.unlink(missing_ok=True)
+    command = [sys.executable, str(ROOT / "recipe" / "flashrl" / "main_flashrl.py"), *words]
+    command.append(f"++trainer.validation_data_dir={quoted(str(folder / 'dump'))}")
+    tree = ProcessTree(command, log, {**os.environ, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1"}, Path.cwd())
+    try:
+        while (code := tree.poll()) is None:
+            time.sleep(1.0)
+    finally:
+        tree.end()
+    dumped = sorted((folder / "dump").glob("*.jsonl"))
+    if code or not dumped:
+        error = "\n".join(last_error(log.read_text(errors="replace")))
+        raise FlashRLError(f"verl's validation failed (exit code {code}): {error}\nThe whole log: {log}")
+    os.replace(dumped[-1], folder / RESPONSES)
+    shutil.rmtree(folder / "dump")
+
+
+# ---- what the dumps say ----
+
+
+def read(file: Path, n: int) -> Values:
+    """What verl's validation dumped, by problem: ``acc`` where the reward gives it, else ``score``, as in verl's own
+    figures. Copies of a problem count as one with more responses.
+
+    Raises:
+        FlashRLError: a prompt has not n responses.
+    """
+    found: Values = {}
+    for row in map(json.loads, file.read_text().splitlines()):
+        value = row["score"] if row.get("acc") is None else row["acc"]
+        found.setdefault((row["input"], str(row["gts"])), []).append(float(value))
+    if short := sum(len(values) % n > 0 for values in found.values()):
+        raise FlashRLError(f"{file}: {short} prompts lack responses ({n} each): see {LOG}, remove the file, and rerun")
+    return found
+
+
+def compare(found: dict[str, Values]) -> dict[str, dict[str, Figure]]:
+    """Figures by name, and below them their differences to the first's, in pairs by problem."""
+    from flashrl_verl.tools.intervals import interval, per_problem
+
+    first, *others = found
+    if odd := [other for other in others if found[other].keys() != found[first].keys()]:
+        raise FlashRLError(f"{odd[0]} and {first} answered different problems: other data, or another chat template")
+    n = min(len(own) for values in found.values() for own in values.values())
+    columns = {name: per_problem([values[key] for key in found[first]], n) for name, values in found.items()}
+    rows = {name: {key: interval(column) for key, column in own.items()} for name, own in columns.items()}
+    for other in others:
+        gaps = {key: column - columns[first][key] for key, column in columns[other].items()}
+        rows[f"{other} - {first}"] = {key: interval(gap, floor=-1.0) for key, gap in gaps.items()}
+    return rows
