@@ -38,8 +38,8 @@ PHASES = {
 """Parts of a step in their order: verl's `timing_s/<name>` to a label; `other` is the rest."""
 
 HEALTHY_KL = 1e-2
-"""Mismatch KL (k3) above which to look closer: runs that learned were above it in two steps in a row at most
-(docs/results/learning.md). The guard's alarm, `flashrl.guard.k3_kl_max`, is twice that."""
+"""Mismatch KL (k3) above which to look closer: synchronous runs that learned were above it in three steps in a row at
+most (docs/results/learning.md). The guard's alarm, `flashrl.guard.k3_kl_max`, is twice that."""
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#000000", "#CC79A7", "#E69F00", "#56B4E9")
 """That the colour-blind can tell apart: Okabe and Ito's (https://jfly.uni-koeln.de/color), without yellow."""
 LINES = ("-", "--", "-.", ":")
