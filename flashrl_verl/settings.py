@@ -264,7 +264,8 @@ class SamplingConfig(Settings):
 
     refill: bool = _switch(True)
     """Whether dynamic sampling starts the groups that it expects to need (``trainer/refill.py``); verl's starts two for
-    each constant one. Without effect on asynchronous runs: they always have more groups in flight than a batch."""
+    each constant one. Without effect on asynchronous runs, which always have more groups in flight than a batch, and
+    with a sampler of your own."""
 
     even_mini_batches: bool = _switch(True)
     """Whether each PPO mini-batch is a seeded random draw of the batch, shared evenly among ranks

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The composed configuration, checked before anything is loaded: value, reason and the Hydra key to change.
+"""The composed configuration, checked before Ray starts: key and value, the reason, and what to write instead.
 
-``RULES`` is the table: a key, what it has to be, why, and what to write instead. The functions below it are for what
-needs two values at once. Neither torch nor vLLM nor verl is imported, but by ``validate_by_verl``.
+A rule stands here only if the mistake would be silent without it, or be found after a model has been loaded. What
+Hydra, verl and vLLM refuse at once is left to them. Only ``validate_by_verl`` imports verl or torch.
 
-verl 0.9.1 tests the rollout's name for some of these; one called flashrl slips past, so they are tested again here:
-    workers/config/rollout.py       pipeline_model_parallel_size > 1 is refused for vllm
-    workers/rollout/llm_server.py   request priorities go to vllm only; any other name loses them silently
-    utils/config.py                 the LoRA rank is checked for vllm only
+verl 0.9.1 looks at the rollout's name in these places, where one called flashrl slips past:
+    workers/config/rollout.py       pipeline_model_parallel_size > 1 is refused for vllm; here too
+    utils/config.py                 the LoRA rank is checked for vllm; here adapters are refused
+    workers/rollout/llm_server.py   vllm gets request priorities; here requests are served as they come
 """
 
 import dataclasses
@@ -31,57 +31,45 @@ from flashrl_verl.attention.limits import REMEDY, why_not_model
 from flashrl_verl.correction.settings import CorrectionSettings
 from flashrl_verl.errors import ConfigError, refuse, words
 from flashrl_verl.rollout.replicas import bf16_replicas
-from flashrl_verl.settings import (
-    ACTOR,
-    ASYNC,
-    CORRECTION,
-    DATA,
-    MODEL,
-    ROLLOUT,
-    FlashRLConfig,
-    KVCache,
-    get,
-    positive_integer,
-)
+from flashrl_verl.settings import ACTOR, ASYNC, CORRECTION, DATA, MODEL, ROLLOUT, FlashRLConfig, get, positive_integer
 
-PLATFORM = "ray_kwargs.ray_init.runtime_env.env_vars.VERL_PLATFORM"
-ENGINE = f"{ROLLOUT}.engine_kwargs.vllm"
 GROUPS = ("precision", "correction", "hardware", "experiment")
 """Folders of ``flashrl_verl/configs``."""
+PLATFORM = "ray_kwargs.ray_init.runtime_env.env_vars.VERL_PLATFORM"
+ENGINE = f"{ROLLOUT}.engine_kwargs.vllm"
+VARLEN = "varlen"
+"""Our attention in the trainer (``trainer/varlen_attention.py``)."""
+
+_MODEL = "actor_rollout_ref.model"
+_ATTENTION = f"{_MODEL}.override_config.attn_implementation"
+_FLASH = "flash_attention_2"
+"""verl's default."""
+_LOSS_MODE = f"{ACTOR}.policy_loss.loss_mode"
+_MINI_BATCH = f"{ACTOR}.ppo_mini_batch_size"
+_TENSOR_PARALLEL = f"{ROLLOUT}.tensor_model_parallel_size"
+_ULYSSES = (f"{ACTOR}.ulysses_sequence_parallel_size", f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size")
+"""verl's older key and its newer one."""
 
 
 def validate_config(cfg: DictConfig) -> FlashRLConfig:
-    """Check the whole composed configuration, verl's keys included, before anything is loaded.
-
-    Args:
-        cfg: verl's composed PPO configuration with a ``flashrl`` node.
-
-    Returns:
-        The settings of FlashRL.
+    """Check verl's composed PPO configuration, with its ``flashrl`` node, before anything is loaded.
 
     Raises:
         ConfigError: The first contradiction found: its key and value, the reason, and what to set instead.
     """
-    node = OmegaConf.select(cfg, "flashrl")
-    if node is None:
-        raise ConfigError(
-            "flashrl is missing: the configuration has no FlashRL settings. Remedy: choose an experiment, "
-            "such as +experiment=base with hydra.searchpath=[pkg://flashrl_verl.configs]."
-        )
     _check_groups(cfg)
-    settings = FlashRLConfig.from_mapping(node)
-    for rule in RULES:
-        value = get(cfg, rule.key, rule.default)
-        if rule.when(cfg) and not _passes(rule, value):
-            refuse(rule.key, value, rule.reason, rule.remedy)
-    CorrectionSettings.from_config(get(cfg, CORRECTION, {}))
-    _check_copies(cfg)
+    settings = FlashRLConfig.from_mapping(OmegaConf.select(cfg, "flashrl"))
+    for rule in rules(cfg):
+        value = get(cfg, rule.key)
+        if not rule.test(value):
+            refuse(rule.key, value, rule.reason, f"{rule.key}={rule.instead}")
+    CorrectionSettings.from_config(get(cfg, CORRECTION))
     _check_engine_arguments(cfg)
-    _check_lengths(cfg)
-    _check_batches(cfg)
-    _check_head(cfg, settings)
-    _check_replicas(cfg, settings)
-    _check_attention(cfg)
+    if settings.bf16_replica_fraction:
+        bf16_replicas(settings, _ranks(cfg) // get(cfg, _TENSOR_PARALLEL))
+    if _has_our_attention(cfg) and (reason := why_not_model(_model_config(cfg))):
+        reason = f"its attention does not take {get(cfg, MODEL)}, which has {reason}"
+        refuse("flashrl.kv_cache", settings.kv_cache.value, reason, REMEDY)
     return settings
 
 
@@ -102,21 +90,20 @@ def validate_by_verl(cfg: DictConfig) -> None:
     from verl.utils.tracking import Tracking
 
     known = {"algorithm.adv_estimator": ADV_ESTIMATOR_REGISTRY, "trainer.logger": Tracking.supported_backend}
-    if get(cfg, "actor_rollout_ref.model.external_lib") is None:  # workers import it, and it may register more
+    if get(cfg, f"{_MODEL}.external_lib") is None:  # workers import it, and it may register more
         known[_LOSS_MODE] = POLICY_LOSS_REGISTRY
     if get(cfg, "reward.reward_manager.source", "register") == "register":
         known["reward.reward_manager.name"] = REWARD_MANAGER
-    fields = {field.name for field in dataclasses.fields(RolloutCorrectionConfig)}
-    for key in get(cfg, CORRECTION) or ():
-        if key not in fields | {"_target_"}:
-            reason = f"verl knows no such key, only {', '.join(sorted(fields))}"
-            refuse(f"{CORRECTION}.{key}", get(cfg, f"{CORRECTION}.{key}"), reason, "one of them")
     for key, names in known.items():
         value = get(cfg, key)
         for name in value if isinstance(value, list) else [value]:
             if name is not None and name not in names:
                 near = get_close_matches(str(name), map(str, names)) or map(str, names)
                 refuse(key, name, "verl knows no such name", f"{key}={' or '.join(near)}")
+    fields = [field.name for field in dataclasses.fields(RolloutCorrectionConfig)]
+    for key, value in get(cfg, CORRECTION, {}).items():
+        if key not in fields:
+            refuse(f"{CORRECTION}.{key}", value, "verl knows no such key", f"one of {', '.join(fields)}")
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Disabled critic")  # as DAPO means it
@@ -129,34 +116,18 @@ def validate_by_verl(cfg: DictConfig) -> None:
 
 
 class Rule(NamedTuple):
-    """One key that has to pass one test."""
+    """One key that has to pass one test, else it is refused: ``<key>=<value> is refused: <reason>. Remedy:
+    <key>=<instead>.`` An absent key has the value None."""
 
     key: str
     test: Callable[[Any], bool]
     reason: str
-    """Why a value that fails is refused; the end of a sentence that starts with the key and the value."""
-    remedy: str
-    """What to write instead, as Hydra overrides."""
-    default: Any = None
-    """What verl takes when the key is absent or null."""
-    when: Callable[[DictConfig], bool] = lambda cfg: True
-    """Of the configuration: whether the rule holds there."""
-
-
-def _passes(rule: Rule, value: Any) -> bool:
-    try:
-        return rule.test(value)
-    except (TypeError, AttributeError):  # a text where a number belongs, a number where a node does
-        return False
-
-
-def _node(value: Any) -> bool:
-    return isinstance(value, dict)
+    instead: str
 
 
 def one_of(*accepted: Any) -> Callable[[Any], bool]:
-    """Test for equality with one of the values; True is not 1 here, although Python says so."""
-    return lambda value: any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in accepted)
+    """Test for equality with one of the values."""
+    return lambda value: value in accepted
 
 
 def none_of(*refused: Any) -> Callable[[Any], bool]:
@@ -164,724 +135,224 @@ def none_of(*refused: Any) -> Callable[[Any], bool]:
     return lambda value: value not in refused
 
 
-def _on_cpu(cfg: DictConfig) -> bool:
-    return get(cfg, "trainer.device") == "cpu"
-
-
-def _asynchronous(cfg: DictConfig) -> bool:
-    return get(cfg, "trainer.v1.trainer_mode") == ASYNC
-
-
-def _on_gpu(cfg: DictConfig) -> bool:
-    return not _on_cpu(cfg)
-
-
-def _weights(cfg: DictConfig) -> bool:
-    return get(cfg, f"{CORRECTION}.rollout_is") is not None
-
-
-def _rejects(cfg: DictConfig) -> bool:
-    return get(cfg, f"{CORRECTION}.rollout_rs") is not None
-
-
-def _bypass(cfg: DictConfig) -> bool:
-    return bool(get(cfg, f"{CORRECTION}.bypass_mode"))
-
-
-def _decoupled(cfg: DictConfig) -> bool:
-    return not _bypass(cfg)
-
-
-def _reinforce(cfg: DictConfig) -> bool:
-    return _bypass(cfg) and get(cfg, f"{CORRECTION}.loss_type") == "reinforce"
-
-
-def _measures(cfg: DictConfig) -> bool:
-    """Whether the run compares log-probs of trainer and rollout. ``correction=metrics_only`` is known by its threshold
-    without weights; ``correction=none`` has neither."""
-    return _weights(cfg) or _rejects(cfg) or _bypass(cfg) or get(cfg, f"{CORRECTION}.rollout_is_threshold") is not None
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _positive_number(value: Any) -> bool:
-    return _number(value) and value > 0
+def within(low: float, high: float) -> Callable[[Any], bool]:
+    """Test for a number from ``low`` to ``high``."""
+    return lambda value: type(value) in (int, float) and low <= value <= high
 
 
 WEIGHTED_ESTIMATORS = ("optimal_token_baseline", "tir_optimal_token_baseline")
 ROW_ESTIMATORS = ("grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized")
 """verl's estimators that use the mask for nothing but where a response's advantage stands."""
 
-_ULYSSES = (f"{ACTOR}.ulysses_sequence_parallel_size", f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size")
-"""verl's older key and its newer one."""
-_ATTENTION = "actor_rollout_ref.model.override_config.attn_implementation"
-_CRITIC_ATTENTION = "critic.model.override_config.attn_implementation"
-_PACKED = "actor_rollout_ref.model.use_remove_padding"
-_FLASH = "flash_attention_2"
-"""verl's default."""
-_LIGER = "actor_rollout_ref.model.use_liger"
-VARLEN = "varlen"
-"""Ours, of ``trainer/varlen_attention.py``."""
-_MAX_MODEL_LEN = (f"{ROLLOUT}.max_model_len", f"{ENGINE}.max_model_len")
-_OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg"
-_LOSS_MODE = f"{ACTOR}.policy_loss.loss_mode"
-_MERGE = "actor_rollout_ref.model.lora.merge"
-_RATIO = "correction and mismatch metrics divide the trainer's probability by the sampler's"
-_NO_KEY = "it reads /metrics of the rollout's servers, which ask for a key that verl does not give it"
 
-RULES = (
-    Rule(CORRECTION, _node, "verl reads its keys", "correction=none"),
-    *(
-        Rule(key, _node, "it is a node with keys of its own", f"remove {key}", default={})
-        for key in (ENGINE, f"{ACTOR}.fsdp_config.mixed_precision", _OVERLONG)
-    ),
-    # Another trainer or backend than ours.
-    Rule(
-        "trainer.v1.trainer_mode",
-        one_of("flashrl", ASYNC),
-        "there is a flashrl node, but another trainer would run, without its correction, receipts and bounds",
-        f"trainer.v1.trainer_mode=flashrl, or {ASYNC}; or leave FlashRL's experiment out",
-    ),
-    # Trajectories of several versions of the policy.
-    Rule(
-        f"{CORRECTION}.rollout_is",
-        one_of(None, "token"),
-        "an asynchronous trajectory is of several versions of the policy, whose ratios over a sequence are far from 1",
-        "correction=tis",
-        when=_asynchronous,
-    ),
-    Rule(
-        f"{CORRECTION}.rollout_rs",
-        lambda value: not value or all(name.strip().startswith("token_") for name in str(value).split(",")),
-        "it rejects whole sequences by ratios, and those of an asynchronous trajectory are of several versions",
-        "correction=tis",
-        when=_asynchronous,
-    ),
-    Rule(
-        "trainer.v1.sampler.max_off_policy_threshold",
-        positive_integer,
-        "without it trajectories may be of any age",
-        "trainer.v1.sampler.max_off_policy_threshold=8",
-        when=_asynchronous,
-    ),
-    Rule(
-        f"{ROLLOUT}.name",
-        one_of("flashrl"),
-        "there is a flashrl node, but another backend would sample, with unchecked weight updates",
-        f"{ROLLOUT}.name=flashrl, or leave FlashRL's experiment out",
-    ),
-    Rule(
-        "trainer.resume_mode",
-        one_of("auto", "disable", "resume_path"),
-        "verl knows no such mode",
-        "trainer.resume_mode=auto, disable or resume_path",
-        default="auto",
-    ),
-    # Hardware.
-    Rule(
-        "trainer.device",
-        one_of("cuda", "cpu"),
-        "FlashRL's kernels exist for these two only",
-        "hardware=cuda or hardware=cpu",
-    ),
-    Rule(
+def rules(cfg: DictConfig) -> Iterator[Rule]:
+    """The rules that hold for this configuration. Later ones compute with what earlier ones have let pass."""
+    yield from _rules_of_backends(cfg)
+    yield from _rules_of_numbers(cfg)
+    yield from _rules_of_weights(cfg)
+    yield from _rules_of_correction(cfg)
+    yield from _rules_of_batches(cfg)
+
+
+def _rules_of_backends(cfg: DictConfig) -> Iterator[Rule]:
+    """Another trainer, rollout or hardware than meant, and settings that do not reach them."""
+    for key, ours in (("trainer.v1.trainer_mode", ("flashrl", ASYNC)), (f"{ROLLOUT}.name", ("flashrl",))):
+        reason = "another would run, without FlashRL's correction, receipts and bounds"
+        yield Rule(key, one_of(*ours), reason, " or ".join(ours))
+    modes, reason = ("auto", "disable", "resume_path"), "verl knows no such mode, and says so when all is loaded"
+    yield Rule("trainer.resume_mode", one_of(*modes), reason, " or ".join(modes))
+    yield Rule(
         PLATFORM,
-        one_of("cpu"),
-        "trainer.device=cpu is half of hardware=cpu: verl's workers would look for a GPU",
-        "hardware=cpu",
-        when=_on_cpu,
-    ),
-    Rule(
-        PLATFORM,
-        none_of("cpu"),
-        "the workers would run on the CPU, but trainer.device is another. verl writes the driver's platform there, and "
-        "python -m verl.trainer.main_ppo picks it before it has read hardware=cpu",
-        "VERL_PLATFORM=cpu in the environment of the command, with hardware=cpu; for GPUs, hardware=cuda without "
-        f"{PLATFORM}",
-        when=_on_gpu,
-    ),
-    Rule(
-        "trainer.nnodes",
-        positive_integer,
-        "it is the number of nodes that train and sample",
-        "trainer.nnodes=1 or more",
-    ),
-    Rule(
-        "trainer.n_gpus_per_node",
-        positive_integer,
-        "it is the number of worker processes on each node, on the CPU too",
-        "trainer.n_gpus_per_node=1 or more",
-    ),
-    *(
-        Rule(
-            key,
-            positive_integer,
-            f"it is the number of {what}",
-            f"{key}={sensible}, or another whole number",
-            default=1,
-        )
-        for key, what, sensible in (
-            (f"{ROLLOUT}.tensor_model_parallel_size", "GPUs of an engine", 1),
-            (f"{ROLLOUT}.n", "responses to each prompt", 16),
-            (f"{ROLLOUT}.max_num_seqs", "sequences that an engine decodes together", 256),
-            ("data.train_batch_size", "prompts of a step", 512),
-            (f"{ACTOR}.ppo_mini_batch_size", "prompts of an optimizer step", 32),
-            *((key, "GPUs that share a sequence", 1) for key in _ULYSSES),
-            (f"{ROLLOUT}.prompt_length", "tokens of the longest prompt", 512),
-            (f"{ROLLOUT}.response_length", "tokens of the longest response", 512),
-            *((key, "tokens of the longest sequence", "null") for key in _MAX_MODEL_LEN),
-        )
-    ),
-    Rule(
-        f"{ACTOR}.optim.lr",
-        lambda rate: _number(rate) and rate >= 0,
-        "it is the learning rate",
-        f"{ACTOR}.optim.lr=1.0e-6, or another number from 0 on",
-        default=1e-6,
-    ),
-    Rule(
-        f"{ROLLOUT}.gpu_memory_utilization",
-        lambda share: _number(share) and 0 < share <= 1,
-        "it is the engine's share of a GPU's memory",
-        f"{ROLLOUT}.gpu_memory_utilization=0.8, or another number from 0 to 1",
-        default=0.5,
-    ),
-    # Groups that say nothing.
-    Rule(
-        f"{ROLLOUT}.n",
-        none_of(1),
-        "groups of one response are never filtered, and GRPO has no baseline for them: advantages would be raw scores",
-        f"{ROLLOUT}.n=16, or algorithm.filter_groups.enable=false with an estimator that needs no group",
-        default=1,
-        when=lambda cfg: bool(get(cfg, "algorithm.filter_groups.enable")),
-    ),
-    Rule(
-        "trainer.v1.sampler.custom_sampler.path",
-        one_of(None),
-        "a sampler of your own and flashrl.sampling.refill would both choose the batch",
-        "flashrl.sampling.refill=false",
-        when=lambda cfg: (
-            bool(get(cfg, "flashrl.sampling.refill", True) and get(cfg, "algorithm.filter_groups.enable"))
-            and not _asynchronous(cfg)
-        ),
-    ),
-    Rule(
-        f"{ACTOR}.strategy",
-        one_of("fsdp2"),
-        "on the CPU the actor has to be FSDP2: FSDP1 refuses CPU parameters",
-        f"{ACTOR}.strategy=fsdp2",
-        when=_on_cpu,
-    ),
-    Rule(
-        f"{ROLLOUT}.enable_sleep_mode",
-        one_of(False),
-        "vLLM's sleep mode needs CUDA's allocator",
-        f"{ROLLOUT}.enable_sleep_mode=false (hardware=cpu sets it)",
-        default=True,
-        when=_on_cpu,
-    ),
-    Rule(
-        "flashrl.kv_cache",
-        one_of("auto"),
-        "its attention is for GPUs",
-        "flashrl.kv_cache=auto",
-        default="auto",
-        when=_on_cpu,
-    ),
-    # Number formats that contradict ours.
-    Rule(
-        f"{ROLLOUT}.dtype",
-        one_of("bfloat16", "float16"),
-        "weights are sent in this type and quantized from it, and vLLM's INT8 kernels write no other",
-        f"{ROLLOUT}.dtype=bfloat16 or float16",
-        default="bfloat16",
-    ),
-    Rule(
-        f"{ROLLOUT}.load_format",
-        one_of("dummy", "auto", "safetensors"),
-        "codes are made by vLLM's ordinary weight loaders, which this format bypasses",
-        f"{ROLLOUT}.load_format=dummy (weights arrive with the first update), auto or safetensors",
-        default="dummy",
-    ),
-    Rule(
-        f"{ROLLOUT}.quantization",
-        one_of(None),
-        "FlashRL's rollout does not read it",
-        f"{ROLLOUT}.quantization=null and flashrl.precision=int8",
-    ),
-    Rule(
-        f"{ROLLOUT}.qat.enable",
-        one_of(False, None),
-        "quantization-aware training brings its own quantization of the rollout",
-        f"{ACTOR}.fsdp_config.qat.enable=false and {ROLLOUT}.qat.enable=false",
-    ),
-    # verl's Ulysses changes flash attention alone (models/transformers/monkey_patch.py); ours does it itself.
-    Rule(
-        _ATTENTION,
-        one_of(_FLASH, VARLEN),
-        "with sequence parallelism each GPU would attend to its own part of a sequence, in silence",
-        f"{_ATTENTION}={_FLASH} or {VARLEN}, or {_ULYSSES[0]}=1",
-        default=_FLASH,
-        when=lambda cfg: max(get(cfg, key, 1) for key in _ULYSSES) > 1,
-    ),
-    Rule(
-        _ATTENTION,
-        none_of("flash_attention_4"),
-        "transformers hands it a packed row's longest length as a tensor, which it does not take",
-        f"{_ATTENTION}={VARLEN}, which takes FlashAttention 4 where flash-attn-4 is installed",
-        when=lambda cfg: get(cfg, _PACKED, True),
-    ),
-    Rule(
-        "actor_rollout_ref.model.use_fused_kernels",
-        one_of(False),
-        "they multiply by lm_head's weight themselves and round the logits to BF16, although "
-        "flashrl.fp32_lm_head=true, and the rollout alone in FP32 would be further from the trainer than both in BF16",
-        "actor_rollout_ref.model.use_fused_kernels=false, or flashrl.fp32_lm_head=false",
-        default=False,
-        when=lambda cfg: bool(get(cfg, "flashrl.fp32_lm_head")),
-    ),
-    Rule(
-        "actor_rollout_ref.model.use_fused_kernels",
-        one_of(False),
-        "they multiply by lm_head's weight themselves, which under FSDP2 is a shard there, in FP32",
-        f"actor_rollout_ref.model.use_fused_kernels=false, or {ACTOR}.strategy=fsdp",
-        default=False,
-        when=lambda cfg: get(cfg, f"{ACTOR}.strategy") == "fsdp2",
-    ),
-    # Weights that would not arrive whole, or not be checked.
-    Rule(
-        "reward.reward_model",
-        lambda node: not node.get("enable") or bool(node.get("enable_resource_pool")),
-        "a reward model on the training GPUs makes verl send weights amid validation, which nobody verifies",
-        "reward.reward_model.enable_resource_pool=true (GPUs of its own), or reward.reward_model.enable=false",
-        default={},
-    ),
-    *(
-        Rule(
-            key,
-            lambda rank: rank <= 0,
-            "the adapter would be sent beside the base weights, and only whole weights are quantized",
-            f"{_MERGE}=True (merged before each update), or {key}=0",
-            default=0,
-            when=lambda cfg: not get(cfg, _MERGE),
-        )
-        for key in ("actor_rollout_ref.model.lora.rank", "actor_rollout_ref.model.lora_rank")
-    ),
-    Rule(
-        f"{ACTOR}.strategy",
-        one_of("fsdp", "fsdp2"),
-        "refits, receipts and the check for NaN before a checkpoint have been run with FSDP actors only",
-        f"{ACTOR}.strategy=fsdp2",
-    ),
-    Rule(
-        f"{ROLLOUT}.pipeline_model_parallel_size",
-        one_of(1),
-        "verl's vLLM rollout has no pipeline parallelism",
-        f"{ROLLOUT}.pipeline_model_parallel_size=1 and a larger {ROLLOUT}.tensor_model_parallel_size",
-        default=1,
-    ),
-    Rule(
-        f"{ROLLOUT}.data_parallel_size",
-        one_of(1),
-        "vLLM's collective calls reach one data-parallel shard of an engine, so the receipts of the others could not "
-        "be read",
-        f"{ROLLOUT}.data_parallel_size=1; more replicas come by themselves from more GPUs",
-        default=1,
-    ),
-    Rule(
-        f"{ROLLOUT}.expert_parallel_size",
-        one_of(1),
-        "a rank would hold some experts only, and neither the loader nor the receipts of FlashRL know which",
-        f"{ROLLOUT}.expert_parallel_size=1 and {ROLLOUT}.tensor_model_parallel_size, which cuts every expert",
-        default=1,
-    ),
-    Rule(
-        f"{ROLLOUT}.scheduling_policy",
-        one_of("fcfs"),
-        "verl hands request priorities only to a rollout named vllm, so they would be dropped",
-        f"{ROLLOUT}.scheduling_policy=fcfs",
-        default="fcfs",
-    ),
-    Rule(
-        f"{ROLLOUT}.mtp.enable_rollout",
-        one_of(False),
-        "the drafter's weights are not part of the checked weight update",
-        "actor_rollout_ref.model.mtp.enable_rollout=false",
-        default=False,
-    ),
-    # Monitors that would ask the servers without their key.
-    Rule(
-        f"{ROLLOUT}.prometheus.enable",
-        one_of(False),
-        _NO_KEY,
-        f"{ROLLOUT}.prometheus.enable=false, and a scrape job of your own with the key (docs/clusters.md)",
-        default=False,
-    ),
-    Rule(
-        "trainer.logger",
-        lambda loggers: "rl_insight" not in ([loggers] if isinstance(loggers, str) else loggers),
-        _NO_KEY,
-        "trainer.logger without rl_insight",
-        default=[],
-    ),
-    # A correction of which something would be ignored: whoever sets it expects something of it.
-    Rule(
-        f"{CORRECTION}.loss_type",
-        one_of("ppo_clip"),
-        f"without {CORRECTION}.bypass_mode it has no effect",
-        f"{CORRECTION}.loss_type=ppo_clip, or correction=bypass with it",
-        default="ppo_clip",
-        when=_decoupled,
-    ),
-    Rule(
-        f"{CORRECTION}.rollout_rs_threshold",
-        one_of(None),
-        f"without {CORRECTION}.rollout_rs it has no effect",
-        f"{CORRECTION}.rollout_rs_threshold=null, or correction=geo_rs with it",
-        when=lambda cfg: not _rejects(cfg),
-    ),
-    Rule(
-        f"{CORRECTION}.rollout_is_batch_normalize",
-        one_of(False),
-        f"without {CORRECTION}.rollout_is it has no effect",
-        f"{CORRECTION}.rollout_is_batch_normalize=false, or correction=tis with it",
-        default=False,
-        when=lambda cfg: not _weights(cfg),
-    ),
-    # Bypass mode: V1 takes the rollout's log-probs for the old ones, but leaves the loss that knows of it to the user.
-    Rule(
-        _LOSS_MODE,
-        one_of("bypass_mode"),
-        f"with {CORRECTION}.bypass_mode=true this loss takes old log-probs for the trainer's, and neither weights nor "
-        "rejects",
-        f"correction=bypass, which sets {_LOSS_MODE}=bypass_mode and takes the weights away",
-        default="vanilla",
-        when=_bypass,
-    ),
-    Rule(
-        _LOSS_MODE,
-        none_of("bypass_mode"),
-        f"this loss takes old log-probs for the rollout's, which they are only with {CORRECTION}.bypass_mode=true",
-        f"{_LOSS_MODE}=vanilla, or correction=bypass",
-        when=_decoupled,
-    ),
-    Rule(
-        f"{CORRECTION}.rollout_is",
-        one_of(None),
-        "in bypass mode PPO's clipped ratio corrects, and verl computes these weights for its metrics only",
-        f"correction=bypass, {CORRECTION}.rollout_is=null, or {CORRECTION}.loss_type=reinforce",
-        when=lambda cfg: _bypass(cfg) and not _reinforce(cfg),
-    ),
-    Rule(
-        f"{CORRECTION}.loss_type",
-        none_of("reinforce"),
-        f"this loss has neither ratio nor clip: without {CORRECTION}.rollout_is nothing corrects",
-        f"{CORRECTION}.rollout_is=token with {CORRECTION}.rollout_is_threshold=2.0, or {CORRECTION}.loss_type=ppo_clip",
-        when=lambda cfg: _reinforce(cfg) and not _weights(cfg),
-    ),
-    Rule(
-        f"{CORRECTION}.rollout_is_batch_normalize",
-        one_of(False),
-        "in bypass mode verl divides by the mean of a micro-batch, so that the gradient would depend on its size",
-        f"{CORRECTION}.rollout_is_batch_normalize=false, or a preset without bypass (correction=tis)",
-        default=False,
-        when=_bypass,
-    ),
-    Rule(
-        f"{CORRECTION}.rollout_is_threshold",
-        lambda threshold: "_" not in str(threshold),
-        "in bypass mode verl divides by zero when every weight of a micro-batch falls outside these bounds",
-        f"{CORRECTION}.rollout_is_threshold=2.0, or a preset without bypass (correction=icepop)",
-        when=_reinforce,
-    ),
-    # The driver computes advantages before the actors know weights and rejections; verl's driver knows them.
-    Rule(
-        "algorithm.adv_estimator",
-        none_of(*WEIGHTED_ESTIMATORS),
-        "its baseline is made of the importance weights, which only the actors compute",
-        "algorithm.adv_estimator=grpo",
-        when=lambda cfg: _decoupled(cfg) and _weights(cfg),
-    ),
-    Rule(
-        "algorithm.adv_estimator",
-        one_of(*ROW_ESTIMATORS),
-        f"its advantages depend on which tokens {CORRECTION}.rollout_rs rejects, which only the actors know",
-        f"algorithm.adv_estimator=grpo (or {', '.join(ROW_ESTIMATORS[1:])}), or {CORRECTION}.rollout_rs=null",
-        default="gae",
-        when=lambda cfg: _decoupled(cfg) and _rejects(cfg),
-    ),
-    # What is sampled: the correction holds only for the policy whose log-probs the engine records.
-    Rule(
-        f"{ROLLOUT}.temperature",
-        _positive_number,
-        "greedy samples of a prompt are all the same, so every group is constant and has no advantage, and the trainer "
-        "divides its logits by the temperature",
-        f"{ROLLOUT}.temperature=1.0; validation has its own, {ROLLOUT}.val_kwargs.temperature",
-        default=1.0,
-    ),
-    Rule(
-        f"{ROLLOUT}.calculate_log_probs",
-        one_of(True),
-        f"{_RATIO}, and without the sampler's log-probs there is nothing to divide by",
-        f"{ROLLOUT}.calculate_log_probs=true, or correction=none",
-        default=False,
-        when=_measures,
-    ),
-    Rule(
-        f"{ROLLOUT}.logprobs_mode",
-        one_of("processed_logprobs"),
-        f"{_RATIO}; raw log-probs leave out the temperature and are not those of the policy that sampled",
-        f"{ROLLOUT}.logprobs_mode=processed_logprobs",
-        default="processed_logprobs",
-        when=_measures,
-    ),
-    Rule(
-        f"{ROLLOUT}.top_p",
-        one_of(1, 1.0),
-        f"{_RATIO}, and a nucleus renormalizes only the sampler's",
-        f"{ROLLOUT}.top_p=1.0, or correction=none",
-        default=1.0,
-        when=_measures,
-    ),
-    Rule(
-        f"{ROLLOUT}.top_k",
-        one_of(-1, 0),
-        f"{_RATIO}, and top-k renormalizes only the sampler's",
-        f"{ROLLOUT}.top_k=-1 (off), or correction=none",
-        default=-1,
-        when=_measures,
-    ),
-)
-
-
-# ---- vLLM's own arguments ----
-
-# verl's server builds {its own arguments, **engine_kwargs}: what stands in engine_kwargs wins without a word.
-_ALIASES = {
-    "dtype": "dtype",
-    "load_format": "load_format",
-    "logprobs_mode": "logprobs_mode",
-    "scheduling_policy": "scheduling_policy",
-    "enable_sleep_mode": "enable_sleep_mode",
-    "tensor_parallel_size": "tensor_model_parallel_size",
-    "pipeline_parallel_size": "pipeline_model_parallel_size",
-    "data_parallel_size": "data_parallel_size",
-}
-"""Arguments that have a key of their own in the rollout's configuration: they may be repeated, not contradicted."""
-
-_DEFAULTS = {rule.key: rule.default for rule in RULES if rule.default is not None}
-"""What verl takes for keys that its YAML does not have."""
-
-_PRECISION = "flashrl.precision=int8, fp8 or bf16"
-_KV_CACHE = "flashrl.kv_cache=auto or int8_per_token_head"
-_NGRAM = {"method", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"}
-_RESERVED = {
-    "quantization": ("it replaces FlashRL's quantization", _PRECISION),
-    "q": ("it is vLLM's short name for quantization and replaces FlashRL's", _PRECISION),
-    "quantization_config": ("it replaces FlashRL's quantization", _PRECISION),
-    "hf_overrides": (
-        "FlashRL's settings travel in hf_overrides.quantization_config, and vLLM takes only one hf_overrides",
-        "flashrl.precision for the precision, config.json of the model for anything else",
-    ),
-    "kv_cache_dtype": ("nothing would make its scales follow the policy", _KV_CACHE),
-    "calculate_kv_scales": ("its scales are those of the first batch, whatever the policy becomes", _KV_CACHE),
-    "kv_cache_dtype_skip_layers": ("only some layers would have flashrl.kv_cache", "flashrl.kv_cache for all layers"),
-    "enable_expert_parallel": (
-        "neither the loader nor the receipts of FlashRL know which experts a rank would hold",
-        None,
-    ),
-    "worker_extension_cls": ("FlashRL's own extension receives and checks the weights", None),
-    "override_generation_config": (
-        "verl fills it from the rollout's own keys",
-        f"{ROLLOUT}.temperature, top_p and top_k",
-    ),
-    "logits_processors": ("they change the policy that samples, not the trainer's, and the ratio is wrong", None),
-    **dict.fromkeys(
-        ("speculative_config", "spec_method", "spec_model", "spec_tokens"),
-        (
-            "it has to be n-gram speculation, on GPUs and with flashrl.kv_cache=auto: a drafter's weights would not be "
-            "part of the checked update, on a CPU vLLM leaves the temperatures of drafted tokens empty, and the INT8 "
-            "KV cache's attention has none",
-            f"+{ENGINE}.speculative_config={{method: ngram, num_speculative_tokens: 3, prompt_lookup_max: 3}}",
-        ),
-    ),
-    "enable_lora": ("adapters are not quantized", f"{_MERGE}=True"),
-    "api_key": ("verl prints it into the run's log, and a server of FlashRL's has a random key of its own", None),
-    "config": ("the arguments in a further file cannot be checked", f"{ENGINE}.<argument>"),
-}
-"""Arguments that FlashRL sets, or that change which policy samples, to the reason and what to use instead. max_logprobs
-is not one: only the sampled token's log-prob is asked for, and every value allows that."""
-
-
-def _check_engine_arguments(cfg: DictConfig) -> None:
-    for name, value in get(cfg, ENGINE, {}).items():
-        if value is None:  # verl drops these before it builds the command line
-            continue
-        key = f"{ENGINE}.{name}"
-        argument = str(name).replace("-", "_").split(".")[0]  # vLLM takes both spellings, and dots into a dict
-        # Its parser takes beginnings too.
-        argument = next((known for known in (*_RESERVED, *_ALIASES) if known.startswith(argument)), argument)
-        # Nothing else of it: rejection_sample_method, for one, changes what is sampled.
-        ngram = argument == "speculative_config" and isinstance(value, dict) and value.get("method") == "ngram"
-        ngram = ngram and value.keys() <= _NGRAM
-        if ngram and _on_gpu(cfg) and get(cfg, "flashrl.kv_cache", "auto") == "auto":
-            continue
-        if argument in _RESERVED:
-            reason, instead = _RESERVED[argument]
-            use = f", and use {instead}" if instead else ""
-            refuse(key, value, f"verl puts engine_kwargs last, so this wins; {reason}", f"remove {key}{use}")
-        if "ssl" in argument.split("_"):  # all of vLLM's arguments about certificates
-            use = f"remove {key}; flashrl.server_address=loopback keeps HTTP on its machine (docs/clusters.md)"
-            refuse(key, value, "verl starts vLLM's server without it, so that its HTTP would not be encrypted", use)
-        twin = f"{ROLLOUT}.{_ALIASES[argument]}" if argument in _ALIASES else None
-        if twin and value != (meant := get(cfg, twin, _DEFAULTS.get(twin, value))):
-            reason = f"verl puts engine_kwargs last, so {twin}={words(meant)} would be ignored"
-            refuse(key, value, reason, f"remove {key} and set {twin}")
-
-
-# ---- two keys at once ----
-
-
-def _check_groups(cfg: DictConfig) -> None:
-    """What a ``+`` makes of a misspelt group (``+corection=icepop``): a key that nothing reads, and a run with the
-    default."""
-    for key in map(str, cfg):
-        if found := get_close_matches(key, GROUPS, n=1, cutoff=0.83):  # one wrong letter in six
-            value = words(get(cfg, key))
-            refuse(
-                key, get(cfg, key), "nothing reads it", f"{found[0]}={value} without a +, or another name for the key"
-            )
-
-
-def _check_copies(cfg: DictConfig) -> None:
-    """Workers see only actor_rollout_ref: what they read there has to be what the user wrote elsewhere."""
+        none_of("cpu") if _on_gpu(cfg) else one_of("cpu"),
+        f"workers take their hardware from it, and trainer.device={get(cfg, 'trainer.device')} is another",
+        "cpu with hardware=cpu, null with hardware=cuda; before verl's own main_ppo VERL_PLATFORM=cpu",
+    )
+    if not _on_gpu(cfg):
+        for key, accepted in (
+            (f"{ACTOR}.strategy", "fsdp2"),
+            (f"{ROLLOUT}.enable_sleep_mode", False),
+            ("flashrl.kv_cache", "auto"),
+        ):
+            yield Rule(key, one_of(accepted), "it needs a GPU, and the run is on a CPU", words(accepted))
     copies = {f"{ROLLOUT}.custom.flashrl": "flashrl", f"{ACTOR}.policy_loss.rollout_correction": CORRECTION}
     for copy, source in copies.items():
-        if get(cfg, copy) != get(cfg, source):
-            reason = f"workers read this copy, and it differs from {source}={words(get(cfg, source))}"
-            refuse(copy, get(cfg, copy), reason, f"set {source}.* only, and leave {copy}='${{{source}}}'")
+        meant = get(cfg, source)
+        reason = f"workers read this copy, and it differs from {source}={words(meant)}"
+        yield Rule(copy, one_of(meant), reason, f"'${{{source}}}'")
+    reason = "it asks the rollout's servers without the key that they want (docs/clusters.md)"
+    yield Rule(f"{ROLLOUT}.prometheus.enable", one_of(None, False), reason, "false")
+    yield Rule("trainer.logger", lambda loggers: "rl_insight" not in (loggers or ()), reason, "[console]")
 
 
-def _check_lengths(cfg: DictConfig) -> None:
-    """vLLM cuts a response at its longest sequence without a word, and DAPO's reward workers die where responses are
-    shorter than the overlong buffer."""
-    prompt, response = (get(cfg, f"{ROLLOUT}.{key}", 512) for key in ("prompt_length", "response_length"))
-    for key in _MAX_MODEL_LEN:
-        longest = get(cfg, key)
-        if longest is not None and longest < prompt + response:
-            refuse(
-                key,
-                longest,
-                f"prompts of {prompt} and responses of {response} tokens do not fit, and responses would be cut in "
-                "silence",
-                f"{key}={prompt + response}, null, or a smaller data.max_response_length",
-            )
-    length = get(cfg, f"{_OVERLONG}.len", 0)
-    if get(cfg, f"{_OVERLONG}.enable") and not (_number(length) and 0 < length < response):
-        refuse(
-            f"{_OVERLONG}.len",
-            length,
-            f"it is the end of the data.max_response_length={response} tokens of a response, in which the penalty "
-            "grows",
-            f"{_OVERLONG}.len={max(1, response // 5)}, or {_OVERLONG}.enable=false",
-        )
+def _rules_of_numbers(cfg: DictConfig) -> Iterator[Rule]:
+    """What torch, vLLM and reward workers refuse when models have been loaded, and what is computed with below."""
+    counts = ("trainer.nnodes", "trainer.n_gpus_per_node", "data.train_batch_size", _MINI_BATCH, *_ULYSSES)
+    of_rollout = ("tensor_model_parallel_size", "n", "max_num_seqs", "prompt_length", "response_length")
+    for key in (*counts, *(f"{ROLLOUT}.{name}" for name in of_rollout)):
+        yield Rule(key, positive_integer, "it has to be a whole number", "1 or more")
+    yield Rule(f"{ACTOR}.optim.lr", within(0, 1e9), "it is the learning rate", "1.0e-6")
+    yield Rule(f"{ROLLOUT}.gpu_memory_utilization", within(0.01, 1), "it is a share of a GPU's memory", "0.8")
+    reason = "vLLM takes 0.01 for less, and the trainer divides its logits by it"
+    yield Rule(f"{ROLLOUT}.temperature", within(0.01, 1e9), reason, "1.0")
+    if get(cfg, "algorithm.filter_groups.enable"):
+        yield Rule(f"{ROLLOUT}.n", none_of(1), "a group of one is never filtered, and has no baseline", "16")
+    prompt, response = (get(cfg, f"{ROLLOUT}.{name}") for name in ("prompt_length", "response_length"))
+    longest = prompt + response
+    if get(cfg, f"{ROLLOUT}.max_model_len") is not None:
+        reason = f"prompts of {prompt} and responses of {response} tokens would be cut in silence"
+        yield Rule(f"{ROLLOUT}.max_model_len", within(longest, math.inf), reason, f"{longest}, or null")
+    overlong = "reward.reward_kwargs.overlong_buffer_cfg"
+    if get(cfg, f"{overlong}.enable"):
+        reason = f"it is the end of a response's {response} tokens, in which the penalty grows"
+        yield Rule(f"{overlong}.len", within(1, response - 1), reason, f"1 or more, or {overlong}.enable=false")
 
 
-def _check_batches(cfg: DictConfig) -> None:
-    """verl cuts a rank's share of the batch into micro-batches and asserts, at the first step, that nothing is left; in
-    bypass mode its loss fails on the rows without a token with which it fills a mini-batch up."""
-    prompts, mini_batch = (get(cfg, key, 0) for key in ("data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size"))
-    if _bypass(cfg) and positive_integer(mini_batch) and prompts % mini_batch:
-        refuse(
-            f"{ACTOR}.ppo_mini_batch_size",
-            mini_batch,
-            f"it does not divide data.train_batch_size={prompts}: verl fills up with rows without a token, where its "
-            "loss of bypass mode fails",
-            f"{ACTOR}.ppo_mini_batch_size that divides data.train_batch_size, or a preset without bypass "
-            "(correction=tis)",
-        )
-    ranks = get(cfg, "trainer.nnodes") * get(cfg, "trainer.n_gpus_per_node")
-    key = max(_ULYSSES, key=lambda key: get(cfg, key, 1))
-    if ranks % (ulysses := get(cfg, key, 1)):
-        use = "one that divides trainer.nnodes x trainer.n_gpus_per_node"
-        refuse(key, ulysses, f"{ranks} GPUs cannot be cut into groups of {ulysses} that share sequences", use)
-    data_parallel = ranks // ulysses
-    samples = get(cfg, f"{ROLLOUT}.n", 1)
-    whole = prompts * samples
-    if positive_integer(mini_batch):  # verl fills the batch up, so that mini-batches are whole
-        whole += -whole % math.lcm(data_parallel, mini_batch * samples)
-    if positive_integer(mini_batch) and mini_batch * samples % data_parallel:
-        refuse(
-            f"{ACTOR}.ppo_mini_batch_size",
-            mini_batch,
-            f"its {mini_batch * samples} samples ({ROLLOUT}.n={samples} of each prompt) cannot be shared evenly by "
-            f"{data_parallel} ranks, which verl asserts after the first rollout",
-            f"{ACTOR}.ppo_mini_batch_size that is a multiple of {data_parallel // math.gcd(data_parallel, samples)}",
-        )
-    for key, dynamic, source, sequences in (
-        (
-            f"{ACTOR}.ppo_micro_batch_size_per_gpu",
-            f"{ACTOR}.use_dynamic_bsz",
-            f"{ACTOR}.ppo_mini_batch_size={mini_batch}",
-            mini_batch * samples,
-        ),
-        (
-            f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu",
-            f"{ROLLOUT}.log_prob_use_dynamic_bsz",
-            f"data.train_batch_size={prompts}",
-            whole,
-        ),
+def _rules_of_weights(cfg: DictConfig) -> Iterator[Rule]:
+    """Number formats that contradict ours, and weights that would not arrive whole, or not be checked."""
+    dtypes, formats = ("bfloat16", "float16"), ("dummy", "auto", "safetensors")
+    yield Rule(f"{ROLLOUT}.dtype", one_of(*dtypes), "weights are sent and quantized in it", " or ".join(dtypes))
+    reason = "weights are quantized by vLLM's ordinary loaders, which this one bypasses"
+    yield Rule(f"{ROLLOUT}.load_format", one_of(*formats), reason, " or ".join(formats))
+    actors, reason = ("fsdp", "fsdp2"), "weight updates have been run with FSDP actors only"
+    yield Rule(f"{ACTOR}.strategy", one_of(*actors), reason, "fsdp2")
+    for name, off, where in (
+        ("quantization", None, "flashrl.precision"),
+        ("qat.enable", False, f"{ACTOR}.fsdp_config.qat.enable=false"),
     ):
-        size = get(cfg, key)
-        if size and not get(cfg, dynamic, False) and (sequences / data_parallel) % size:
-            refuse(
-                key,
-                size,
-                f"{source} prompts x {samples} samples on {data_parallel} ranks are {sequences / data_parallel:g} "
-                "sequences a rank, which cannot be cut into micro-batches of that many",
-                f"{key} that divides them, or {dynamic}=true",
+        reason = "the rollout does not read it, only flashrl.precision"
+        yield Rule(f"{ROLLOUT}.{name}", one_of(None, off), reason, f"{words(off)}, and {where}")
+    for name in ("pipeline_model_parallel_size", "data_parallel_size", "expert_parallel_size"):
+        reason = f"weight updates and receipts know {_TENSOR_PARALLEL} only"
+        yield Rule(f"{ROLLOUT}.{name}", one_of(1), reason, "1")
+    drafter, reason = f"{_MODEL}.mtp.enable_rollout", "the drafter's weights are not part of the checked update"
+    yield Rule(f"{ROLLOUT}.mtp.enable_rollout", one_of(None, False), reason, f"false, and {drafter}=false")
+    if not get(cfg, merge := f"{_MODEL}.lora.merge"):
+        for name in ("lora.rank", "lora_rank"):
+            reason = "an adapter would be sent, and only whole weights are quantized"
+            yield Rule(f"{_MODEL}.{name}", one_of(None, 0), reason, f"0, or {merge}=True")
+    if not get(cfg, pool := "reward.reward_model.enable_resource_pool"):
+        reason = "on the training GPUs it makes verl send weights amid validation, which nobody verifies"
+        yield Rule("reward.reward_model.enable", one_of(None, False), reason, f"false, or {pool}=true")
+    # verl's Ulysses changes flash attention alone (models/transformers/monkey_patch.py); ours does it itself.
+    if max(get(cfg, key) for key in _ULYSSES) > 1:
+        reason = "with sequence parallelism each GPU would attend to its own part of a sequence"
+        yield Rule(_ATTENTION, one_of(None, _FLASH, VARLEN), reason, f"{_FLASH} or {VARLEN}, or {_ULYSSES[0]}=1")
+    if get(cfg, f"{_MODEL}.use_remove_padding", True):
+        reason = "transformers hands it a packed row's longest length as a tensor, which it does not take"
+        yield Rule(_ATTENTION, none_of("flash_attention_4"), reason, f"{VARLEN}, which takes FlashAttention 4")
+    fp32 = get(cfg, "flashrl.fp32_lm_head")
+    if fp32 or get(cfg, f"{ACTOR}.strategy") == "fsdp2":
+        reason = "they multiply by lm_head's weight themselves, under FSDP2 by a shard, and never in FP32"
+        yield Rule(f"{_MODEL}.use_fused_kernels", one_of(None, False), reason, "false")
+    if fp32:  # the same logits on both sides need the same operands
+        names = {None: "bfloat16", "bf16": "bfloat16", "fp16": "float16", "16": "float16"}  # verl's PrecisionType
+        rollout = get(cfg, f"{ROLLOUT}.dtype")
+        yield Rule(
+            f"{ACTOR}.fsdp_config.mixed_precision.param_dtype",
+            lambda trainer: names.get(trainer, trainer) == rollout,
+            f"flashrl.fp32_lm_head needs the same operands on both sides, and {ROLLOUT}.dtype={rollout}",
+            f"{rollout}, {ROLLOUT}.dtype as the trainer's, or flashrl.fp32_lm_head=false",
+        )
+
+
+def _rules_of_correction(cfg: DictConfig) -> Iterator[Rule]:
+    """A correction of which something would be ignored, or that is computed from the wrong log-probs."""
+    correction = get(cfg, CORRECTION, {})
+    weights, rejects, bypass = (correction.get(name) for name in ("rollout_is", "rollout_rs", "bypass_mode"))
+    if get(cfg, "trainer.v1.trainer_mode") == ASYNC:
+        key, reason = "trainer.v1.sampler.max_off_policy_threshold", "without it trajectories may be of any age"
+        yield Rule(key, positive_integer, reason, "8")
+        for name in ("rollout_is", "rollout_rs"):
+            yield Rule(
+                f"{CORRECTION}.{name}",
+                lambda value: not value or all(part.strip().startswith("token") for part in str(value).split(",")),
+                "it takes a sequence's ratio, and an asynchronous one is of several versions of the policy",
+                "null, or correction=tis",
             )
-
-
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "16": "float16", "fp32": "float32", "32": "float32"}
-"""verl's other names for them (``PrecisionType``)."""
-
-
-def _check_head(cfg: DictConfig, settings: FlashRLConfig) -> None:
-    """Logits that are to be the same on both sides need the same operands."""
-    key = f"{ACTOR}.fsdp_config.mixed_precision"
-    written = ((get(cfg, key) or {}).get("param_dtype", "bf16"), get(cfg, f"{ROLLOUT}.dtype", "bfloat16"))
-    trainer, rollout = (_DTYPES.get(str(name), str(name)) for name in written)
-    if settings.fp32_lm_head and trainer != rollout:
-        other = f", or {ROLLOUT}.dtype={trainer}" if trainer != "float32" else ""
-        refuse(
-            f"{key}.param_dtype",
-            trainer,
-            f"the trainer would round lm_head's weight and input differently from {ROLLOUT}.dtype={rollout}, and for "
-            "flashrl.fp32_lm_head=true both sides need the same",
-            f"{key}.param_dtype={rollout}, flashrl.fp32_lm_head=false{other}",
+    for name, unused, needed in (
+        ("loss_type", "ppo_clip", "bypass_mode"),
+        ("rollout_rs_threshold", None, "rollout_rs"),
+        ("rollout_is_batch_normalize", False, "rollout_is"),
+    ):
+        if not correction.get(needed):
+            reason = f"without {CORRECTION}.{needed} it has no effect"
+            yield Rule(f"{CORRECTION}.{name}", one_of(None, unused), reason, words(unused))
+    # V1 puts the rollout's log-probs for the old ones, and leaves the loss that knows of it to the user.
+    yield Rule(
+        _LOSS_MODE,
+        one_of("bypass_mode") if bypass else none_of("bypass_mode"),
+        f"loss_mode=bypass_mode and {CORRECTION}.bypass_mode=true need each other",
+        "bypass_mode, or correction=bypass" if bypass else "vanilla, or correction=bypass",
+    )
+    if bypass and correction.get("loss_type") != "reinforce":
+        reason = "in bypass mode PPO's clipped ratio corrects, and weights are for verl's metrics only"
+        yield Rule(f"{CORRECTION}.rollout_is", one_of(None), reason, f"null, or {CORRECTION}.loss_type=reinforce")
+    elif bypass:
+        reason = "with loss_type=reinforce nothing else corrects"
+        yield Rule(f"{CORRECTION}.rollout_is", none_of(None), reason, f"token, or {CORRECTION}.loss_type=ppo_clip")
+        for name, test, instead in (
+            ("rollout_is_batch_normalize", one_of(None, False), "false"),
+            ("rollout_is_threshold", lambda bounds: "_" not in str(bounds), "2.0"),
+        ):
+            reason = "in bypass mode verl divides by the weights of a micro-batch, few or all of them zero"
+            yield Rule(f"{CORRECTION}.{name}", test, reason, f"{instead}, or a correction without bypass")
+    elif weights or rejects:
+        yield Rule(
+            "algorithm.adv_estimator",
+            one_of(*ROW_ESTIMATORS) if rejects else none_of(*WEIGHTED_ESTIMATORS),
+            "its advantages depend on weights or rejected tokens, which only the actors know",
+            " or ".join(ROW_ESTIMATORS),
         )
+    # correction=metrics_only, which compares log-probs too, is known by its threshold; correction=none has none.
+    if weights or rejects or bypass or correction.get("rollout_is_threshold") is not None:
+        for name, test, instead in (
+            ("calculate_log_probs", one_of(True), "true"),
+            ("logprobs_mode", one_of("processed_logprobs"), "processed_logprobs"),
+            ("top_p", one_of(1), "1.0"),
+            ("top_k", one_of(-1, 0), "-1"),
+        ):
+            reason = "the correction divides by the sampler's probabilities, of all tokens and after the temperature"
+            yield Rule(f"{ROLLOUT}.{name}", test, reason, f"{instead}, or correction=none")
 
 
-def _check_replicas(cfg: DictConfig, settings: FlashRLConfig) -> None:
-    """Engines are whole, and a mixture of precisions takes as many of them as there are precisions."""
-    key = f"{ROLLOUT}.tensor_model_parallel_size"
-    ranks, size = get(cfg, "trainer.nnodes") * get(cfg, "trainer.n_gpus_per_node"), get(cfg, key, 1)
-    if ranks % size:
-        refuse(
-            key,
-            size,
-            f"{ranks} GPUs cannot be cut into engines of {size}",
-            f"{key} that divides trainer.nnodes x trainer.n_gpus_per_node",
-        )
+def _rules_of_batches(cfg: DictConfig) -> Iterator[Rule]:
+    """GPUs and samples that cannot be shared out. verl asserts most of it after the first rollout."""
+    ranks = _ranks(cfg)
+    ulysses = max(_ULYSSES, key=lambda key: get(cfg, key))
+    for key in (_TENSOR_PARALLEL, ulysses):
+        reason = f"{ranks} GPUs cannot be cut into groups of that many"
+        yield Rule(key, lambda size: ranks % size == 0, reason, f"<a divisor of {ranks}>")
     heads = _model_config(cfg).get("num_attention_heads")
-    if isinstance(heads, int) and heads % size:
-        reason = f"the model's {heads} attention heads cannot be shared by {size} GPUs"
-        refuse(key, size, reason, f"{key}={math.gcd(heads, size)}")
-    if settings.bf16_replica_fraction:
-        bf16_replicas(settings, ranks // size)
+    if isinstance(heads, int):
+        reason = f"the model's {heads} attention heads cannot be shared by that many GPUs"
+        fits = str(math.gcd(heads, get(cfg, _TENSOR_PARALLEL)))
+        yield Rule(_TENSOR_PARALLEL, lambda size: heads % size == 0, reason, fits)
+    prompts, mini_batch, samples = (get(cfg, key) for key in ("data.train_batch_size", _MINI_BATCH, f"{ROLLOUT}.n"))
+    if get(cfg, f"{CORRECTION}.bypass_mode"):
+        reason = "verl fills the last one up with empty rows, where its loss of bypass mode fails"
+        yield Rule(_MINI_BATCH, lambda size: prompts % size == 0, reason, f"<a divisor of {prompts}>")
+    data_parallel = ranks // get(cfg, ulysses)
+    reason = f"times {ROLLOUT}.n={samples} it cannot be shared evenly by {data_parallel} ranks"
+    multiple = f"<a multiple of {data_parallel // math.gcd(data_parallel, samples)}>"
+    yield Rule(_MINI_BATCH, lambda size: size * samples % data_parallel == 0, reason, multiple)
+    whole = math.lcm(data_parallel, mini_batch * samples)  # to a multiple of which verl fills the batch up
+    batch = -(-prompts * samples // whole) * whole
+    for key, dynamic, sequences in (
+        (f"{ACTOR}.ppo_micro_batch_size_per_gpu", f"{ACTOR}.use_dynamic_bsz", mini_batch * samples),
+        (f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu", f"{ROLLOUT}.log_prob_use_dynamic_bsz", batch),
+    ):
+        size, share = get(cfg, key), sequences // data_parallel
+        if size and not get(cfg, dynamic):
+            reason = f"{share} sequences a rank cannot be cut into micro-batches of that many"
+            yield Rule(key, one_of(math.gcd(size, share)), reason, f"<a divisor of {share}>, or {dynamic}=true")
+
+
+def _on_gpu(cfg: DictConfig) -> bool:
+    return get(cfg, "trainer.device") != "cpu"
+
+
+def _ranks(cfg: DictConfig) -> int:
+    return get(cfg, "trainer.nnodes") * get(cfg, "trainer.n_gpus_per_node")
 
 
 def _model_config(cfg: DictConfig) -> dict[str, Any]:
@@ -894,27 +365,70 @@ def _model_config(cfg: DictConfig) -> dict[str, Any]:
     return model if isinstance(model, dict) else {}
 
 
-def _check_attention(cfg: DictConfig) -> None:
-    """Our attention does not take every model's heads. A model that cannot be read here is left to the engine."""
-    if not _has_our_attention(cfg):
-        return
-    model = _model_config(cfg)
-    if model and (reason := why_not_model(model)):
-        kv_cache = get(cfg, "flashrl.kv_cache")
-        raise ConfigError(
-            f"flashrl.kv_cache={kv_cache}: its attention does not take {get(cfg, MODEL)}, which has {reason}. {REMEDY}"
-        )
+def _check_groups(cfg: DictConfig) -> None:
+    """A misspelt group with a ``+`` is a key that nothing reads, and the run has the default."""
+    for key in map(str, cfg):
+        if near := get_close_matches(key, GROUPS, n=1, cutoff=0.83):  # one wrong letter in six
+            meant = f"{near[0]}={words(get(cfg, key))}"
+            refuse(key, get(cfg, key), "nothing reads it", f"{meant} without a +, or another name for the key")
+
+
+# ---- vLLM's own arguments ----
+
+_NGRAM = {"method", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"}
+_TWINS = ("dtype", "load_format", "logprobs_mode", "max_model_len", "enable_sleep_mode")
+_SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "enable_expert_parallel")
+_SCALES = ("kv_cache_dtype", "calculate_kv_scales", "kv_cache_dtype_skip_layers")
+_RESERVED = {
+    **{name: f"set {ROLLOUT}.{name}, which is checked" for name in _TWINS},
+    **dict.fromkeys(_SIZES, f"set {_TENSOR_PARALLEL}, the one that FlashRL knows"),
+    **dict.fromkeys(("quantization", "q", "quantization_config", "hf_overrides"), "set flashrl.precision"),
+    **dict.fromkeys(_SCALES, "set flashrl.kv_cache, whose scales follow the policy"),
+    **dict.fromkeys(("worker_extension_cls", "enable_lora"), "FlashRL could not check the weights that arrive"),
+    **dict.fromkeys(("override_generation_config", "logits_processors"), "samples would be of another policy"),
+    **dict.fromkeys(
+        ("speculative_config", "spec_method", "spec_model", "spec_tokens"),
+        "drafts have to be n-grams, on GPUs and with flashrl.kv_cache=auto: "
+        f"+{ENGINE}.speculative_config={{method: ngram, num_speculative_tokens: 3, prompt_lookup_max: 3}}",
+    ),
+    "api_key": "verl prints it into the log, and FlashRL's servers have random keys",
+    "ssl": "verl's server would not use it, and stay unencrypted (docs/clusters.md)",
+    "config": "arguments in a further file cannot be checked",
+}
+"""Arguments that FlashRL sets, or that change which policy samples, to the reason. max_logprobs is not one: only the
+sampled token's log-prob is asked for, and every value allows that."""
+
+
+def _check_engine_arguments(cfg: DictConfig) -> None:
+    """verl's server builds {its own arguments, **engine_kwargs}: what stands there wins without a word."""
+    for name, value in get(cfg, ENGINE, {}).items():
+        if value is None:  # verl drops these before it builds the command line
+            continue
+        argument = str(name).replace("-", "_").split(".")[0]  # vLLM takes both spellings, and dots into a dict
+        argument = "ssl" if "ssl" in argument.split("_") else argument  # all about certificates
+        # Its parser takes beginnings too.
+        argument = next((known for known in _RESERVED if known.startswith(argument)), argument)
+        # Nothing else of it: rejection_sample_method, for one, changes what is sampled.
+        ngram = argument == "speculative_config" and isinstance(value, dict) and value.get("method") == "ngram"
+        ngram = ngram and value.keys() <= _NGRAM
+        if ngram and _on_gpu(cfg) and get(cfg, "flashrl.kv_cache", "auto") == "auto":
+            continue
+        if argument in _RESERVED:
+            reason = f"verl puts engine_kwargs last, so this wins; {_RESERVED[argument]}"
+            refuse(f"{ENGINE}.{name}", value, reason, f"remove {ENGINE}.{name}")
+
+
+# ---- what this environment has: not part of ``validate_config``, for a dry run may be made elsewhere ----
 
 
 def _has_our_attention(cfg: DictConfig) -> bool:
     others = (f"{ENGINE}.attention_backend", f"{ENGINE}.attention_config.backend")
-    ours = get(cfg, "flashrl.kv_cache") == KVCache.INT8_PER_TOKEN_HEAD.value
-    return ours and not any(get(cfg, key) for key in others)
+    return get(cfg, "flashrl.kv_cache", "auto") != "auto" and not any(get(cfg, key) for key in others)
 
 
 def settle_packages(cfg: DictConfig) -> None:
-    """What this environment has and lacks, which workers would find out a minute after Ray has started; a dry run may
-    be made elsewhere. Where verl's default wants flash-attn and it is not there, ours is taken, and said.
+    """Refuse what is not installed, which workers would find out a minute after Ray has started. Where verl's default
+    wants flash-attn and it is not there, ours is taken, and said.
 
     Args:
         cfg: changed in place.
@@ -924,25 +438,21 @@ def settle_packages(cfg: DictConfig) -> None:
     """
     if _has_our_attention(cfg):
         require_shaped_caches()
-    if get(cfg, _LIGER) and find_spec("liger_kernel") is None:
-        refuse(_LIGER, True, "liger-kernel is not installed in this environment", f"pip install it, or {_LIGER}=false")
+    liger, packed = (f"{_MODEL}.use_liger", f"{_MODEL}.use_remove_padding")
+    if get(cfg, liger) and find_spec("liger_kernel") is None:
+        refuse(liger, True, "liger-kernel is not installed in this environment", f"pip install it, or {liger}=false")
     asked = get(cfg, _ATTENTION)
     if not _on_gpu(cfg) or asked not in (None, _FLASH) or installed("flash-attn"):
         return
+    missing = "flash-attn is not installed in this environment"
     if asked:
-        refuse(
-            _ATTENTION,
-            asked,
-            "flash-attn is not installed in this environment",
-            f"leave it out, which takes {VARLEN}, or pip install flash-attn --no-build-isolation",
-        )
-    if not get(cfg, _PACKED, True):
-        refuse(_PACKED, False, f"flash-attn is not installed, and {VARLEN} packs", f"+{_ATTENTION}=sdpa")
-    critic = get(cfg, "critic.enable")
-    if critic is None:
-        critic = get(cfg, "algorithm.adv_estimator") == "gae"
-    if critic and get(cfg, _CRITIC_ATTENTION, _FLASH) == _FLASH:
-        refuse(_CRITIC_ATTENTION, _FLASH, "flash-attn is not installed", f"+{_CRITIC_ATTENTION}=sdpa")
+        refuse(_ATTENTION, asked, missing, f"leave it out, which takes {VARLEN}, or pip install it")
+    if not get(cfg, packed, True):
+        refuse(packed, False, f"{missing}, and {VARLEN} packs", f"+{_ATTENTION}=sdpa")
+    critics = "critic.model.override_config.attn_implementation"
+    critic = get(cfg, "critic.enable", get(cfg, "algorithm.adv_estimator") == "gae")
+    if critic and get(cfg, critics, _FLASH) == _FLASH:
+        refuse(critics, _FLASH, missing, f"+{critics}=sdpa")
     OmegaConf.update(cfg, _ATTENTION, VARLEN, force_add=True)
     newer = "FlashAttention 4 from Hopper on, else " if installed("flash-attn-4") else ""
     print(f"flash-attn is not installed: {_ATTENTION}={VARLEN}, {newer}PyTorch's own FlashAttention 2", file=sys.stderr)
@@ -956,38 +466,25 @@ def installed(distribution: str) -> bool:
         return False
 
 
-# ---- local paths: not part of ``validate_config``, for a dry run need not happen where the run will ----
+# ---- local paths: not part of it either ----
 
 
-_CODE = ("reward.custom_reward_function.path", "custom_reward_function.path", "data.custom_cls.path")
-"""Files of Python that verl imports when its workers start."""
-
-
-def missing_paths(
-    cfg: DictConfig, *, root: Path | None = None, made_later: Path | None = None
-) -> list[tuple[str, str]]:
-    """Local paths that a run would read and that are not there.
+def missing_paths(cfg: DictConfig, *, root: Path | None = None, made_later: Path | None = None) -> list[str]:
+    """Local paths that a run would read and that are not there, as ``key=path``; data first.
 
     Args:
         cfg: The composed configuration.
         root: Where relative paths start; the working directory when it is None.
         made_later: A directory whose contents need not exist yet.
-
-    Returns:
-        Pairs of Hydra key and path as it is written; data first. Addresses (``hdfs://``, ``pkg://``) and names of the
-        model hub are not local, and a dataset class of the user's own reads what it likes.
     """
     root = root or Path.cwd()
     return [
-        (key, text)
-        for key, text in _local_paths(cfg, root)
-        if not (root / text).exists() and not (made_later and (root / text).is_relative_to(made_later))
+        f"{key}={text}"
+        for key, text in _paths(cfg, root)
+        if "://" not in text  # hdfs://, pkg://
+        and not (root / text).exists()
+        and not (made_later and (root / text).is_relative_to(made_later))
     ]
-
-
-def describe_missing(missing: list[tuple[str, str]]) -> str:
-    """What is missing, in words: ``key=path, key=path not found on this machine``."""
-    return ", ".join(f"{key}={text}" for key, text in missing) + " not found on this machine"
 
 
 def check_paths(cfg: DictConfig, *, root: Path | None = None, made_later: Path | None = None) -> None:
@@ -997,44 +494,24 @@ def check_paths(cfg: DictConfig, *, root: Path | None = None, made_later: Path |
         ConfigError: one message with every key and path.
     """
     missing = missing_paths(cfg, root=root, made_later=made_later)
-    if not missing:
-        return
+    remedy = "paths that exist on every node (~ is not expanded in the model's); `flashrl data --help` lists data"
     if get(cfg, "quickstart.assets") is not None:
-        remedy = (
-            "quickstart.assets=<folder>/assets of an earlier `flashrl quickstart --output <folder>`, which makes them "
-            "(bash scripts/quickstart.sh), or paths of your own"
-        )
-    else:
-        tilde = (
-            f"; write your home folder out in {MODEL}, ~ is not expanded there"
-            if get(cfg, MODEL, "").startswith("~")
-            else ""
-        )
-        makes = (
-            "; or make the data: `flashrl data --help` lists what it can"
-            if any(key in DATA for key, _ in missing)
-            else ""
-        )
-        remedy = f"set these keys to paths that exist on every node{tilde}{makes}"
-    raise ConfigError(f"{describe_missing(missing)} (relative paths start at {root or Path.cwd()}). Remedy: {remedy}.")
+        remedy = "quickstart.assets=<folder>/assets of an earlier `flashrl quickstart --output <folder>`"
+    if missing:
+        here = f"not found on this machine (relative paths start at {root or Path.cwd()})"
+        raise ConfigError(f"{', '.join(missing)} {here}. Remedy: {remedy}.")
 
 
-def _local_paths(cfg: DictConfig, root: Path) -> Iterator[tuple[str, str]]:
-    if get(cfg, "data.custom_cls.path") is None:
-        for key in DATA:
-            value = get(cfg, key, [])
-            for text in [value] if isinstance(value, str) else value:
-                if "://" not in text:
-                    yield key, os.path.expanduser(text)  # as Hugging Face datasets does
-    for key in _CODE:
-        if "://" not in (text := get(cfg, key, "://")):
+def _paths(cfg: DictConfig, root: Path) -> Iterator[tuple[str, str]]:
+    for key in () if get(cfg, "data.custom_cls.path") else DATA:  # the user's own class reads what it likes
+        files = get(cfg, key, [])
+        for text in [files] if isinstance(files, str) else files:
+            yield key, os.path.expanduser(text)  # as Hugging Face datasets does
+    for key in ("reward.custom_reward_function.path", "custom_reward_function.path", "data.custom_cls.path"):
+        if text := get(cfg, key):
             yield key, text
     model = get(cfg, MODEL, "")
-    folder = Path(model).parent
-    looks_like_a_path = (  # a name of the model hub is ``name`` or ``owner/name``
-        model.startswith(("/", "./", "../", "~"))
-        or len(Path(model).parts) > 2
-        or (folder != Path(".") and (root / folder).is_dir())
-    )
-    if "://" not in model and looks_like_a_path:
-        yield MODEL, model  # transformers takes ~ for a folder's name
+    of_two = len(Path(model).parts) == 2  # as names of the model hub are; others of them have one
+    starts = model.startswith(("/", "./", "../", "~"))  # transformers takes ~ for a folder's name
+    if starts or len(Path(model).parts) > 2 or (of_two and (root / model).parent.is_dir()):
+        yield MODEL, model

@@ -154,8 +154,8 @@ MUTANTS = [
     # Raw log-probs leave out the temperature: every ratio is that of another sampler, though at 1.0 they are the same.
     Mutant("raw_accepted", "flashrl_verl/validation.py", 'one_of("processed_logprobs")',
         'one_of("processed_logprobs", "raw_logprobs")', ("tests/unit/test_validation.py",)),
-    Mutant("raw_engine_argument_accepted", "flashrl_verl/validation.py", '    "logprobs_mode": "logprobs_mode",\n', "",
-        ("tests/unit/test_validation.py",)),
+    Mutant("raw_engine_argument_accepted", "flashrl_verl/validation.py", '"logprobs_mode", "max_model_len"',
+        '"max_model_len"', ("tests/unit/test_validation.py",)),
     Mutant("raw_in_experiment", "flashrl_verl/configs/experiment/base.yaml", "logprobs_mode: processed_logprobs",
         "logprobs_mode: raw_logprobs", ("tests/unit/test_configs_compose.py -k is_valid",)),
     Mutant("raw_asked_for", "flashrl_verl/rollout/server.py", "super()._preprocess_engine_kwargs(engine_kwargs)\n",

@@ -76,9 +76,8 @@ def dry_run(cfg: DictConfig) -> None:
     platforms.activate(cfg)
     validation.validate_by_verl(cfg)
     sys.stdout.write(report(cfg))
-    missing = validation.missing_paths(cfg)
-    if missing:  # no error: a dry run need not happen where the run will
-        sys.stdout.write(f"Warning: {validation.describe_missing(missing)}.\n")
+    if missing := validation.missing_paths(cfg):  # no error: a dry run need not happen where the run will
+        sys.stdout.write(f"Warning: {', '.join(missing)} not found on this machine.\n")
     flashrl = cfg.flashrl
     if flashrl.ignore or flashrl.keep_first_layers or flashrl.keep_last_layers:
         sys.stdout.write(

@@ -2,7 +2,6 @@
 """A configuration that cannot work is refused before anything is loaded, by one message: key and value, reason, and a
 remedy that works."""
 
-import functools
 import math
 import re
 import subprocess
@@ -10,18 +9,18 @@ import sys
 
 import pytest
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from refusals import ENGINE, changed, refusal
 
 from flashrl_verl import validation
 from flashrl_verl.errors import ConfigError, words
-from flashrl_verl.settings import ACTOR, ASYNC, CORRECTION, MODEL, ROLLOUT
+from flashrl_verl.settings import ACTOR, ASYNC, CORRECTION, MODEL, ROLLOUT, get
 from flashrl_verl.tools.recipe_process import ROOT, compose
 from flashrl_verl.validation import (
     PLATFORM,
-    RULES,
     check_paths,
     missing_paths,
+    rules,
     settle_packages,
     validate_by_verl,
     validate_config,
@@ -40,7 +39,7 @@ BYPASS = {f"{CORRECTION}.bypass_mode": True, LOSS_MODE: "bypass_mode"}
 REINFORCE = {**BYPASS, f"{CORRECTION}.loss_type": "reinforce"}
 
 # ---- the table of rules: settings, of which the last key is the one to be refused, and a remedy. Where the remedy is
-# an override of a key, or "remove" and a key, it is followed, and the configuration has to be valid then. ----
+# an override of a key, it is followed, and the configuration has to be valid then. ----
 
 CASES = [
     # another trainer or backend than ours
@@ -48,8 +47,7 @@ CASES = [
     ({"trainer.v1.trainer_mode": "sync"}, "trainer.v1.trainer_mode=flashrl"),
     ({f"{ROLLOUT}.name": "vllm"}, f"{ROLLOUT}.name=flashrl"),
     # hardware
-    ({"trainer.device": "npu"}, "hardware=cuda or hardware=cpu"),
-    ({PLATFORM: "cpu"}, "VERL_PLATFORM=cpu in the environment of the command"),
+    ({PLATFORM: "cpu"}, "before verl's own main_ppo VERL_PLATFORM=cpu"),
     *(
         ({f"{ROLLOUT}.tensor_model_parallel_size": 1, key: bad}, f"{key}=1")
         for key in ("trainer.nnodes", "trainer.n_gpus_per_node")
@@ -59,16 +57,14 @@ CASES = [
         ({key: bad}, f"{key}={good}")
         for key, good in (
             (f"{ROLLOUT}.tensor_model_parallel_size", 1),
-            (f"{ROLLOUT}.n", 16),
-            (f"{ROLLOUT}.max_num_seqs", 256),
-            ("data.train_batch_size", 512),
-            (f"{ACTOR}.ppo_mini_batch_size", 32),
+            (f"{ROLLOUT}.max_num_seqs", 1),
+            ("data.train_batch_size", 1),
+            (f"{ACTOR}.ppo_mini_batch_size", 1),
             (f"{ACTOR}.ulysses_sequence_parallel_size", 1),
             (f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size", 1),
-            (f"{ROLLOUT}.prompt_length", 512),
-            (f"{ROLLOUT}.response_length", 512),
-            (f"{ROLLOUT}.max_model_len", "null"),
-            (f"{ENGINE}.max_model_len", "null"),
+            (f"{ROLLOUT}.prompt_length", 1),
+            (f"{ROLLOUT}.response_length", 1),
+            (f"{ROLLOUT}.max_model_len", 1024),
         )
         for bad in (0, -1, "two")
     ),
@@ -77,22 +73,20 @@ CASES = [
         for bad in (0, 1.8, "half", math.nan)
     ),
     *(({f"{ACTOR}.optim.lr": bad}, f"{ACTOR}.optim.lr=1.0e-6") for bad in (-1e-6, "fast", math.nan)),
+    *(({"algorithm.filter_groups.enable": False, f"{ROLLOUT}.n": bad}, f"{ROLLOUT}.n=1") for bad in (0, -1, "two")),
     ({f"{ROLLOUT}.n": 1}, f"{ROLLOUT}.n=16"),
-    *(({key: 3}, f"remove {key}") for key in (ENGINE, MIXED, OVERLONG)),
     ({f"{ACTOR_MODEL}.lora.rank": "eight"}, f"{ACTOR_MODEL}.lora.rank=0"),
-    ({f"{ACTOR}.ulysses_sequence_parallel_size": 3}, "one that divides trainer.nnodes x trainer.n_gpus_per_node"),
+    ({f"{ACTOR}.ulysses_sequence_parallel_size": 3}, "<a divisor of 8>"),
     ({f"{ACTOR}.ulysses_sequence_parallel_size": 2, ATTENTION: "sdpa"}, f"{ATTENTION}=flash_attention_2"),
     ({ATTENTION: "flash_attention_4"}, f"{ATTENTION}=varlen"),
     # lengths that do not go together
-    *(({key: 700}, f"{key}=1024") for key in (f"{ROLLOUT}.max_model_len", f"{ENGINE}.max_model_len")),
+    ({f"{ROLLOUT}.max_model_len": 700}, f"{ROLLOUT}.max_model_len=1024"),
     *(({f"{OVERLONG}.enable": True, f"{OVERLONG}.len": bad}, f"{OVERLONG}.enable=false") for bad in (0, 512)),
     # what verl tests by the rollout's name, and what would not be checked or arrive whole
     ({f"{ROLLOUT}.pipeline_model_parallel_size": 2}, f"{ROLLOUT}.pipeline_model_parallel_size=1"),
     ({f"{ROLLOUT}.data_parallel_size": 2}, f"{ROLLOUT}.data_parallel_size=1"),
     ({f"{ROLLOUT}.expert_parallel_size": 2}, f"{ROLLOUT}.expert_parallel_size=1"),
-    ({f"{ROLLOUT}.scheduling_policy": "priority"}, f"{ROLLOUT}.scheduling_policy=fcfs"),
     ({f"{ACTOR}.strategy": "megatron"}, f"{ACTOR}.strategy=fsdp2"),
-    ({"trainer.v1.sampler.custom_sampler.path": "mine.py"}, "flashrl.sampling.refill=false"),
     ({MODE: ASYNC, f"{CORRECTION}.rollout_is": "sequence"}, "correction=tis"),
     ({MODE: ASYNC, f"{CORRECTION}.rollout_rs": "token_k1,seq_mean_k1"}, "correction=tis"),
     ({MODE: ASYNC, THRESHOLD: None}, f"{THRESHOLD}=8"),
@@ -112,14 +106,13 @@ CASES = [
         {"flashrl.fp32_lm_head": True, f"{ACTOR_MODEL}.use_fused_kernels": True},
         f"{ACTOR_MODEL}.use_fused_kernels=false",
     ),
-    ({f"{ACTOR_MODEL}.use_fused_kernels": True}, f"{ACTOR}.strategy=fsdp"),
+    ({f"{ACTOR_MODEL}.use_fused_kernels": True}, f"{ACTOR_MODEL}.use_fused_kernels=false"),
     ({"flashrl.fp32_lm_head": True, f"{MIXED}.param_dtype": "float32"}, f"{MIXED}.param_dtype=bfloat16"),
-    ({"flashrl.fp32_lm_head": True, f"{ROLLOUT}.dtype": "float16"}, f"{ROLLOUT}.dtype=bfloat16"),
+    ({"flashrl.fp32_lm_head": True, f"{ROLLOUT}.dtype": "float16"}, "flashrl.fp32_lm_head=false"),
     # monitors that have no key
     ({f"{ROLLOUT}.prometheus.enable": True}, f"{ROLLOUT}.prometheus.enable=false"),
-    ({"trainer.logger": ["console", "rl_insight"]}, "trainer.logger without rl_insight"),
-    ({"trainer.logger": "rl_insight"}, "trainer.logger without rl_insight"),
-    ({CORRECTION: None}, "correction=none"),
+    ({"trainer.logger": ["console", "rl_insight"]}, "trainer.logger=[console]"),
+    ({"trainer.logger": "rl_insight"}, "trainer.logger=[console]"),
     # a correction of which something would be ignored, or that divides by zero (the rest: test_correction_settings.py)
     ({f"{CORRECTION}.rollout_is": "word"}, f"{CORRECTION}.rollout_is=token"),
     ({f"{CORRECTION}.loss_type": "reinforce"}, f"{CORRECTION}.loss_type=ppo_clip"),
@@ -131,7 +124,7 @@ CASES = [
     ({**NO_WEIGHTS, f"{CORRECTION}.bypass_mode": True}, "correction=bypass"),
     ({LOSS_MODE: "bypass_mode"}, f"{LOSS_MODE}=vanilla"),
     ({**BYPASS, f"{CORRECTION}.rollout_is": "token"}, f"{CORRECTION}.rollout_is=null"),
-    ({**BYPASS, **NO_WEIGHTS, f"{CORRECTION}.loss_type": "reinforce"}, f"{CORRECTION}.loss_type=ppo_clip"),
+    ({**REINFORCE, f"{CORRECTION}.rollout_is": None}, f"{CORRECTION}.loss_type=ppo_clip"),
     (
         {**REINFORCE, f"{CORRECTION}.rollout_is_batch_normalize": True},
         f"{CORRECTION}.rollout_is_batch_normalize=false",
@@ -140,8 +133,7 @@ CASES = [
     ({"algorithm.adv_estimator": "optimal_token_baseline"}, "algorithm.adv_estimator=grpo"),
     ({**REJECTION, "algorithm.adv_estimator": "reinforce_plus_plus"}, "algorithm.adv_estimator=grpo"),
     # what is sampled: the correction, and metrics without weights too, need the log-probs of the policy that sampled
-    ({f"{ROLLOUT}.temperature": 0}, f"{ROLLOUT}.temperature=1.0"),
-    ({**NO_WEIGHTS, f"{ROLLOUT}.temperature": -1.0}, f"{ROLLOUT}.temperature=1.0"),
+    *(({f"{ROLLOUT}.temperature": bad}, f"{ROLLOUT}.temperature=1.0") for bad in (0, -1.0, 0.001)),
     *(
         ({**correction, f"{ROLLOUT}.{key}": bad}, remedy.format(f"{ROLLOUT}.{key}"))
         for correction in ({}, {f"{CORRECTION}.rollout_is": None}, {**NO_WEIGHTS, **REJECTION})
@@ -162,15 +154,15 @@ CASES = [
     ({"corection": "icepop"}, "correction=icepop without a +"),
     (
         {f"{ROLLOUT}.tensor_model_parallel_size": 3},
-        f"{ROLLOUT}.tensor_model_parallel_size that divides trainer.nnodes x trainer.n_gpus_per_node",
+        f"{ROLLOUT}.tensor_model_parallel_size=<a divisor of 8>",
     ),
     (
         {**BYPASS, **NO_WEIGHTS, "data.train_batch_size": 512, f"{ACTOR}.ppo_mini_batch_size": 7},
-        f"{ACTOR}.ppo_mini_batch_size that divides data.train_batch_size",
+        f"{ACTOR}.ppo_mini_batch_size=<a divisor of 512>",
     ),
     (  # 15 samples of an update on 4 ranks
         {"trainer.nnodes": 1, "trainer.n_gpus_per_node": 4, f"{ROLLOUT}.n": 5, f"{ACTOR}.ppo_mini_batch_size": 3},
-        f"{ACTOR}.ppo_mini_batch_size that is a multiple of 4",
+        f"{ACTOR}.ppo_mini_batch_size=<a multiple of 4>",
     ),
     (
         {"trainer.n_gpus_per_node": 8, f"{ROLLOUT}.tensor_model_parallel_size": 8, FRACTION: 0.5},
@@ -195,34 +187,31 @@ ON_CPU = [
 ALL = [*((*case, "cuda") for case in CASES), *((*case, "cpu") for case in ON_CPU)]
 
 
-@functools.cache
-def refused(case: int) -> tuple[DictConfig, str]:
-    """A configuration of ``ALL``, and its message."""
-    settings, _, hardware = ALL[case]
+@pytest.mark.parametrize(("settings", "remedy", "hardware"), ALL, ids=[words(settings) for settings, _, _ in ALL])
+def test_a_bad_value_is_refused_by_its_key_with_a_remedy_that_works(settings, remedy, hardware):
     cfg = changed(settings, hardware)
-    return cfg, refusal(cfg)
-
-
-@pytest.mark.parametrize("case", range(len(ALL)), ids=[f"{words(settings)}" for settings, _, _ in ALL])
-def test_a_bad_value_is_refused_by_its_key_with_a_remedy_that_works(case):
-    settings, remedy, _ = ALL[case]
-    cfg, message = refused(case)
-    stated, _, suggested = message.partition(" Remedy: ")
+    stated, _, suggested = refusal(cfg).partition(" Remedy: ")
     *_, node, name = f".{list(settings)[-1]}".split(".")
     value = words(settings[list(settings)[-1]])
     assert f"{node}.{name}={value}".lstrip(".") in stated or (f"{node}={{" in stated and f'"{name}": {value}' in stated)
     assert " is refused: " in stated and remedy in suggested
-    key, equals, value = remedy.removeprefix("remove ").partition("=")
-    if "." in key and (equals or remedy.startswith("remove ")):
+    key, equals, value = remedy.partition("=")
+    if "." in key and equals and "<" not in value:
         OmegaConf.update(cfg, key, yaml.safe_load(value))
         validate_config(cfg)
 
 
 def test_every_rule_of_the_table_has_a_case_that_it_refuses():
-    messages = [refused(case)[1] for case in range(len(ALL))]
-    for rule in RULES:
-        said = [m for m in messages if m.startswith(f"{rule.key}=") and f" is refused: {rule.reason}. Remedy" in m]
-        assert said, f"{rule.key}: {rule.reason}"
+    held, refusing = set(), set()
+    for settings, _, hardware in ALL:
+        cfg = changed(settings, hardware)
+        for rule in rules(cfg):
+            name = (rule.key, re.sub(r"\d+", "n", rule.reason)[:30])
+            held.add(name)
+            if not rule.test(get(cfg, rule.key)):
+                refusing.add(name)
+                break
+    assert held == refusing
 
 
 # ---- vLLM's own arguments, which would win over ours ----
@@ -231,19 +220,10 @@ OWNED = """
 quantization q quantization_config hf_overrides kv_cache_dtype calculate_kv_scales kv_cache_dtype_skip_layers
 enable_expert_parallel worker_extension_cls override_generation_config logits_processors speculative_config enable_lora
 spec_method spec_model spec_tokens
-api_key config ssl_certfile enable_ssl_refresh
+api_key config ssl ssl_certfile enable_ssl_refresh
+dtype load_format logprobs_mode max_model_len enable_sleep_mode
+tensor_parallel_size pipeline_parallel_size data_parallel_size
 """.split()
-TWINS = {
-    "dtype": ("float16", "dtype"),
-    "load_format": ("auto", "load_format"),
-    "logprobs_mode": ("raw_logits", "logprobs_mode"),
-    "scheduling_policy": ("priority", "scheduling_policy"),
-    "enable_sleep_mode": (False, "enable_sleep_mode"),
-    "tensor_parallel_size": (8, "tensor_model_parallel_size"),
-    "pipeline_parallel_size": (2, "pipeline_model_parallel_size"),
-    "data_parallel_size": (2, "data_parallel_size"),
-}
-"""Arguments for which the rollout has a key: another value than base's, and the key."""
 BEGINNINGS = {
     "logits_processors": ("logits_processor",),
     "hf_overrides": ("hf_override",),
@@ -254,17 +234,14 @@ BEGINNINGS = {
 
 
 def test_every_argument_of_vllms_that_would_win_over_ours_is_refused_in_every_spelling():
-    assert {*validation._RESERVED} <= {*OWNED} and {*validation._ALIASES} == {*TWINS}, "a new one needs a line here"
+    assert {*validation._RESERVED} <= {*OWNED}, "a new one needs a line here"
     cfg = changed({})
-    cases = [(name, "x", "") for name in OWNED]
-    cases += [(name, bad, f" and set {ROLLOUT}.{twin}") for name, (bad, twin) in TWINS.items()]
-    for name, bad, use in cases:
+    for name in OWNED:
         for argument in {name, name.replace("_", "-"), *BEGINNINGS.get(name, ())}:
-            OmegaConf.update(cfg, ENGINE, {argument: bad}, merge=False, force_add=True)
+            OmegaConf.update(cfg, ENGINE, {argument: "x"}, merge=False, force_add=True)
             key, (stated, _, remedy) = f"{ENGINE}.{argument}", refusal(cfg).partition(" Remedy: ")
-            assert stated.startswith(f"{key}={words(bad)} is refused: ") and f"remove {key}{use}" in remedy
-    same = {name: OmegaConf.select(cfg, f"{ROLLOUT}.{twin}") for name, (_, twin) in TWINS.items()}
-    OmegaConf.update(cfg, ENGINE, {**same, "quantization": None, "block_size": 32}, merge=False)
+            assert stated.startswith(f"{key}=x is refused: ") and f"remove {key}." in remedy
+    OmegaConf.update(cfg, ENGINE, {"quantization": None, "block_size": 32}, merge=False)
     validate_config(cfg)
 
 
@@ -322,7 +299,7 @@ def test_what_is_merely_unusual_is_accepted(settings):
         ("algorithm.rollout_correction.rollout_is_threshold=0.5_5", ["threshold=0.55", "YAML reads 0.5_5 as"]),
         (f"{ROLLOUT}.top_p=0.9", ["top_p=0.9", f"{ROLLOUT}.top_p=1.0"]),
         (f"+{ENGINE}.quantization=fp8", ["quantization=fp8", "flashrl.precision"]),
-        ("trainer.device=cpu", ["trainer.device=cpu", "Remedy: hardware=cpu"]),
+        ("trainer.device=cpu", ["trainer.device=cpu", "hardware=cpu"]),
         ("data.train_files=/no/such.parquet", ["data.train_files=/no/such.parquet", "`flashrl data --help`"]),
     ],
 )
@@ -341,7 +318,7 @@ def test_a_users_fault_is_one_error_that_names_the_key(word, parts):
         ({LOSS_MODE: "vanila"}, f"{LOSS_MODE}=vanilla"),
         ({"trainer.logger": ["console", "wandbb"]}, "trainer.logger=wandb"),
         ({"reward.reward_manager.name": "dappo"}, "reward.reward_manager.name=dapo"),
-        ({"algorithm.rollout_correction.rollout_is_treshold": 3}, "rollout_is, rollout_is_batch_normalize"),
+        ({"algorithm.rollout_correction.rollout_is_treshold": 3}, "rollout_is_threshold"),
         ({f"{ACTOR}.loss_agg_mode": "mean"}, "verl refuses the configuration"),
     ],
 )
@@ -387,7 +364,7 @@ def test_flash_attn_4_alone_is_no_flash_attn_and_is_named_where_it_is_taken(monk
 
 def test_a_configuration_without_flashrl_is_refused():
     message = refusal(OmegaConf.create({"trainer": {"use_v1": True}}))
-    assert "flashrl is missing" in message and "+experiment=base" in message
+    assert "flashrl=null" in message and "experiment=base" in message
 
 
 def test_micro_batches_that_do_not_divide_a_ranks_share_are_refused_before_anything_is_loaded():
@@ -396,7 +373,7 @@ def test_micro_batches_that_do_not_divide_a_ranks_share_are_refused_before_anyth
     cfg = compose(["experiment=quickstart", "trainer.n_gpus_per_node=2", f"{ppo}=192", f"{log_prob}=192"])
     for key in (ppo, log_prob):
         message = refusal(cfg)
-        assert message.startswith(f"{key}=192 is refused: ") and "are 96 sequences a rank" in message
+        assert message.startswith(f"{key}=192 is refused: 96 sequences a rank ")
         OmegaConf.update(cfg, key, 48)
     validate_config(cfg)
     # 100 prompts x 8 samples are filled up to five mini-batches of 24 prompts: 480 sequences a rank.
@@ -404,7 +381,7 @@ def test_micro_batches_that_do_not_divide_a_ranks_share_are_refused_before_anyth
     OmegaConf.update(cfg, log_prob, 240)
     validate_config(cfg)
     OmegaConf.update(cfg, log_prob, 200)
-    assert "are 480 sequences a rank" in refusal(cfg)
+    assert " 480 sequences a rank " in refusal(cfg)
 
 
 @pytest.mark.parametrize(("heads", "size", "good"), [(14, 4, 2), (28, 8, 4), (9, 2, 1)])
@@ -426,7 +403,7 @@ def test_a_reward_of_the_users_own_has_to_exist(tmp_path):
     OmegaConf.update(cfg, MODEL, "gpt2", force_add=True)
     for path, missing in (("no_reward.py", True), ("pkg://verl.utils", False)):
         OmegaConf.update(cfg, key, path, force_add=True)
-        assert missing_paths(cfg, root=tmp_path) == [(key, path)] * missing
+        assert missing_paths(cfg, root=tmp_path) == [f"{key}={path}"] * missing
 
 
 @pytest.mark.parametrize(
@@ -440,7 +417,7 @@ def test_what_looks_like_a_path_has_to_exist_and_a_name_of_the_hub_has_not(tmp_p
     (tmp_path / "there" / "model").mkdir(parents=True)
     cfg = OmegaConf.create({"data": {"train_files": ["hdfs://a/b.parquet"]}})
     OmegaConf.update(cfg, MODEL, model, force_add=True)
-    assert missing_paths(cfg, root=tmp_path) == [(MODEL, model)] * missing
+    assert missing_paths(cfg, root=tmp_path) == [f"{MODEL}={model}"] * missing
 
 
 def test_all_that_is_missing_is_one_line_but_what_the_run_makes_itself(tmp_path):
