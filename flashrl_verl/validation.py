@@ -46,6 +46,8 @@ _FLASH = "flash_attention_2"
 """verl's default."""
 _LOSS_MODE = f"{ACTOR}.policy_loss.loss_mode"
 _MINI_BATCH = f"{ACTOR}.ppo_mini_batch_size"
+_MIXED = f"{ACTOR}.fsdp_config.mixed_precision"
+_OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg"
 _TENSOR_PARALLEL = f"{ROLLOUT}.tensor_model_parallel_size"
 _ULYSSES = (f"{ACTOR}.ulysses_sequence_parallel_size", f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size")
 """verl's older key and its newer one."""
@@ -182,6 +184,8 @@ def _rules_of_backends(cfg: DictConfig) -> Iterator[Rule]:
     reason = "it asks the rollout's servers without the key that they want (docs/clusters.md)"
     yield Rule(f"{ROLLOUT}.prometheus.enable", one_of(None, False), reason, "false")
     yield Rule("trainer.logger", lambda loggers: "rl_insight" not in (loggers or ()), reason, "[console]")
+    for key in (ENGINE, _MIXED, _OVERLONG):
+        yield Rule(key, lambda node: node is None or isinstance(node, dict), "it has keys of its own", "null")
 
 
 def _rules_of_numbers(cfg: DictConfig) -> Iterator[Rule]:
@@ -190,7 +194,7 @@ def _rules_of_numbers(cfg: DictConfig) -> Iterator[Rule]:
     of_rollout = ("tensor_model_parallel_size", "n", "max_num_seqs", "prompt_length", "response_length")
     for key in (*counts, *(f"{ROLLOUT}.{name}" for name in of_rollout)):
         yield Rule(key, positive_integer, "it has to be a whole number", "1 or more")
-    yield Rule(f"{ACTOR}.optim.lr", within(0, 1e9), "it is the learning rate", "1.0e-6")
+    yield Rule(f"{ACTOR}.optim.lr", within(0, 1e9), "a learning rate is a number from 0 on", "1.0e-6")
     yield Rule(f"{ROLLOUT}.gpu_memory_utilization", within(0.01, 1), "it is a share of a GPU's memory", "0.8")
     reason = "vLLM takes 0.01 for less, and the trainer divides its logits by it"
     yield Rule(f"{ROLLOUT}.temperature", within(0.01, 1e9), reason, "1.0")
@@ -201,10 +205,9 @@ def _rules_of_numbers(cfg: DictConfig) -> Iterator[Rule]:
     if get(cfg, f"{ROLLOUT}.max_model_len") is not None:
         reason = f"prompts of {prompt} and responses of {response} tokens would be cut in silence"
         yield Rule(f"{ROLLOUT}.max_model_len", within(longest, math.inf), reason, f"{longest}, or null")
-    overlong = "reward.reward_kwargs.overlong_buffer_cfg"
-    if get(cfg, f"{overlong}.enable"):
+    if get(cfg, f"{_OVERLONG}.enable"):
         reason = f"it is the end of a response's {response} tokens, in which the penalty grows"
-        yield Rule(f"{overlong}.len", within(1, response - 1), reason, f"1 or more, or {overlong}.enable=false")
+        yield Rule(f"{_OVERLONG}.len", within(1, response - 1), reason, f"1 or more, or {_OVERLONG}.enable=false")
 
 
 def _rules_of_weights(cfg: DictConfig) -> Iterator[Rule]:
@@ -215,17 +218,14 @@ def _rules_of_weights(cfg: DictConfig) -> Iterator[Rule]:
     yield Rule(f"{ROLLOUT}.load_format", one_of(*formats), reason, " or ".join(formats))
     actors, reason = ("fsdp", "fsdp2"), "weight updates have been run with FSDP actors only"
     yield Rule(f"{ACTOR}.strategy", one_of(*actors), reason, "fsdp2")
-    for name, off, where in (
-        ("quantization", None, "flashrl.precision"),
-        ("qat.enable", False, f"{ACTOR}.fsdp_config.qat.enable=false"),
-    ):
-        reason = "the rollout does not read it, only flashrl.precision"
-        yield Rule(f"{ROLLOUT}.{name}", one_of(None, off), reason, f"{words(off)}, and {where}")
+    reason = "the rollout reads flashrl.precision only"
+    yield Rule(f"{ROLLOUT}.quantization", one_of(None), reason, "null")
+    yield Rule(f"{ROLLOUT}.qat.enable", one_of(None, False), reason, f"false, by {ACTOR}.fsdp_config.qat.enable=false")
     for name in ("pipeline_model_parallel_size", "data_parallel_size", "expert_parallel_size"):
         reason = f"weight updates and receipts know {_TENSOR_PARALLEL} only"
         yield Rule(f"{ROLLOUT}.{name}", one_of(1), reason, "1")
     drafter, reason = f"{_MODEL}.mtp.enable_rollout", "the drafter's weights are not part of the checked update"
-    yield Rule(f"{ROLLOUT}.mtp.enable_rollout", one_of(None, False), reason, f"false, and {drafter}=false")
+    yield Rule(f"{ROLLOUT}.mtp.enable_rollout", one_of(None, False), reason, f"false, by {drafter}=false")
     if not get(cfg, merge := f"{_MODEL}.lora.merge"):
         for name in ("lora.rank", "lora_rank"):
             reason = "an adapter would be sent, and only whole weights are quantized"
@@ -248,7 +248,7 @@ def _rules_of_weights(cfg: DictConfig) -> Iterator[Rule]:
         names = {None: "bfloat16", "bf16": "bfloat16", "fp16": "float16", "16": "float16"}  # verl's PrecisionType
         rollout = get(cfg, f"{ROLLOUT}.dtype")
         yield Rule(
-            f"{ACTOR}.fsdp_config.mixed_precision.param_dtype",
+            f"{_MIXED}.param_dtype",
             lambda trainer: names.get(trainer, trainer) == rollout,
             f"flashrl.fp32_lm_head needs the same operands on both sides, and {ROLLOUT}.dtype={rollout}",
             f"{rollout}, {ROLLOUT}.dtype as the trainer's, or flashrl.fp32_lm_head=false",

@@ -81,7 +81,7 @@ class CorrectionSettings:
         if node is None:
             raise ConfigError(
                 "actor_rollout_ref.actor.policy_loss.rollout_correction=null, where the actor expects the "
-                f"weights' settings. Set it to ${{{CORRECTION}}}; for no weights set {CORRECTION}.rollout_is=null."
+                f"weights' settings. Set it to ${{{CORRECTION}}}; for no weights set correction=none."
             )
         level = node.get("rollout_is")
         if level is not None and level not in [member.value for member in Level]:

@@ -72,6 +72,7 @@ CASES = [
         ({f"{ROLLOUT}.gpu_memory_utilization": bad}, f"{ROLLOUT}.gpu_memory_utilization=0.8")
         for bad in (0, 1.8, "half", math.nan)
     ),
+    *(({key: 3}, f"{key}=null") for key in (ENGINE, MIXED, OVERLONG)),
     *(({f"{ACTOR}.optim.lr": bad}, f"{ACTOR}.optim.lr=1.0e-6") for bad in (-1e-6, "fast", math.nan)),
     *(({"algorithm.filter_groups.enable": False, f"{ROLLOUT}.n": bad}, f"{ROLLOUT}.n=1") for bad in (0, -1, "two")),
     ({f"{ROLLOUT}.n": 1}, f"{ROLLOUT}.n=16"),
