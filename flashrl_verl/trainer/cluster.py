@@ -9,9 +9,8 @@ package, absolute paths, and where the metrics go travel in the configuration an
 
 import importlib.metadata
 import json
-import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,8 +21,6 @@ import flashrl_verl
 from flashrl_verl.errors import ConfigError, FlashRLError
 from flashrl_verl.plugins.versions import DISTRIBUTION
 from flashrl_verl.settings import DATA, MODEL, get
-
-log = logging.getLogger("verl.flashrl")
 
 RUNTIME_ENV = "ray_kwargs.ray_init.runtime_env"
 
@@ -119,8 +116,7 @@ def prepare(cfg: DictConfig, *, ship_code: bool = True) -> None:
         ship_code: ``flashrl.ship_code``.
 
     Raises:
-        ConfigError: checkpoints would go to a folder that Ray deletes, the job has modules of its own, or the
-            configuration leaves out part of what is shipped.
+        ConfigError: checkpoints would go to a folder that Ray deletes.
         FlashRLError: this package has no metadata to ship.
     """
     root = Path.cwd()
@@ -133,20 +129,7 @@ def prepare(cfg: DictConfig, *, ship_code: bool = True) -> None:
     given = {**variables, **(of_job.get("env_vars") or {})}
     found = {name: value for name in LOG_PATHS if (value := os.environ.get(name))}
     variables |= {name: _below(root, value) for name, value in {_ROOT: str(root), **found}.items() if name not in given}
-    warn_of_temporary_metrics(cfg, given | variables)
     if ship_code:
-        if ours.get("excludes"):
-            raise ConfigError(
-                f"flashrl.ship_code=true with {RUNTIME_ENV}.excludes={list(ours['excludes'])}: Ray would leave these "
-                "out of this package too. Remove them and name such files in a .gitignore of their own folder, or set "
-                "flashrl.ship_code=false where every node has this package"
-            )
-        if of_job.get("py_modules"):
-            raise ConfigError(
-                f"flashrl.ship_code=true with py_modules={of_job['py_modules']} in the job's runtime environment: Ray "
-                f"merges no two lists. Set +{RUNTIME_ENV}.py_modules instead, or flashrl.ship_code=false where every "
-                "node has this package"
-            )
         modules += package()
     with open_dict(cfg):
         if os.environ.get("RAY_ADDRESS", "local") != "local":
@@ -232,22 +215,4 @@ def refuse_temporary_checkpoints(cfg: DictConfig) -> None:
             f"trainer.default_local_dir={folder} lies in Ray's temporary copy of the job's directory, which is deleted "
             "after it and which other nodes do not have. Set trainer.default_local_dir to an absolute path that every "
             "node mounts, or trainer.save_freq=-1"
-        )
-
-
-def warn_of_temporary_metrics(cfg: DictConfig, variables: Mapping[str, str]) -> None:
-    """Say that metrics are going to be lost: no error, for a short job's are in its log.
-
-    Args:
-        cfg: the composed configuration.
-        variables: those that the run's processes will have.
-    """
-    loggers = get(cfg, "trainer.logger", [])
-    target = variables.get("VERL_FILE_LOGGER_PATH") or variables.get(_ROOT, "")
-    if "file" in ([loggers] if isinstance(loggers, str) else loggers) and _JOB_COPIES in target:
-        log.warning(
-            "[flashrl] the metrics file goes to %s, Ray's temporary copy of the job's directory, which is deleted "
-            "after it. To keep it: +%s.env_vars.VERL_FILE_LOGGER_PATH=<absolute path>.jsonl",
-            target,
-            RUNTIME_ENV,
         )
