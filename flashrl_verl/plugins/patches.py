@@ -26,6 +26,17 @@ tested by                              tests/unit/test_log_probs.py
 =====================================  =================================================================================
 
 =====================================  =================================================================================
+target                                 ``verl.utils.tensordict_utils.index_select_tensor_dict``
+why                                    it takes every row of every column apart to select the few of a micro-batch: with
+                                       1,024 rows and ten columns 0.1 s a micro-batch, of which there may be hundreds
+applied                                in trainers' workers (``worker.py``)
+upstream                               https://github.com/verl-project/verl/blob/main/verl/utils/tensordict_utils.py
+versions                               verl 0.9.1
+drop it when                           the function reads the rows that it selects, and no others
+tested by                              tests/unit/test_select_rows.py
+=====================================  =================================================================================
+
+=====================================  =================================================================================
 target                                 ``vllm.model_executor.layers.fused_moe.fused_moe.moe_kernel_quantize_input``
 why                                    vLLM's function of fused experts quantizes the inputs of both products by itself,
                                        and rotated experts need theirs rotated
@@ -79,9 +90,50 @@ def patch_logprobs_from_logits(torch_functional: types.ModuleType) -> None:
     setattr(torch_functional, name, log_probs)
 
 
+def patch_index_select(tensordict_utils: types.ModuleType) -> None:
+    """Apply the third entry to ``verl.utils.tensordict_utils``; a second time it does nothing.
+
+    Raises:
+        FlashRLError: it has no such function any more.
+    """
+    name = "index_select_tensor_dict"
+    original = getattr(tensordict_utils, name, None)
+    if original is None:
+        raise FlashRLError(
+            f"verl.utils.tensordict_utils has no {name} any more; see the entry in "
+            "flashrl_verl/plugins/patches.py and use verl 0.9.1"
+        )
+    if not hasattr(original, "__wrapped__"):
+        setattr(tensordict_utils, name, _reading_selected_rows(original))
+
+
+def _reading_selected_rows(original: Callable) -> Callable:
+    import torch
+
+    def is_ragged(column: Any) -> bool:
+        """Rows of one dimension, one behind the other."""
+        nested = isinstance(column, torch.Tensor) and column.is_nested and column.layout is torch.jagged
+        return nested and column.dim() == 2 and column.lengths() is None
+
+    @functools.wraps(original)
+    def index_select(batch: Any, indices: Any) -> Any:
+        ragged = [key for key, column in (() if batch is None else batch.items()) if is_ragged(column)]
+        if not ragged:
+            return original(batch, indices)
+        selected = original(batch.exclude(*ragged), indices)
+        rows = indices.tolist() if isinstance(indices, torch.Tensor) else indices
+        for key in ragged:
+            values, ends = batch[key].values(), batch[key].offsets().tolist()
+            parts = [values[ends[row] : ends[row + 1]] for row in rows]
+            selected[key] = torch.nested.as_nested_tensor(parts, layout=torch.jagged)
+        return selected
+
+    return index_select
+
+
 @contextlib.contextmanager
 def quantizing_experts_inputs(fused_moe: types.ModuleType, quantize: Callable) -> Iterator[None]:
-    """Apply the third entry to ``vllm.model_executor.layers.fused_moe.fused_moe`` for the time of a call.
+    """Apply the last entry to ``vllm.model_executor.layers.fused_moe.fused_moe`` for the time of a call.
 
     Args:
         fused_moe: the module.

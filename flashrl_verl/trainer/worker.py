@@ -4,7 +4,7 @@
 import torch
 from tensordict import TensorDict
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
-from verl.utils import torch_functional
+from verl.utils import tensordict_utils, torch_functional
 from verl.utils.device import get_device_name
 from verl.workers.engine_workers import ActorRolloutRefWorker
 
@@ -28,13 +28,15 @@ class FlashRLWorker(ActorRolloutRefWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """verl's; then with ``flashrl.fp32_lm_head`` actor and reference compute their logits in FP32. Without
-        flash-attn, log-probs are taken of many tokens at a time (``patches.py``), and attention can be ours.
+        flash-attn, log-probs are taken of many tokens at a time, and attention can be ours. Micro-batches are made of
+        the rows that they select (``patches.py``).
 
         Raises:
             ConfigError: the model's head is of a kind that cannot.
             FlashRLError: another verl than those that were run.
         """
         patches.patch_logprobs_from_logits(torch_functional)
+        patches.patch_index_select(tensordict_utils)
         varlen_attention.register()
         super().init_model()
         if FlashRLConfig.from_mapping((self.config.rollout.get("custom") or {}).get("flashrl", {})).fp32_lm_head:
