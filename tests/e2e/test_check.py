@@ -16,11 +16,11 @@ ROOT = Path(__file__).parents[2]
 
 POISON = """
 def register():
-    from flashrl_verl.quantization.linear import QuantizedLinearMethod
-    apply = QuantizedLinearMethod.apply
-    QuantizedLinearMethod.apply = lambda *words: apply(*words) * 1.1
+    from flashrl_verl.quantization import gemm
+    multiply = gemm.emulated_multiply
+    gemm.emulated_multiply = lambda *words: multiply(*words) * 1.1
 """
-"""Another package's vLLM plugin: its scales are wrong in vLLM's processes alone."""
+"""Another package's vLLM plugin, after which products are wrong."""
 
 
 def check(tmp_path: Path, *words: str, folders: tuple[Path, ...] = (), **variables: str) -> tuple[int, list[str]]:
@@ -34,21 +34,18 @@ def check(tmp_path: Path, *words: str, folders: tuple[Path, ...] = (), **variabl
     return done.returncode, done.stdout.splitlines()
 
 
-def with_level(lines: list[str], level: str) -> list[str]:
-    """Of lines that start so, what follows up to the finding's text."""
-    return [line.removeprefix(level).strip() for line in lines if line.startswith(level)]
-
-
-def subjects(lines: list[str], level: str) -> set[str]:
-    return {line.partition(":")[0] for line in with_level(lines, level)}
+def with_level(lines: list[str], level: str) -> dict[str, str]:
+    """Subject -> text."""
+    found = (line.removeprefix(level).strip() for line in lines if line.startswith(level))
+    return {line[:14].strip(): line[14:].strip() for line in found}
 
 
 @pytest.mark.slow
 def test_a_sound_machine_passes(tmp_path):
-    code, lines = check(tmp_path, "--precision", "int8,fp8,bf16")
-    assert code == 0 and not subjects(lines, "error"), lines
-    expected = {"Python", "verl", "vllm", "flashrl-verl", "network", "verl plugin", "vLLM plugin", "device"}
-    assert expected | {"int8 numerics", "fp8 numerics", "bf16 numerics"} <= subjects(lines, "ok"), lines
+    code, lines = check(tmp_path)
+    assert code == 0 and not with_level(lines, "error"), lines
+    expected = {"Python", "verl", "vllm", "memory", "shared memory", "vLLM plugin", "device", "int8", "fp8"}
+    assert expected | {"verl plugin"} <= {*with_level(lines, "ok")}, lines
 
 
 def test_faults_of_one_machine_are_all_found_in_one_call(tmp_path):
@@ -56,33 +53,33 @@ def test_faults_of_one_machine_are_all_found_in_one_call(tmp_path):
     planted.module(folder, "poisoned_kernel", POISON)
     planted.metadata(folder, "poison", "1.0", points={"vllm.general_plugins": "poisoned_kernel:register"})
     code, lines = check(tmp_path, folders=(folder,), VERL_USE_EXTERNAL_PLUGINS="none")
-    assert code == 1 and subjects(lines, "error") == {"verl plugin", "int8 numerics"}, lines
-    assert "transformers" in subjects(lines, "warning"), lines
-    assert {"vllm", "vLLM plugin", "bf16 numerics"} <= subjects(lines, "ok"), lines
-    told = " ".join(lines)
-    assert "VERL_USE_EXTERNAL_PLUGINS=none leaves flashrl out. Remedy: unset" in told, lines
-    wrong = with_level(lines, "error")[1]
-    assert "linear layer" in wrong and "codes" not in wrong and "Remedy: do not train with it" in wrong, wrong
+    errors = with_level(lines, "error")
+    assert code == 1 and {*errors} == {"verl plugin", "int8", "fp8"}, lines
+    assert "transformers" in with_level(lines, "warning"), lines
+    assert {"vllm", "vLLM plugin"} <= {*with_level(lines, "ok")}, lines
+    assert "VERL_USE_EXTERNAL_PLUGINS=none leaves flashrl out. Remedy: unset" in errors["verl plugin"], lines
+    wrong = errors["int8"]
+    assert "products" in wrong and "codes" not in wrong and "Remedy: do not train with it" in wrong, wrong
 
 
 @pytest.mark.slow
-def test_of_two_nodes_the_one_with_faults_is_named_and_their_difference_is_one_error(tmp_path):
+def test_of_two_nodes_the_one_with_faults_is_named(tmp_path):
     other = planted.metadata(tmp_path / "path", "transformers", "5.0.0")
     with LocalCluster() as cluster:
         cluster.join(variables={"PYTHONPATH": str(other), "VLLM_PLUGINS": "lora_filesystem_resolver"})
-        variables = {"RAY_ADDRESS": cluster.address, "RAY_AUTH_MODE": "disabled"}
-        code, lines = check(tmp_path, "--cluster", "--precision", "int8", **variables)
+        code, lines = check(tmp_path, "--cluster", RAY_ADDRESS=cluster.address, RAY_AUTH_MODE="disabled")
     assert code == 1, lines
-    errors = with_level(lines, "error")
-    assert [error.partition(" ")[0] for error in errors] == ["127.0.0.3", "versions:"], lines
-    assert "VLLM_PLUGINS=lora_filesystem_resolver leaves flashrl out" in errors[0]
-    assert errors[1].count(" is ") == 1 and "but 5.0.0 on 127.0.0.3" in errors[1]
-    sound, faulty = (line for line in with_level(lines, "ok") if ": node: " in line)
-    assert sound.startswith("127.0.0.2") and "int8 numerics" in sound and "GiB of memory" in sound
-    assert faulty.startswith("127.0.0.3") and "verl plugin" in faulty and "int8 numerics" not in faulty
+    errors = [line for line in lines if line.startswith("error")]
+    assert len(errors) == 2 and all("127.0.0.3 " in line for line in errors), lines
+    assert "transformers 5.0.0, but " in errors[0]
+    assert "VLLM_PLUGINS=lora_filesystem_resolver leaves flashrl out" in errors[1]
+    sound = with_level(lines, "ok")
+    assert "vLLM plugin" in sound["127.0.0.2"] and "vLLM plugin" not in sound["127.0.0.3"], lines
+    assert "int8" in sound["127.0.0.2"] and "verl plugin" in sound["127.0.0.3"], lines
 
 
 def test_an_address_where_no_cluster_is_ends_with_the_remedy(tmp_path):
     code, lines = check(tmp_path, "--cluster", RAY_ADDRESS="127.0.0.1:9")
-    assert code == 1 and subjects(lines, "error") == {"cluster"}
+    errors = with_level(lines, "error")
+    assert code == 1 and {*errors} == {"cluster"}
     assert "127.0.0.1:9" in lines[0] and "ray start --head" in lines[0]

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's experts as the rollout loads them, against their precision's arithmetic in float64, token by token."""
 
+import one_layer
 import pytest
 import torch
+from one_layer import EXPERTS, HIDDEN, INTERMEDIATE, TOP_K
 from references import hadamard, sqnr_db
 
-from flashrl_verl.plugins.vllm import register
 from flashrl_verl.quantization import numerics
 from flashrl_verl.quantization.formats import weight_format
 from flashrl_verl.settings import Precision
-from flashrl_verl.tools.check import kernels
-from flashrl_verl.tools.check.kernels import EXPERTS, HIDDEN, INTERMEDIATE, TOP_K
 
 TOKENS = 33
 
@@ -55,21 +54,20 @@ on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the loop over exp
 # INT8 experts for CPUs (0.27.1) are at 44 dB. A GPU's kernel and BF16 experts round between the projections too. INT8
 # weight-only, which vLLM's own class computes, is 33 dB from W8A8; a swapped gate and up are below 10.
 @pytest.mark.parametrize(
-    "precision, device, least",
+    "precision, least",
     [
-        *(pytest.param(precision, "cpu", 45, marks=on_cpu) for precision in Precision),
-        pytest.param(Precision.INT8, "cuda", 38, marks=pytest.mark.gpu),
-        pytest.param(Precision.FP8, "cuda", 30, marks=pytest.mark.gpu),
+        *(pytest.param(precision, 45, marks=on_cpu, id=f"{precision.value}-cpu") for precision in Precision),
+        pytest.param(Precision.INT8, 38, marks=pytest.mark.gpu, id="int8-cuda"),
+        pytest.param(Precision.FP8, 30, marks=pytest.mark.gpu, id="fp8-cuda"),
     ],
 )
-def test_experts_compute_what_their_precision_is(precision, device, least):
+def test_experts_compute_what_their_precision_is(precision, least):
     g = torch.Generator().manual_seed(4)
     w13 = (torch.randn(EXPERTS, 2 * INTERMEDIATE, HIDDEN, generator=g) * 0.05).bfloat16()
     w2 = (torch.randn(EXPERTS, HIDDEN, INTERMEDIATE, generator=g) * 0.05).bfloat16()
     x, logits = torch.randn(TOKENS, HIDDEN, generator=g).bfloat16(), torch.randn(TOKENS, EXPERTS, generator=g)
-    register()
-    with kernels.model(precision, torch.device(device)) as built:
-        kernels.load(built, {**kernels.drawn(), "w13": w13, "w2": w2})
-        out = kernels.run_experts(kernels.experts(built), x, logits).cpu()
+    with one_layer.model(precision) as built:
+        one_layer.load_experts(built, w13, w2)
+        out = one_layer.run_experts(one_layer.experts(built), x, logits).cpu()
     assert out.dtype == torch.bfloat16
     assert sqnr_db(exact(weight_format(precision), w13, w2, x, logits), out) > least

@@ -5,18 +5,17 @@ import dataclasses
 import math
 from types import SimpleNamespace
 
+import one_layer
 import pytest
 import torch
 from torch.nn import functional
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 
 from flashrl_verl.errors import FlashRLError
-from flashrl_verl.plugins.vllm import register
 from flashrl_verl.quantization.linear import QuantizedLinearMethod
 from flashrl_verl.refit.self_check import EngineState, require_same
 from flashrl_verl.refit.stale_copies import layers_with_stale_copies
 from flashrl_verl.settings import Precision
-from flashrl_verl.tools.check import kernels
 
 ONE = {"a.weight": (11, 0x1000), "a.scale": (12, 0x2000)}
 STATE = EngineState(workers=[ONE, {"a.weight": (21, 0x3000)}], token_ids=[4, 5, 6], log_probs=[-0.5, -1.0, -0.25])
@@ -41,10 +40,9 @@ def test_whatever_changed_is_named_with_its_replica(change, words):
 
 def stale(precision: Precision) -> list[str]:
     """What is said of a model of one linear layer and a head."""
-    register()
-    with kernels.model(precision, torch.device("cpu")) as built:
+    with one_layer.model(precision) as built:
         head = ParallelLMHead(128, 64, params_dtype=torch.bfloat16)
-        model = torch.nn.ModuleDict({"o_proj": kernels.linear(built), "lm_head": head})
+        model = torch.nn.ModuleDict({"o_proj": one_layer.linear(built), "lm_head": head})
 
         def process_weights():
             for module in model.values():

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`flashrl check`: looks for what would stop a run, on this machine or on every node of a Ray cluster.
 
-`machine` looks at versions, memory and network here, and starts fresh processes that load the plugins as verl and vLLM
-do; `kernels` computes small layers there; `cluster` has every node do the same and compares them.
+`machine` looks at versions, memory and the plugins, `kernels` computes with ours, `cluster` has every node do the same.
 """
 
 from __future__ import annotations
@@ -12,39 +11,32 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from flashrl_verl.errors import FlashRLError
+from flashrl_verl.plugins.versions import INSTALL_COMMAND
+
+Level = Literal["ok", "warning", "error"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Finding:
     """One line of the report."""
 
-    level: Literal["ok", "warning", "error"]
+    level: Level
     """An error stops a run, or makes it sample from something else than it says."""
     subject: str
     text: str
     """What was seen; includes the remedy where ``remedy`` is empty and the level is not ok."""
     remedy: str = ""
-    node: str = ""
-    """Where it was seen; empty for this machine."""
 
 
-def ok(subject: str, text: str) -> Finding:
-    return Finding(level="ok", subject=subject, text=text)
-
-
-def warning(subject: str, text: str, remedy: str = "") -> Finding:
-    return Finding(level="warning", subject=subject, text=text, remedy=remedy)
-
-
-def error(subject: str, text: str, remedy: str = "") -> Finding:
-    return Finding(level="error", subject=subject, text=text, remedy=remedy)
-
-
-def guarded(subject: str, check: Callable[..., Iterable[Finding]], *arguments: Any) -> Iterator[Finding]:
-    """Yield what a check finds; an exception in it is one more error, and other checks follow."""
+def guarded(
+    subject: str, check: Callable[..., Iterable[Finding]], *arguments: Any, refused: Level = "error"
+) -> Iterator[Finding]:
+    """Yield what a check finds. An exception in it is one more error, and other checks follow; a ``FlashRLError`` is of
+    the level ``refused``."""
     try:
         yield from check(*arguments)
     except FlashRLError as raised:
-        yield error(subject, str(raised))  # the remedy is in it
+        yield Finding(refused, subject, str(raised))  # the remedy is in it
     except Exception as raised:  # noqa: BLE001 - whatever a broken machine raises is a finding
-        yield error(subject, f"{type(raised).__name__}: {raised}", "docs/troubleshooting.md")
+        remedy = f"what it names; else tested versions: {INSTALL_COMMAND}"
+        yield Finding("error", subject, f"{type(raised).__name__}: {raised}", remedy)

@@ -13,8 +13,8 @@ import torch
 
 
 @contextlib.contextmanager
-def process_group(gpu: int = 0) -> Iterator[None]:
-    """The one-process groups that vLLM's layers ask for. Args: gpu: number of the one that is current."""
+def process_group() -> Iterator[None]:
+    """The one-process groups that vLLM's layers ask for."""
     from vllm.distributed.parallel_state import (
         cleanup_dist_env_and_memory,
         init_distributed_environment,
@@ -23,7 +23,7 @@ def process_group(gpu: int = 0) -> Iterator[None]:
 
     with tempfile.TemporaryDirectory() as folder:
         backend = "nccl" if torch.cuda.is_available() else "gloo"
-        init_distributed_environment(1, 0, f"file://{folder}/store", gpu, backend)
+        init_distributed_environment(1, 0, f"file://{folder}/store", 0, backend)
         initialize_model_parallel(1)
         try:
             yield
@@ -47,17 +47,16 @@ def vllm_config(path: Path, **arguments: Any) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def model(path: Path, gpu: int = 0, **arguments: Any) -> Iterator[tuple[torch.nn.Module, Any]]:
+def model(path: Path, **arguments: Any) -> Iterator[tuple[torch.nn.Module, Any]]:
     """Build a vLLM model with dummy weights; yields it with vLLM's configuration and frees it afterwards.
 
     Args:
         path: folder with config.json.
-        gpu: number of the one that is current.
         **arguments: engine arguments, such as quantization and hf_overrides.
     """
     from vllm.model_executor.model_loader import get_model
 
-    with vllm_config(path, **arguments) as config, process_group(gpu):
+    with vllm_config(path, **arguments) as config, process_group():
         built = get_model(vllm_config=config)
         try:
             yield built, config
