@@ -16,11 +16,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
 from flashrl_verl.errors import FlashRLError
-from flashrl_verl.quickstart.progress import Progress, follow, read_rows
+from flashrl_verl.quickstart.progress import LOG, METRICS, follow
 from flashrl_verl.tools.engines.shapes import load_config
 from flashrl_verl.tools.log_excerpt import last_error
 from flashrl_verl.tools.process_tree import Stopped, stoppable
-from flashrl_verl.tools.recipe_process import environment, quoted
+from flashrl_verl.tools.recipe_process import quoted
+from flashrl_verl.tools.report import read_metrics
 
 EOS, PAD = 0, 1
 PROMPT_TOKENS = 120
@@ -123,16 +124,15 @@ def train(
         SystemExit: it was stopped.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    log, metrics = folder / "train.log", folder / "metrics.jsonl"
+    log, metrics = folder / LOG, folder / METRICS
     for file in (log, metrics):
         file.unlink(missing_ok=True)
-    progress = Progress(Console(), steps, log, 0, metrics)
     with stoppable():
         try:
-            code = follow(list(command), log, environment(metrics) | dict(variables or {}), progress)
+            code = follow(command, folder, steps, Console(), variables)
         except Stopped as stopped:
             raise SystemExit(stopped.exit_code) from None
-    rows = dict(sorted(read_rows(metrics).items()))
+    rows = dict(sorted(read_metrics(metrics).rows.items())) if metrics.is_file() else {}
     if code or max(rows, default=0) < steps:
         raise FlashRLError("\n".join([f"exit code {code}; log: {log}", *last_error(log.read_text(errors="replace"))]))
     return rows

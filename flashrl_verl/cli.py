@@ -33,14 +33,14 @@ def quickstart(
         "outputs/quickstart"
     ),
     seed: Annotated[int, typer.Option(min=0, help="Seed of the model, the data and their order.")] = 0,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps of the training; else the experiment's 28.")] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Resume from the last checkpoint of the run in --output.")
     ] = False,
 ) -> None:
     """Train a toy model end to end: warm-up, DAPO with INT8 rollouts, report. Minutes on two CPU cores.
 
-    Words after the options are Hydra overrides for the training, for instance flashrl.precision=bf16
-    trainer.total_training_steps=10.
+    Words after the options are Hydra overrides for the training, for instance flashrl.precision=bf16.
     """
     from flashrl_verl.quickstart.run import QuickstartConfig, run_quickstart
 
@@ -48,7 +48,7 @@ def quickstart(
         if word.startswith("-") or not ("=" in word or word.startswith("~")):
             raise ConfigError(f"{word!r} is neither an option (flashrl quickstart --help) nor an override key=value.")
     config = QuickstartConfig(
-        output=output.expanduser().resolve(), seed=seed, resume=resume, overrides=tuple(context.args)
+        output=output.expanduser().resolve(), seed=seed, steps=steps, resume=resume, overrides=tuple(context.args)
     )
     raise typer.Exit(run_quickstart(config, new_console()))
 

@@ -2,9 +2,10 @@
 # SPDX-License-Identifier: Apache-2.0
 # From a fresh checkout to a trained toy model and its report, with or without a GPU.
 #
-#   bash scripts/quickstart.sh [--seed N] [--output DIR] [--resume] [hydra.key=value ...]
+#   bash scripts/quickstart.sh [--seed N] [--steps N] [--output DIR] [--resume] [hydra.key=value ...]
 #
 #   --seed N     of the model, the data and their order (default: 0)
+#   --steps N    of the training (default: 28)
 #   --output DIR assets, log, metrics, checkpoints and report (default: outputs/quickstart); relative to where you are
 #   --resume     resume from the last checkpoint of the run in DIR
 #

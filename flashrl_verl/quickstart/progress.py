@@ -1,97 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training shows while it runs: a line for each phase of the start-up, then a line for each step."""
+"""Runs the recipe in a process of its own, and says a line for each step."""
 
 from __future__ import annotations
 
+import json
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flashrl_verl.tools.process_tree import ProcessTree, Stopped
-from flashrl_verl.tools.recipe_process import ROOT
-from flashrl_verl.tools.report import HELD_OUT, MISMATCH_KL, SCORE, read_metrics
+from flashrl_verl.tools.recipe_process import ROOT, environment
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-START_UP = (
-    ("", "starting Python"),
-    ("ray init kwargs", "starting Ray"),
-    ("Started a local Ray instance", "starting verl"),
-    ("dataset len:", "loading the data"),
-    ("Before FSDP", "building the trainer's model"),
-    ("model engine initialized", "starting vLLM"),
-    ("ready to fit", "sending the first weights, validating"),
-    ("Training Progress", "first step"),
+LOG, METRICS = "train.log", "metrics.jsonl"
+
+_SHOWN = (
+    (r"val-core/.*/acc/mean@\d+", "held-out accuracy", ".3f"),
+    ("critic/score/mean", "score of kept groups", ".2f"),
+    ("rollout_corr/k3_kl", "mismatch KL", ".1e"),
 )
-"""Texts in the training's log, and what has begun when they are there."""
+"""Metrics of a line: pattern of the key, name, format."""
 
 
-def read_rows(file: Path) -> dict[int, dict[str, float]]:
-    """What verl's file logger has written so far: metrics by step."""
-    return read_metrics(file).rows if file.is_file() else {}
-
-
-class Progress:
-    """Tells what is new at each `update`.
-
-    Args:
-        console: where people read.
-        total: steps to run to.
-        log: the training's output.
-        log_from: byte of the log at which this attempt starts.
-        metrics: file of verl's file logger. What is in it now is of an earlier attempt.
-    """
-
-    def __init__(self, console: Console, total: int, log: Path, log_from: int, metrics: Path):
-        self._console, self._total, self._log, self._log_from = console, total, log, log_from
-        self._metrics, self._before = metrics, _modified(metrics)
-        self._phase, self._began = "", time.monotonic()
-        self._first: tuple[int, float] | None = None
-        self.step = -1
-        """The last one of this attempt, or -1."""
-        self.trains_since: float | None = None
-        """When the first metrics came, by `time.monotonic`: the end of the start-up."""
-
-    def update(self) -> None:
-        """Read log and metrics, and print a line if there is news."""
-        rows = {} if _modified(self._metrics) == self._before else read_rows(self._metrics)
-        if rows and max(rows) > self.step:
-            self.step, now = max(rows), time.monotonic()
-            self.trains_since = self.trains_since or now
-            self._first = self._first or (self.step, now)
-            self._say_at(now, ", ".join([f"step {self.step}/{self._total}", *_words(rows), *self._time_left(now)]))
-        elif self.step < 0:
-            text = self._log.read_bytes()[self._log_from :].decode(errors="replace") if self._log.is_file() else ""
-            phase = [words for mark, words in START_UP if mark in text][-1]
-            if phase != self._phase:
-                self._phase = phase
-                self._say_at(time.monotonic(), f"start-up: {phase}")
-
-    def say(self, line: str) -> None:
-        """Print a line."""
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-    def _say_at(self, now: float, line: str) -> None:
-        self.say(f"[{now - self._began:3.0f} s] {line}")
-
-    def _time_left(self, now: float) -> list[str]:
-        step, since = self._first
-        if not step < self.step < self._total:
-            return []
-        seconds = (now - since) / (self.step - step) * (self._total - self.step)
-        return [f"about {seconds / 60:.0f} min left" if seconds >= 90 else f"about {seconds:.0f} s left"]
-
-
-def follow(command: Sequence[str], log: Path, environment: dict[str, str], progress: Progress) -> int:
-    """Run a training to its end and tell its progress; a stop ends all its processes.
+def follow(
+    command: Sequence[str], folder: Path, total: int, console: Console, variables: Mapping[str, str] | None = None
+) -> int:
+    """Run a training to its end and tell its steps; a stop ends all its processes.
 
     Args:
         command: started in the checkout.
-        log: takes its output.
-        environment: of the process.
-        progress: of the same log.
+        folder: its output is appended to ``LOG`` there, and verl's metrics to ``METRICS``.
+        total: steps to run to.
+        console: where people read.
+        variables: of its environment, beside this process's.
 
     Returns:
         Its exit code.
@@ -99,26 +44,37 @@ def follow(command: Sequence[str], log: Path, environment: dict[str, str], progr
     Raises:
         Stopped: inside `stoppable`.
     """
-    tree = ProcessTree(command, log, environment, ROOT)
+    metrics, began = folder / METRICS, time.monotonic()
+    step = (last_row(metrics) or {}).get("step")
+    tree = ProcessTree(command, folder / LOG, environment(metrics) | dict(variables or {}), ROOT)
+    say(console, "starting Ray, verl and vLLM: one to three minutes")
     try:
-        while (code := tree.poll()) is None:
-            progress.update()
+        while True:
+            code = tree.poll()
+            if (row := last_row(metrics)) is not None and row["step"] != step:
+                step = row["step"]
+                say(console, f"[{time.monotonic() - began:3.0f} s] step {step}/{total}{_words(row['data'])}")
+            if code is not None:
+                return code
             time.sleep(0.5)
-        progress.update()
-        return code
     except Stopped:
-        progress.say("stopping the training (again: at once) ...")
+        say(console, "stopping the training (again: at once) ...")
         raise
     finally:
         tree.end()
 
 
-def _modified(file: Path) -> int | None:
-    return file.stat().st_mtime_ns if file.is_file() else None
+def last_row(metrics: Path) -> dict | None:
+    """What verl's file logger wrote last, `step` and `data`; None before."""
+    lines = metrics.read_text().splitlines(keepends=True) if metrics.is_file() else []
+    return next((json.loads(line) for line in reversed(lines) if line.endswith("\n")), None)
 
 
-def _words(rows: dict[int, dict[str, float]]) -> list[str]:
-    last = rows[max(rows)]
-    found = [("held-out accuracy", value, ".3f") for key, value in last.items() if HELD_OUT.fullmatch(key)]
-    found += [("score of kept groups", last.get(SCORE), ".2f"), ("mismatch KL", last.get(MISMATCH_KL), ".1e")]
-    return [f"{name} {value:{form}}" for name, value, form in found if value is not None]
+def say(console: Console, text: str, style: str | None = None) -> None:
+    """Print a line as it is."""
+    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def _words(data: Mapping[str, float]) -> str:
+    found = [(n, value, f) for p, n, f in _SHOWN for key, value in data.items() if re.fullmatch(p, key)]
+    return "".join(f", {name} {value:{form}}" for name, value, form in found)

@@ -14,10 +14,21 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 DATA_SOURCE = "toy_addition"
 """verl groups its validation metrics by this name: `val-core/toy_addition/acc/mean@1`."""
+
+NUMBERS = range(50)
+"""Both numbers: 50 x 50 problems, 45 % of them with a carry."""
+TEST_PAIRS = 64
+"""Unordered pairs of different numbers held out for validation, half of them with a carry. Both orders are asked: 128
+prompts, so that one standard error of an accuracy is 4 points."""
+PROBE_PAIRS = 96
+"""The same for the probe that stops the warm-up; RL does not see these either."""
+SLIP_RATE = 0.6
+"""Probability that a warm-up label forgets its carry. Above 0.5, so that the greedy answer is the slip; far enough
+below 1 that the right answer is usually among 8 samples."""
 
 
 @dataclass(frozen=True)
@@ -47,58 +58,32 @@ class Problem:
         """The sum with the carry of the units forgotten; the right answer where there is none."""
         return str(self.a + self.b - 10 * self.has_carry)
 
-    def worked(self, rng: random.Random, slip_rate: float) -> str:
-        """The slip with a probability of `slip_rate`, else the answer."""
-        return self.slip if rng.random() < slip_rate else self.answer
 
-
-@dataclass(frozen=True, kw_only=True)
-class TaskConfig:
-    """Which problems there are, and how they are shared out."""
-
-    max_operand: int = 49
-    """Both numbers run from 0 to this one: 50 x 50 problems, 45 % of them with a carry."""
-    test_pairs: int = 64
-    """Unordered pairs of different numbers held out for validation, half of them with a carry. Both orders
-    are asked: 128 prompts, so that one standard error of an accuracy is 4 points."""
-    probe_pairs: int = 96
-    """The same for the probe that stops the warm-up; RL does not see these either."""
-    slip_rate: float = 0.6
-    """Probability that a warm-up label forgets its carry. Above 0.5, so that the greedy answer is the slip;
-    far enough below 1 that the right answer is usually among 8 samples."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Split:
+class Split(NamedTuple):
     """Disjoint sets of problems: 27+38 and 38+27 are always in the same one, or the test would leak through
     symmetry."""
 
-    train: tuple[Problem, ...]
-    probe: tuple[Problem, ...]
+    train: list[Problem]
+    probe: list[Problem]
     """Held out from the warm-up only; it decides when that stops, so that the test set decides nothing."""
-    test: tuple[Problem, ...]
+    test: list[Problem]
 
 
-def split_problems(config: TaskConfig, *, seed: int) -> Split:
-    """Share out all problems; a function of its arguments only."""
-    numbers = range(config.max_operand + 1)
-    pairs = [Problem(a, b) for a in numbers for b in numbers if a < b]
+def split_problems(seed: int) -> Split:
+    """Share out all problems; a function of the seed only."""
+    pairs = [Problem(a, b) for a in NUMBERS for b in NUMBERS if a < b]
     rng = random.Random(seed)
     rng.shuffle(pairs)
-    test, probe, train = [], [], [Problem(a, a) for a in numbers]
+    split = Split(train=[Problem(a, a) for a in NUMBERS], probe=[], test=[])
     # With and without a carry separately: the slip makes the accuracy depend on their shares above all.
     for carry in (False, True):
         stratum = [p for p in pairs if p.has_carry is carry]
-        first, second = config.test_pairs // 2, config.test_pairs // 2 + config.probe_pairs // 2
-        test += _both_orders(stratum[:first])
-        probe += _both_orders(stratum[first:second])
-        train += _both_orders(stratum[second:])
-    rng.shuffle(train)
-    return Split(train=tuple(train), probe=tuple(probe), test=tuple(test))
-
-
-def _both_orders(problems: Sequence[Problem]) -> list[Problem]:
-    return [Problem(*order) for p in problems for order in ((p.a, p.b), (p.b, p.a))]
+        for number, pair in enumerate(stratum):
+            held_out = split.probe if number < (TEST_PAIRS + PROBE_PAIRS) // 2 else split.train
+            part = split.test if number < TEST_PAIRS // 2 else held_out
+            part += [pair, Problem(pair.b, pair.a)]
+    rng.shuffle(split.train)
+    return split
 
 
 def verl_rows(problems: Sequence[Problem], *, split: str) -> list[dict[str, Any]]:

@@ -20,15 +20,12 @@ CHAT_TEMPLATE = (
 )
 
 
-def build_tokenizer(max_length: int = 512) -> PreTrainedTokenizerFast:
+def build_tokenizer() -> PreTrainedTokenizerFast:
     """Build the tokenizer: 3 special tokens, the 256 bytes, 3 role names; `len(tokenizer)` is 262.
 
     Every id is reachable by encoding text. A vocabulary that is padded past `len(tokenizer)` would let the
     trainer put probability on ids which the rollout engine masks, and each importance ratio would carry that
     missing mass.
-
-    Args:
-        max_length: `model_max_length`, in tokens.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -44,7 +41,7 @@ def build_tokenizer(max_length: int = 512) -> PreTrainedTokenizerFast:
         tokenizer_object=backend,
         eos_token=TURN_END,
         pad_token=PAD,
-        model_max_length=max_length,
+        model_max_length=512,
         clean_up_tokenization_spaces=False,
     )
     tokenizer.chat_template = CHAT_TEMPLATE

@@ -50,11 +50,12 @@ def test_a_rollout_is_measured_its_weights_are_eight_bits_and_a_second_command_r
 
 
 def test_on_the_same_tokens_bf16_is_nearer_to_the_trainer_than_int8_and_both_are_near(tmp_path):
-    from flashrl_verl.quickstart.assets import AssetsConfig, make_assets
-    from flashrl_verl.quickstart.task import TaskConfig, split_problems
+    from flashrl_verl.quickstart.assets import make_assets
+    from flashrl_verl.quickstart.task import split_problems
 
-    model = make_assets(tmp_path / "assets", AssetsConfig(seed=0)).model
-    problems = [{"question": p.prompt, "answer": str(p.answer)} for p in split_problems(TaskConfig(), seed=0).train]
+    make_assets(tmp_path / "assets", seed=0)
+    model = tmp_path / "assets" / "model"
+    problems = [{"question": p.prompt, "answer": str(p.answer)} for p in split_problems(0).train]
     data = tmp_path / "problems.jsonl"
     data.write_text("".join(json.dumps(problem) + "\n" for problem in problems[:64]))
     words = ("--model", str(model), "--data", str(data), "--variants", "int8", "--by-layer", "8")
@@ -72,16 +73,17 @@ def test_on_the_same_tokens_bf16_is_nearer_to_the_trainer_than_int8_and_both_are
 def test_a_run_of_gsm8k_is_asked_in_bf16_and_leaves_no_weights_and_one_without_time_is_not_started(tmp_path):
     from pyarrow import Table, parquet
 
-    from flashrl_verl.quickstart.assets import AssetsConfig, make_assets
+    from flashrl_verl.quickstart.assets import make_assets
 
-    assets = make_assets(tmp_path / "assets", AssetsConfig(seed=0))
+    assets = tmp_path / "assets"
+    make_assets(assets, seed=0)
     for split in ("train", "test"):
-        rows = parquet.read_table(assets.root / f"{split}.parquet").to_pylist()[:64]
+        rows = parquet.read_table(assets / f"{split}.parquet").to_pylist()[:64]
         parquet.write_table(
             Table.from_pylist([row | {"data_source": "lighteval/MATH"} for row in rows]),
             tmp_path / f"gsm8k-boxed-{split}.parquet",
         )
-    words = ["--model", str(assets.model), "--data", str(tmp_path), "--variants", "int8+tis", "--steps", "3"]
+    words = ["--model", str(assets / "model"), "--data", str(tmp_path), "--variants", "int8+tis", "--steps", "3"]
     words += ["--test-every", "1", "hardware=cpu", "algorithm.filter_groups.enable=false"]
     words += ["data.train_batch_size=8", "data.max_prompt_length=64", "data.max_response_length=32"]
     words += ["reward.reward_kwargs.overlong_buffer_cfg.len=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8"]

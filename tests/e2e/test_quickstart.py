@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 def quickstart(folder, *words):
     command = [sys.executable, "-m", "flashrl_verl", "quickstart", "--output", str(folder), "hardware=cpu"]
-    words = ("experiment=smoke", "trainer.total_training_steps=4", "trainer.save_freq=1", *words)
+    words = ("experiment=smoke", "--steps", "4", "trainer.save_freq=1", *words)
     return subprocess.Popen(
         [*command, *words],
         cwd=ROOT,
@@ -43,16 +43,15 @@ def test_a_quickstart_that_is_stopped_leaves_no_process_and_resumes_to_its_end(t
     rest = process.communicate(timeout=100)[0]
     assert process.returncode == 130 and "To resume (from the checkpoint of step " in rest, rest
     assert time.monotonic() - stopped < 60 and not [p for p in started if p.is_running() and p.status() != "zombie"]
-    assert json.loads((folder / "run.json").read_text())["exit_code"] == 130
 
     refused = quickstart(folder)
     assert "holds a run already. Remedy: --resume" in refused.communicate(timeout=200)[0] and refused.returncode == 1
 
     resumed = quickstart(folder, "--resume")
     rest = resumed.communicate(timeout=900)[0]
-    assert resumed.returncode == 0 and "made before, used again" in rest and "step 4/4, held-out accuracy" in rest, rest
+    assert resumed.returncode == 0 and "step 4/4, held-out accuracy" in rest, rest
+    assert "supervised warm-up: update" not in rest, "the assets are used again"
     steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert steps == sorted(steps) and {*steps} == {*range(5)}
     assert (folder / "report.png").is_file()
-    record = json.loads((folder / "run.json").read_text())
-    assert record["exit_code"] == 0 and record["seconds"]["total"] > time.monotonic() - stopped
+    assert json.loads((folder / "run.json").read_text())["seconds"]["total"] > time.monotonic() - stopped

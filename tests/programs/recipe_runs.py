@@ -63,14 +63,14 @@ def make_assets(folder: Path, *, moe: bool = False, **sizes: int) -> Path:
     Args:
         folder: where they go.
         moe: make it a Qwen3-MoE of ``tiny_models``'s sizes.
-        **sizes: of ``ToyModelConfig``.
+        **sizes: of ``build_model``.
     """
     import datasets
     import tiny_models
     import torch
 
-    from flashrl_verl.quickstart.model import ToyModelConfig, build_model
-    from flashrl_verl.quickstart.task import TaskConfig, split_problems, verl_rows
+    from flashrl_verl.quickstart.model import build_model
+    from flashrl_verl.quickstart.task import split_problems, verl_rows
     from flashrl_verl.quickstart.tokenizer import build_tokenizer
 
     tokenizer = build_tokenizer()
@@ -80,10 +80,10 @@ def make_assets(folder: Path, *, moe: bool = False, **sizes: int) -> Path:
             "qwen3-moe", seed=3, vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id, **special
         )
     else:
-        model = build_model(tokenizer, ToyModelConfig(**sizes), seed=3)
+        model = build_model(tokenizer, seed=3, **sizes)
     model.to(torch.bfloat16).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
-    split = split_problems(TaskConfig(), seed=3)
+    split = split_problems(3)
     for name, problems in (("train", split.train[:64]), ("test", split.test[:8])):
         datasets.Dataset.from_list(verl_rows(problems, split=name)).to_parquet(folder / f"{name}.parquet")
     return folder

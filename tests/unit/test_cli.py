@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 from flashrl_verl.cli import app
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.quickstart import progress, run
-from flashrl_verl.quickstart.assets import MANIFEST, AssetsConfig
 from flashrl_verl.quickstart.run import LATEST, QuickstartConfig, check, training_overrides
 from flashrl_verl.tools.process_tree import ProcessTree
 from flashrl_verl.tools.recipe_process import ROOT, compose, quoted
@@ -43,48 +42,36 @@ def test_without_matplotlib_a_report_is_printed_and_its_pictures_are_one_line_wi
         ("precision", "'precision' is neither"),
         ("actor_rollout_ref.rollout.top_p=0.9", "actor_rollout_ref.rollout.top_p=0.9 is refused"),
         ("trainer.total_training_steps=null", "trainer.total_training_steps=None"),
-        ("trainer.logger=[console]", "trainer.logger="),
-        ("data.train_files=no/such.parquet", "data.train_files=no/such.parquet not found"),
         ("trainer.no_such_key=1", "trainer.no_such_key"),
         ("data.seed=1", "out holds a run already. Remedy: --resume"),
-        ("--output={}/out/metrics.jsonl", "metrics.jsonl is a file"),
-        ("--output={}/out/metrics.jsonl/folder", "metrics.jsonl is a file"),
+        ("--output={}/out/metrics.jsonl", "metrics.jsonl: File exists. Choose another directory"),
+        ("--output={}/out/metrics.jsonl/folder", "folder: Not a directory. Choose another directory"),
     ],
 )
 def test_a_refused_word_leaves_every_earlier_run_where_it_is(tmp_path, monkeypatch, word, said):
     monkeypatch.setattr(run, "make_assets", None)  # or what is not refused would be trained
-    for folder in ("out", "theirs/global_step_5"):
-        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "out").mkdir()
     (tmp_path / "out" / "metrics.jsonl").write_text("old")
     words = ["quickstart", "--output", f"{tmp_path}/out", "hardware=cpu", word.format(tmp_path)]
     result = CliRunner().invoke(app, words)
     assert isinstance(result.exception, ConfigError) and said in str(result.exception)
-    assert sorted(p.name for p in tmp_path.rglob("*")) == ["global_step_5", "metrics.jsonl", "out", "theirs"]
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["metrics.jsonl", "out"]
 
 
-def test_checkpoints_of_another_run_are_not_overwritten(tmp_path):
-    (tmp_path / "theirs" / "global_step_5").mkdir(parents=True)
-    words = ("hardware=cpu", f"trainer.default_local_dir={tmp_path}/theirs")
-    with pytest.raises(ConfigError, match="theirs holds a run already"):
-        check(QuickstartConfig(output=tmp_path / "out", overrides=words))
-
-
-def test_a_run_is_not_resumed_with_another_seed_or_past_its_end(tmp_path):
+def test_a_run_is_not_resumed_past_its_end_unless_it_is_given_more_steps(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     latest = tmp_path / "checkpoints" / LATEST
-    (tmp_path / "assets").mkdir()
-    (tmp_path / "assets" / MANIFEST).write_text(json.dumps({"recipe": AssetsConfig(seed=3).recipe(), "made": {}}))
 
-    def resume(seed):
-        return check(QuickstartConfig(output=tmp_path, seed=seed, resume=True, overrides=("hardware=cpu",)))[1]
+    def resume(steps=None):
+        config = QuickstartConfig(output=tmp_path, steps=steps, resume=True, overrides=("hardware=cpu",))
+        return check(config)[1].trainer
 
     latest.write_text("10")
-    assert resume(3).trainer.resume_mode == "auto"
-    with pytest.raises(ConfigError, match="was not made with --seed 4"):
-        resume(4)
+    assert resume().resume_mode == "auto" and resume().total_training_steps == 28
     latest.write_text("28")
-    with pytest.raises(ConfigError, match="is finished: its last checkpoint is of step 28 of 28"):
-        resume(3)
+    with pytest.raises(ConfigError, match="has its 28 steps. Remedy: more, by --steps N"):
+        resume()
+    assert resume(30).total_training_steps == 30
 
 
 @pytest.mark.parametrize("folder", ["/plain", "/two words/it's=1", "/a=b,c", "/[x]{y}"])
@@ -115,12 +102,12 @@ def test_what_hydra_refuses_is_one_line_with_what_was_meant(word, said):
 
 def test_a_failed_training_ends_with_its_error_and_how_to_go_on(tmp_path, monkeypatch):
     program = "print('(pid=7) flashrl_verl.errors.RefitError: step 2: no receipt'); raise SystemExit(3)"
-    monkeypatch.setattr(run, "_make_assets", lambda config, console: {})
+    monkeypatch.setattr(run, "make_assets", lambda root, **words: {"greedy": 0.5, "sampled": 0.4})
     monkeypatch.setattr(
         progress, "ProcessTree", lambda command, *rest: ProcessTree([sys.executable, "-c", program], *rest)
     )
     monkeypatch.setattr("flashrl_verl.tools.process_tree.GRACE", 0.1)
     result = CliRunner().invoke(app, ["quickstart", "--output", f"{tmp_path}/out", "hardware=cpu"])
-    assert result.exit_code == 3 and json.loads((tmp_path / "out" / "run.json").read_text())["exit_code"] == 3
+    assert result.exit_code == 3 and json.loads((tmp_path / "out" / "run.json").read_text())["precision"] == "int8"
     assert "failed (exit code 3):\n  flashrl_verl.errors.RefitError: step 2: no receipt\n" in result.output
     assert f"whole log: {tmp_path}/out/train.log" in result.output and "with --resume" in result.output
