@@ -136,12 +136,10 @@ class BenchWorkerExtension(FlashRLWorkerExtension):
 
     def bench_raw_keys(self) -> None:
         """Take nothing off keys, and scale none."""
-        from flashrl_verl.attention.equalize import OFFSET, SCALE
-
         for layer in self.model_runner.model.modules():
-            if hasattr(layer, OFFSET):
-                getattr(layer, OFFSET).zero_()
-                getattr(layer, SCALE).fill_(1)
+            if hasattr(layer, "key_offset"):
+                layer.key_offset.zero_()
+                layer.key_scale.fill_(1)
 
     def bench_update_by_verl(self, model: str) -> None:
         """One weight update as verl's own worker makes it, of a quantized rollout of verl's."""

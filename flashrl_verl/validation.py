@@ -385,7 +385,11 @@ _RESERVED = {
     **dict.fromkeys(("quantization", "q", "quantization_config", "hf_overrides"), "set flashrl.precision"),
     **dict.fromkeys(_SCALES, "set flashrl.kv_cache, whose scales follow the policy"),
     **dict.fromkeys(("worker_extension_cls", "enable_lora"), "FlashRL could not check the weights that arrive"),
-    **dict.fromkeys(("override_generation_config", "logits_processors"), "samples would be of another policy"),
+    # The last: vLLM 0.31 then samples past verl's mask of tokens that the tokenizer does not have.
+    **dict.fromkeys(
+        ("override_generation_config", "logits_processors", "enable_batch_sharded_sampling"),
+        "samples would be of another policy",
+    ),
     **dict.fromkeys(
         ("speculative_config", "spec_method", "spec_model", "spec_tokens"),
         "drafts have to be n-grams, on GPUs and with flashrl.kv_cache=auto: "
