@@ -26,9 +26,10 @@ def register():
 def check(tmp_path: Path, *words: str, folders: tuple[Path, ...] = (), **variables: str) -> tuple[int, list[str]]:
     """Run the command; exit status and lines."""
     path = os.pathsep.join(map(str, (*folders, ROOT)))
+    inherited = {name: value for name, value in os.environ.items() if name != "VERL_PLATFORM"}  # other tests set it
     done = subprocess.run(
         [sys.executable, "-c", "from flashrl_verl.cli import main; main()", "check", *words],
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": path, **variables}, capture_output=True, text=True, timeout=1500,
+        cwd=tmp_path, env={**inherited, "PYTHONPATH": path, **variables}, capture_output=True, text=True, timeout=1500,
     )  # fmt: skip
     assert "Traceback" not in done.stderr, done.stderr
     return done.returncode, done.stdout.splitlines()
