@@ -473,36 +473,29 @@ def installed(distribution: str) -> bool:
 # ---- local paths: not part of it either ----
 
 
-def missing_paths(cfg: DictConfig, *, root: Path | None = None, made_later: Path | None = None) -> list[str]:
-    """Local paths that a run would read and that are not there, as ``key=path``; data first.
-
-    Args:
-        cfg: The composed configuration.
-        root: Where relative paths start; the working directory when it is None.
-        made_later: A directory whose contents need not exist yet.
-    """
-    root = root or Path.cwd()
+def missing_paths(cfg: DictConfig) -> list[str]:
+    """Local paths that a run would read and that are not there, as ``key=path``; data first."""
+    root = Path.cwd()
     return [
         f"{key}={text}"
         for key, text in _paths(cfg, root)
         if "://" not in text  # hdfs://, pkg://
         and not (root / text).exists()
-        and not (made_later and (root / text).is_relative_to(made_later))
     ]
 
 
-def check_paths(cfg: DictConfig, *, root: Path | None = None, made_later: Path | None = None) -> None:
-    """Refuse a configuration whose local paths are not there; arguments as in ``missing_paths``.
+def check_paths(cfg: DictConfig) -> None:
+    """Refuse a configuration whose local paths are not there.
 
     Raises:
         ConfigError: one message with every key and path.
     """
-    missing = missing_paths(cfg, root=root, made_later=made_later)
+    missing = missing_paths(cfg)
     remedy = "paths that exist on every node (~ is not expanded in the model's); `flashrl data --help` lists data"
     if get(cfg, "quickstart.assets") is not None:
         remedy = "quickstart.assets=<folder>/assets of an earlier `flashrl quickstart --output <folder>`"
     if missing:
-        here = f"not found on this machine (relative paths start at {root or Path.cwd()})"
+        here = f"not found on this machine (relative paths start at {Path.cwd()})"
         raise ConfigError(f"{', '.join(missing)} {here}. Remedy: {remedy}.")
 
 

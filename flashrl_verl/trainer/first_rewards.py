@@ -35,12 +35,6 @@ class FirstRewards:
         self._responses, self._groups = Counter(), Counter()
         self.told: set[str] = set()
         """Partitions of which it was said."""
-        self.look: Callable[[], None] = lambda: None
-        """Called at every poll; what it raises ends the run."""
-
-    def _wait_for_next_poll(self, *args: Any) -> float:
-        self.look()
-        return super()._wait_for_next_poll(*args)
 
     def _evict_terminal_groups(self, global_steps: int, partition_id: str, eviction_reasons):
         constant = eviction_reasons[1]

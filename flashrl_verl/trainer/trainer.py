@@ -13,7 +13,7 @@ import math
 import numbers
 import time
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import ray
 import torch
@@ -161,7 +161,13 @@ class FlashRLMixin:
         workers = [*agent_loop_manager.agent_loop_workers, *self.actor_rollout_wg.workers]
         workers += self.reward_loop_manager.reward_loop_workers
         watch = WorkerWatch(workers, self._how_to_resume())
-        self.replay_buffer.look = watch.look
+        poll = self.replay_buffer._wait_for_next_poll
+
+        def watched_poll(*args: Any, **kwargs: Any) -> float:
+            watch.look()
+            return poll(*args, **kwargs)
+
+        self.replay_buffer._wait_for_next_poll = watched_poll  # a sampler of the user's own too
         try:
             super().fit(agent_loop_manager)
         except Exception as error:
