@@ -6,9 +6,9 @@
 
 Every (variant, seed) is the recipe in a process of its own, one on a GPU at a time (``--per-gpu``). A seed gives the
 order of the prompts and vLLM's seed, the same in every variant; variants of a seed run side by side. A run ends at its
-last step or at the deadline. Then an engine in BF16 answers the test problems greedily with the last weights that it
-saved, so that variants differ in what was trained, not in who is asked. Nothing is resumed, and weights that were
-asked are not kept.
+last step or at the deadline. When all have ended, an engine in BF16 answers the test problems greedily with the last
+weights that all runs of a seed have saved, so that variants differ in what was trained, neither in who is asked nor in
+how often. Nothing is resumed, and weights that were asked are not kept.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -54,7 +54,7 @@ SIZES = (
 )
 """A fifth of the recipe's step, so that half an hour has enough of them. GSM8K's longest prompt has 256 tokens, and to
 look for longer ones takes 12 s."""
-ASKING_S = 180.0
+ASKING_S = 150.0
 """Of the deadline, kept for ending the run and for the engine that is asked then."""
 START_S = 240.0
 """With less than this left for training, no run is started."""
@@ -83,7 +83,7 @@ class Run:
     folder: Path
     steps: int
     bf16: tuple[int, float] | None = None
-    """Step of the last weights that were saved, and their score in BF16."""
+    """Step of the weights that were asked, and their score in BF16."""
     problem: str = ""
 
     @property
@@ -91,12 +91,14 @@ class Run:
         """For people."""
         return f"{self.variant} seed {self.seed}"
 
-    @property
-    def saved(self) -> int:
-        """Step of the last whole checkpoint; 0: none."""
+    def saved(self) -> set[int]:
+        """Steps of the whole checkpoints."""
+        folder = self.folder / "checkpoints"
         with suppress(OSError, ValueError):
-            return int((self.folder / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
-        return 0
+            last = int((folder / "latest_checkpointed_iteration.txt").read_text())  # written behind a checkpoint
+            steps = {int(path.name.removeprefix("global_step_")) for path in folder.glob("global_step_*")}
+            return {step for step in steps if step <= last}
+        return set()
 
     def rows(self) -> dict[int, dict[str, float]]:
         """What verl logged, by step."""
@@ -119,11 +121,10 @@ class Run:
         finally:
             process.end()
 
-    def ask(self, data: Path, gpu: str | None) -> None:
-        """Have an engine in BF16 answer the test problems with the weights that were saved last."""
-        weights = self.folder / "checkpoints" / f"global_step_{self.saved}" / "actor" / "huggingface"
-        score = in_own_process(accuracy, str(weights), str(data), gpu, log=self.folder / "ask.log")
-        self.bf16 = self.saved, score
+    def ask(self, step: int, data: Path, gpu: str | None) -> None:
+        """Have an engine in BF16 answer the test problems with the weights of a step."""
+        weights = self.folder / "checkpoints" / f"global_step_{step}" / "actor" / "huggingface"
+        self.bf16 = step, in_own_process(accuracy, str(weights), str(data), gpu, log=self.folder / "ask.log")
         shutil.rmtree(self.folder / "checkpoints")
 
     def record(self) -> dict[str, Any]:
@@ -192,7 +193,7 @@ def run_overrides(this: Run, model: str, data: Path, test_every: int, kv_cache_b
         "trainer.total_epochs=1000",
         f"trainer.test_freq={test_every}",
         f"trainer.save_freq={test_every}",
-        "trainer.max_actor_ckpt_to_keep=2",  # verl removes an old one before it has written the next
+        "trainer.max_actor_ckpt_to_keep=4",  # runs of a seed end at different steps
         "actor_rollout_ref.actor.checkpoint.save_contents=[hf_model]",
     ]
     if kv_cache_bytes is not None:  # vLLM stops where another run frees memory while it measures
@@ -234,10 +235,12 @@ HEADER += ("largest", "ESS", "s/step")
 
 
 def final_score(run: dict[str, Any]) -> float | None:
-    """Mean of the last three validations behind a step and of the last weights' score in BF16; None without these."""
+    """Mean of a run's score in BF16 and of the three validations up to that step; None without these."""
+    if run["bf16"] is None:
+        return None
     curve = run["series"]["score"]
-    trained = [value for step, value in zip(curve["step"], curve["value"], strict=True) if step][-3:]
-    return statistics.fmean([*trained, run["bf16"]]) if len(trained) == 3 and run["bf16"] is not None else None
+    trained = [value for step, value in zip(curve["step"], curve["value"], strict=True) if 0 < step <= run["bf16_step"]]
+    return statistics.fmean([*trained[-3:], run["bf16"]]) if len(trained) >= 3 else None
 
 
 def differences(records: Sequence[dict[str, Any]], variant: str, base: str) -> list[float]:
@@ -386,30 +389,34 @@ def gsm8k(
     last_step = began + 60 * deadline - ASKING_S
     stop, starting = threading.Event(), threading.Lock()
     slots = visible_gpus() * per_gpu
-    free = list(slots)
+    free, asked = list(slots), {}
 
-    def carry_out(this: Run) -> None:
+    def carry_out(work: Callable[[Run, str | None], None], this: Run) -> None:
         gpu = free.pop(0)
         try:
-            with starting:
-                if stop.is_set() or last_step - time.monotonic() < START_S:
-                    this.problem = "not started: " + ("stopped" if stop.is_set() else "the deadline is too near")
-                    return
-                time.sleep(STAGGER_S)
-            tell(f"{this.name}: started on GPU {gpu}")
-            words = run_overrides(this, folder, data, test_every, kv_cache_bytes)
-            this.train([*words, *context.args], gpu, last_step, stop)
-            if this.saved and not this.problem and not stop.is_set():
-                this.ask(data, gpu)
-                tell(f"{this.name}: {this.bf16[1]:.3f} in BF16 after {this.bf16[0]} steps")
-            elif not this.problem:
-                this.problem = "stopped" if stop.is_set() else "ended before its first checkpoint"
+            work(this, gpu)
         except Exception as error:  # of one run, which must not end the others
             this.problem = f"{type(error).__name__}: {error}"
         finally:
             free.append(gpu)
             if this.problem:
                 tell(f"{this.name}: {this.problem} (logs: {this.folder})")
+
+    def train(this: Run, gpu: str | None) -> None:
+        with starting:
+            if stop.is_set() or last_step - time.monotonic() < START_S:
+                this.problem = "not started: " + ("stopped" if stop.is_set() else "the deadline is too near")
+                return
+            time.sleep(STAGGER_S)
+        tell(f"{this.name}: started on GPU {gpu}")
+        words = run_overrides(this, folder, data, test_every, kv_cache_bytes)
+        this.train([*words, *context.args], gpu, last_step, stop)
+        if not this.problem and (stop.is_set() or not this.saved()):
+            this.problem = "stopped" if stop.is_set() else "ended before its first checkpoint"
+
+    def ask(this: Run, gpu: str | None) -> None:
+        this.ask(asked[this], data, gpu)
+        tell(f"{this.name}: {this.bf16[1]:.3f} in BF16 after {this.bf16[0]} steps")
 
     def keep() -> dict[str, Any]:
         record = {"settings": settings, "environment": here, "runs": [run.record() for run in runs]}
@@ -420,12 +427,21 @@ def gsm8k(
     with stoppable():
         try:
             with ThreadPoolExecutor(len(slots)) as pool:
-                try:
-                    going = [pool.submit(carry_out, run) for run in runs]
+
+                def all_of(work: Callable[[Run, str | None], None], of: list[Run]) -> None:
+                    going = [pool.submit(carry_out, work, run) for run in of]
                     while wait(going, timeout=20.0).not_done:
                         keep()
-                        at = [f"{run.name} {max(run.rows(), default='starts')}" for run in runs if run.folder.exists()]
+                        at = [f"{run.name} {max(run.rows(), default='starts')}" for run in of if run.folder.exists()]
                         tell(f"at step: {', '.join(at)}")
+
+                try:
+                    all_of(train, runs)
+                    trained = [run for run in runs if not run.problem]
+                    for run in trained:
+                        common = set.intersection(*(other.saved() for other in trained if other.seed == run.seed))
+                        asked[run] = max(common or run.saved())
+                    all_of(ask, trained)
                 finally:
                     stop.set()  # the pool waits for what is going
         except Stopped as stopped:

@@ -87,7 +87,7 @@ def test_a_score_is_the_mean_of_the_last_three_validations_and_of_the_last_weigh
     (run,) = of_runs({"int8+tis": [0.4]})["runs"]
     run["series"]["score"] = {"step": [0, 10, 20], "value": [0.9, 0.1, 0.2]}
     assert gsm8k.final_score(run) is None, "the first is not trained"
-    run["series"]["score"] = {"step": [0, 10, 20, 30], "value": [0.9, 0.1, 0.2, 0.3]}
+    run["series"]["score"] = {"step": [0, 10, 20, 30, 40], "value": [0.9, 0.1, 0.2, 0.3, 0.8]}  # asked at 30
     assert gsm8k.final_score(run) == pytest.approx((0.1 + 0.2 + 0.3 + 0.4) / 4)
 
 
