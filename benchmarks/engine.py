@@ -72,10 +72,10 @@ def start(model: str, variant: str, *, in_process: bool, **arguments: Any) -> An
     from omegaconf import OmegaConf
 
     from flashrl_verl.platforms import activate
-    from flashrl_verl.plugins.versions import vllm_device
     from flashrl_verl.plugins.vllm import register
     from flashrl_verl.quantization.config import engine_arguments
     from flashrl_verl.quantization.formats import weight_format
+    from flashrl_verl.upstream.versions import vllm_device
 
     activate(OmegaConf.create({"trainer": {"device": vllm_device()}}))
     register()

@@ -148,7 +148,7 @@ class Trainer:
         from benchmarks.engine import formats_of
         from flashrl_verl.quantization.formats import weight_format
         from flashrl_verl.quantization.gemm import emulated_multiply
-        from flashrl_verl.quantization.kernels import quantize_rows_into
+        from flashrl_verl.quantization.rows import quantize_rows_into
 
         formats = formats_of(variant)
         fmt = weight_format(formats.precision, formats.rotation)

@@ -89,7 +89,7 @@ app.command("eval")(evaluate)
 def version() -> None:
     """Print this package's version, and whether those of verl, vLLM and torch have been tested with it."""
     from flashrl_verl import __version__
-    from flashrl_verl.plugins.versions import check_versions
+    from flashrl_verl.upstream.versions import check_versions
 
     typer.echo(f"flashrl-verl {__version__}")
     for finding in check_versions():

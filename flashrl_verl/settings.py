@@ -313,7 +313,7 @@ class FlashRLConfig(Settings):
     """Decoder layers at the end of the model that stay in high precision."""
 
     fp32_lm_head: bool = _switch(False)
-    """Whether trainer and rollout both compute their logits in FP32 (``quantization/lm_head.py``), at 4 bytes a logit
+    """Whether trainer and rollout both compute their logits in FP32 (``fp32_head.py``), at 4 bytes a logit
     in the trainer. A model or setting with which one of them cannot is refused."""
 
     update_timeout_s: float = _number(60.0, lambda v: 0 < v < math.inf, "a finite number of seconds above 0")
@@ -328,7 +328,7 @@ class FlashRLConfig(Settings):
 
     ship_code: bool = _switch(True)
     """Whether the driver's copy of this package goes to every node with Ray's runtime environment
-    (``trainer/cluster.py``); false where each node has it installed. verl's own entry point never ships it."""
+    (``launch.py``); false where each node has it installed. verl's own entry point never ships it."""
 
     server_address: ServerAddress = _choice(
         ServerAddress.LOOPBACK, "loopback (this machine only) or node (the node's address in the Ray cluster)"

@@ -117,7 +117,7 @@ report_versions() { # and fail when something is missing
   "$venv/bin/python" - <<'PY'
 import sys
 
-from flashrl_verl.plugins.versions import Status, check_versions
+from flashrl_verl.upstream.versions import Status, check_versions
 
 findings = check_versions()
 print("\n".join(str(finding) for finding in findings))

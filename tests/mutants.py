@@ -40,7 +40,7 @@ class Mutant:
 
 
 NUMERICS, PARAMETER, KERNELS, GEMM = (
-    f"flashrl_verl/quantization/{name}.py" for name in ("numerics", "parameter", "kernels", "gemm")
+    f"flashrl_verl/quantization/{name}.py" for name in ("numerics", "parameter", "rows", "gemm")
 )
 SENDER, RECEIPT, LOAD = (f"flashrl_verl/refit/{name}.py" for name in ("sender", "receipt", "load"))
 WEIGHTS, BATCH = "flashrl_verl/correction/weights.py", "flashrl_verl/correction/batch.py"

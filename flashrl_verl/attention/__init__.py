@@ -1,6 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention over a KV cache of INT8 codes with a scale for each token and head."""
 
+from flashrl_verl.attention import limits
+from flashrl_verl.errors import ConfigError
+from flashrl_verl.settings import KVCache
+from flashrl_verl.upstream.versions import backends_shape_kv_caches, cuda_capability
+
 _BACKEND = "flashrl_verl.attention.backend.Int8KVBackend"
 """By name: the module needs Triton and FlashAttention, and only an engine with such a cache imports it."""
 
@@ -29,12 +34,47 @@ def require_shaped_caches() -> None:
     Raises:
         ConfigError: it is 0.29 or newer.
     """
-    from flashrl_verl.attention.limits import REMEDY
-    from flashrl_verl.errors import ConfigError
-    from flashrl_verl.plugins.vllm_api import backends_shape_kv_caches
-
     if not backends_shape_kv_caches():
         raise ConfigError(
             "flashrl.kv_cache=int8_per_token_head: its attention has not run on the KV caches of vLLM 0.29 and newer. "
-            f"{REMEDY}"
+            f"{limits.REMEDY}"
         )
+
+
+def require_kv_kernel(kv_cache: KVCache) -> None:
+    """Refuse a KV cache that no attention has on this process's device.
+
+    Raises:
+        ConfigError: there is none; the message says what to set instead.
+    """
+    if kv_cache is KVCache.AUTO:
+        return
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        raise ConfigError(f"flashrl.kv_cache={kv_cache.value} has no attention on a CPU. Set flashrl.kv_cache=auto")
+    if (capability := cuda_capability()) < limits.CAPABILITY:
+        raise ConfigError(
+            f"flashrl.kv_cache={kv_cache.value} has no kernel for a GPU of compute capability {capability / 10:.1f}; "
+            f"it needs at least {limits.CAPABILITY / 10:.1f}. Set flashrl.kv_cache=auto"
+        )
+
+
+def kv_cache_arguments(kv_cache: KVCache) -> dict[str, str]:
+    """Arguments of a vLLM engine for a KV cache on this process's device.
+
+    Raises:
+        ConfigError: another plugin has the name that our attention needs.
+    """
+    from vllm.platforms import current_platform
+
+    arguments = {"kv_cache_dtype": kv_cache.value}
+    if kv_cache is KVCache.INT8_PER_TOKEN_HEAD and current_platform.is_cuda():
+        require_shaped_caches()
+        if (other := register_attention()) is not None:
+            raise ConfigError(
+                f"flashrl.kv_cache={kv_cache.value}: its attention needs vLLM's name {limits.NAME}, which another "
+                f"plugin has given to {other}. Uninstall that plugin, or leave it out of VLLM_PLUGINS. {limits.REMEDY}"
+            )
+        arguments["attention_backend"] = limits.NAME
+    return arguments

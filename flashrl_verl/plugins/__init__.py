@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What verl and vLLM load by entry point, the ledger of patches to them, and the versions that were run."""
+"""What verl and vLLM load by entry point."""

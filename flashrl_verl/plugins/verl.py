@@ -15,8 +15,8 @@ from flashrl_verl.platforms import (
     PLATFORM_VARIABLE,
     cpu,  # noqa: F401 - importing it registers the platform
 )
-from flashrl_verl.plugins import patches
-from flashrl_verl.plugins.import_hooks import after_import
+from flashrl_verl.upstream import patches
+from flashrl_verl.upstream.import_hooks import after_import
 
 NAME = "flashrl"
 

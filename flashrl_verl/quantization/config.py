@@ -27,18 +27,14 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
-from flashrl_verl.attention import register_attention, require_shaped_caches
+from flashrl_verl.attention import kv_cache_arguments, require_kv_kernel
 from flashrl_verl.attention.equalize import install
-from flashrl_verl.attention.limits import CAPABILITY as INT8_KV_CAPABILITY
-from flashrl_verl.attention.limits import NAME as INT8_KV_ATTENTION
-from flashrl_verl.attention.limits import REMEDY
 from flashrl_verl.errors import ConfigError
-from flashrl_verl.plugins.versions import cuda_capability
 from flashrl_verl.quantization.experts import QuantizedMoEMethod, UnpackedMoEMethod
 from flashrl_verl.quantization.formats import weight_format
 from flashrl_verl.quantization.linear import Fp32HeadMethod, QuantizedLinearMethod, UnpackedLinearMethod
 from flashrl_verl.quantization.selection import LayerSelection, expert_parts, fused_parts
-from flashrl_verl.settings import FlashRLConfig, KVCache
+from flashrl_verl.settings import FlashRLConfig
 
 NAME = "flashrl"
 
@@ -152,23 +148,6 @@ class FlashRLQuantizationConfig(QuantizationConfig):
         return self.selection.keeps(prefix, parts, layers)
 
 
-def require_kv_kernel(kv_cache: KVCache) -> None:
-    """Refuse a KV cache that no attention has on this process's device.
-
-    Raises:
-        ConfigError: there is none; the message says what to set instead.
-    """
-    if kv_cache is KVCache.AUTO:
-        return
-    if current_platform.is_cpu():
-        raise ConfigError(f"flashrl.kv_cache={kv_cache.value} has no attention on a CPU. Set flashrl.kv_cache=auto")
-    if (capability := cuda_capability()) < INT8_KV_CAPABILITY:
-        raise ConfigError(
-            f"flashrl.kv_cache={kv_cache.value} has no kernel for a GPU of compute capability {capability / 10:.1f}; "
-            f"it needs at least {INT8_KV_CAPABILITY / 10:.1f}. Set flashrl.kv_cache=auto"
-        )
-
-
 def engine_arguments(settings: FlashRLConfig) -> dict[str, Any]:
     """Arguments of a vLLM engine in these formats, for ``vllm.LLM``; the plugin has to be registered."""
     return {
@@ -176,24 +155,6 @@ def engine_arguments(settings: FlashRLConfig) -> dict[str, Any]:
         "hf_overrides": {"quantization_config": quantization_config_dict(settings)},
         **kv_cache_arguments(settings.kv_cache),
     }
-
-
-def kv_cache_arguments(kv_cache: KVCache) -> dict[str, str]:
-    """Arguments of a vLLM engine for a KV cache on this process's device.
-
-    Raises:
-        ConfigError: another plugin has the name that our attention needs.
-    """
-    arguments = {"kv_cache_dtype": kv_cache.value}
-    if kv_cache is KVCache.INT8_PER_TOKEN_HEAD and current_platform.is_cuda():
-        require_shaped_caches()
-        if (other := register_attention()) is not None:
-            raise ConfigError(
-                f"flashrl.kv_cache={kv_cache.value}: its attention needs vLLM's name {INT8_KV_ATTENTION}, which "
-                f"another plugin has given to {other}. Uninstall that plugin, or leave it out of VLLM_PLUGINS. {REMEDY}"
-            )
-        arguments["attention_backend"] = INT8_KV_ATTENTION
-    return arguments
 
 
 def quantization_config_dict(settings: FlashRLConfig) -> dict[str, Any]:

@@ -15,12 +15,12 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
 from flashrl_verl.errors import ConfigError
-from flashrl_verl.plugins import patches
-from flashrl_verl.plugins.vllm_api import cpu_select_experts
 from flashrl_verl.quantization.formats import Kernel
 from flashrl_verl.quantization.gemm import device_kernel, emulated_multiply, token_quantizer
 from flashrl_verl.quantization.numerics import WeightFormat
 from flashrl_verl.quantization.parameter import QuantizedExperts
+from flashrl_verl.upstream import patches
+from flashrl_verl.upstream.versions import cpu_select_experts
 
 _ACTIVATIONS = {
     "silu": functional.silu,

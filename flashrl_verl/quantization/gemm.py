@@ -13,11 +13,11 @@ from vllm import _custom_ops as ops
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from flashrl_verl.errors import ConfigError
-from flashrl_verl.plugins.versions import cuda_capability, vllm_device
 from flashrl_verl.quantization import numerics
 from flashrl_verl.quantization.formats import Kernel
-from flashrl_verl.quantization.kernels import rotate_quantize_tokens
 from flashrl_verl.quantization.numerics import WeightFormat
+from flashrl_verl.quantization.rows import rotate_quantize_tokens
+from flashrl_verl.upstream.versions import cuda_capability, vllm_device
 
 _MIN_TOKEN_SCALE = 1.0 / (448.0 * 512.0)
 """Smallest activation scale of vLLM's per-token FP8 quantization (csrc/quantization/w8a8/fp8/common.cu), for its

@@ -10,8 +10,8 @@ from vllm.model_executor.layers.linear import (
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
+from flashrl_verl.fp32_head import fp32_logits
 from flashrl_verl.quantization.gemm import linear_kernel
-from flashrl_verl.quantization.lm_head import fp32_logits
 from flashrl_verl.quantization.numerics import WeightFormat
 from flashrl_verl.quantization.parameter import QuantizedWeight
 

@@ -11,8 +11,8 @@ valid) and nothing BF16 is kept.
 import torch
 from vllm.model_executor.parameter import ModelWeightParameter
 
-from flashrl_verl.quantization.kernels import quantize_rows_into
 from flashrl_verl.quantization.numerics import WeightFormat
+from flashrl_verl.quantization.rows import quantize_rows_into
 
 
 class QuantizedStorage:

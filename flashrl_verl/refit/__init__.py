@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A weight's way into the engine: sender -> transfer -> receiver -> load -> receipt -> self-check."""
+"""A weight's way into the engine: sender -> transfer -> load -> receipt -> self-check."""

@@ -15,8 +15,8 @@ from vllm.model_executor.layers.linear import LinearBase, ReplicatedLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from flashrl_verl.errors import ConfigError, FlashRLError, listed
+from flashrl_verl.fp32_head import FP32
 from flashrl_verl.quantization.formats import weight_format
-from flashrl_verl.quantization.lm_head import FP32
 from flashrl_verl.quantization.parameter import QuantizedStorage
 from flashrl_verl.settings import FlashRLConfig, KVCache, Precision
 

@@ -15,7 +15,6 @@ from vllm.sampling_params import RequestOutputKind
 
 from flashrl_verl.errors import ConfigError, FlashRLError
 from flashrl_verl.platforms.cores import bind_ranks, one_process
-from flashrl_verl.plugins.versions import vllm_device
 from flashrl_verl.plugins.vllm import register
 from flashrl_verl.refit import self_check
 from flashrl_verl.refit.self_check import EngineState
@@ -25,6 +24,7 @@ from flashrl_verl.rollout.access import base_url, loopback_address, require_key,
 from flashrl_verl.rollout.inspection import require_settings
 from flashrl_verl.rollout.replicas import settings_of
 from flashrl_verl.settings import FlashRLConfig, ServerAddress
+from flashrl_verl.upstream.versions import vllm_device
 
 NAME = "flashrl"
 """Value of ``actor_rollout_ref.rollout.name``, and the prefix of the servers' Ray actor names on both sides."""
@@ -51,7 +51,7 @@ class FlashRLHttpServer(vLLMHttpServer):
         return METHOD, {"quantization_config": quantization_config_dict(self.flashrl)}
 
     def _preprocess_engine_kwargs(self, engine_kwargs: dict) -> None:
-        from flashrl_verl.quantization.config import kv_cache_arguments
+        from flashrl_verl.attention import kv_cache_arguments
 
         super()._preprocess_engine_kwargs(engine_kwargs)
         if vllm_device() == "cpu" and self.config.tensor_model_parallel_size * self.config.data_parallel_size == 1:

@@ -11,7 +11,7 @@ from hydra.initialize import get_gh_backup, restore_gh_from_backup
 from omegaconf import DictConfig, OmegaConf
 
 from flashrl_verl.errors import words
-from flashrl_verl.plugins.versions import require_verl
+from flashrl_verl.upstream.versions import require_verl
 
 
 def report(cfg: DictConfig) -> str:

@@ -13,8 +13,8 @@ from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError
 
 from flashrl_verl.errors import ConfigError
-from flashrl_verl.plugins.versions import require_verl
 from flashrl_verl.settings import REMOVED
+from flashrl_verl.upstream.versions import require_verl
 from flashrl_verl.validation import GROUPS
 
 ROOT = Path(__file__).resolve().parents[2]

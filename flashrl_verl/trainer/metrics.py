@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 
 from flashrl_verl.errors import ConfigError, listed
-from flashrl_verl.quantization.lm_head import FP32
+from flashrl_verl.fp32_head import FP32
 from flashrl_verl.settings import KVCache, Precision
 from flashrl_verl.trainer.atomic_write import write_whole
 

@@ -30,13 +30,12 @@ from verl.utils.debug import marked_timer
 
 from flashrl_verl.correction.batch import LAG
 from flashrl_verl.errors import DynamicSamplingError, FlashRLError, GuardError, listed
-from flashrl_verl.plugins.versions import Status, check_versions
+from flashrl_verl.launch import check_cluster
 from flashrl_verl.refit.receipt import verify_ranks
 from flashrl_verl.refit.self_check import require_same, sleeps_between_steps
 from flashrl_verl.rollout.replicas import describe, precisions
 from flashrl_verl.trainer import run_settings
 from flashrl_verl.trainer.atomic_write import write_whole
-from flashrl_verl.trainer.cluster import check_cluster
 from flashrl_verl.trainer.first_rewards import WatchedAsyncBuffer, WatchedBuffer, describe_unrewarded
 from flashrl_verl.trainer.guard import Guard
 from flashrl_verl.trainer.metrics import (
@@ -52,6 +51,7 @@ from flashrl_verl.trainer.metrics import (
 from flashrl_verl.trainer.mini_batches import even_order, length_variation
 from flashrl_verl.trainer.refill import RefillBuffer
 from flashrl_verl.trainer.worker_watch import WorkerWatch
+from flashrl_verl.upstream.versions import Status, check_versions
 from flashrl_verl.validation import check_paths, settle_packages, validate_config
 
 # Under "verl", whose handler verl keeps apart from the root logger: imported libraries silence that one.

@@ -10,12 +10,13 @@ from verl.workers.engine_workers import ActorRolloutRefWorker
 
 from flashrl_verl.correction.batch import attach_correction, extend_metrics, without_objects
 from flashrl_verl.correction.settings import CorrectionSettings
-from flashrl_verl.plugins import patches
-from flashrl_verl.quantization.lm_head import compute_head_in_fp32
+from flashrl_verl.fp32_head import compute_head_in_fp32
 from flashrl_verl.refit.receipt import brief
 from flashrl_verl.refit.scan import non_finite
 from flashrl_verl.settings import FlashRLConfig
 from flashrl_verl.trainer import varlen_attention
+from flashrl_verl.trainer.log_probs import log_probs
+from flashrl_verl.upstream import patches
 
 
 class FlashRLWorker(ActorRolloutRefWorker):
@@ -35,7 +36,7 @@ class FlashRLWorker(ActorRolloutRefWorker):
             ConfigError: the model's head is of a kind that cannot.
             FlashRLError: another verl than those that were run.
         """
-        patches.patch_logprobs_from_logits(torch_functional)
+        patches.patch_logprobs_from_logits(torch_functional, log_probs)
         patches.patch_index_select(tensordict_utils)
         varlen_attention.register()
         super().init_model()

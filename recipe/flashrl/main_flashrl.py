@@ -29,10 +29,10 @@ with environment_needed():
 
     from flashrl_verl import platforms, validation
     from flashrl_verl.errors import FlashRLError
-    from flashrl_verl.plugins import versions
+    from flashrl_verl.launch import checked_runner, prepare
     from flashrl_verl.tools.dry_run import report
     from flashrl_verl.tools.recipe_process import hydra_message
-    from flashrl_verl.trainer.cluster import checked_runner, prepare
+    from flashrl_verl.upstream import versions
 
 CONFIG_DIR = Path(__file__).resolve().parent / "config"
 

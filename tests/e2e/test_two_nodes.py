@@ -89,7 +89,7 @@ def test_a_replica_on_each_of_two_nodes_trains_and_a_lost_one_ends_the_run_which
 ASKING = """
 import importlib.metadata, json, ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-from flashrl_verl.trainer.cluster import package
+from flashrl_verl.launch import package
 ray.init(address="{address}", log_to_driver=False, runtime_env={{"py_modules": package()}})
 
 @ray.remote(num_cpus=1)

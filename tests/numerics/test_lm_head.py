@@ -11,7 +11,7 @@ from tiny_models import VOCAB, make
 from torch import nn
 
 from flashrl_verl.errors import ConfigError, FlashRLError
-from flashrl_verl.quantization.lm_head import compute_head_in_fp32, fp32_logits
+from flashrl_verl.fp32_head import compute_head_in_fp32, fp32_logits
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 BF16, RANKS = torch.bfloat16, 2

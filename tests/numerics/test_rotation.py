@@ -9,8 +9,8 @@ from references import block_of, hadamard, sqnr_db
 from flashrl_verl.plugins.vllm import register
 from flashrl_verl.quantization.formats import INT8, INT8_UNROTATED
 from flashrl_verl.quantization.gemm import linear_kernel, token_quantizer
-from flashrl_verl.quantization.kernels import quantize_rows_into
 from flashrl_verl.quantization.numerics import quantize_rows, rotate, rotate_weight
+from flashrl_verl.quantization.rows import quantize_rows_into
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -8,8 +8,8 @@ from references import block_of
 from references import quantize as reference
 
 from flashrl_verl.quantization.formats import FP8, INT8, INT8_UNROTATED
-from flashrl_verl.quantization.kernels import quantize_rows_into
 from flashrl_verl.quantization.numerics import WeightFormat, as_bytes, quantize_rows
+from flashrl_verl.quantization.rows import quantize_rows_into
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 UNROTATED = [pytest.param(INT8_UNROTATED, id="int8_unrotated"), pytest.param(FP8, id="fp8")]

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import torch
 
-from flashrl_verl.plugins.import_hooks import after_import
+from flashrl_verl.upstream.import_hooks import after_import
 
 KIND, STEP = os.environ["FLASHRL_TEST_FAULT"].split(":")
 STEP = int(STEP)

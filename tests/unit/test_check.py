@@ -11,9 +11,9 @@ import pytest
 import references
 import torch
 
-from flashrl_verl.plugins.versions import INSTALL_COMMAND, TESTED
 from flashrl_verl.quantization.formats import FP8, INT8
-from flashrl_verl.tools.check import kernels, machine
+from flashrl_verl.tools.check import arithmetic, machine
+from flashrl_verl.upstream.versions import INSTALL_COMMAND, TESTED
 
 HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -54,36 +54,36 @@ def test_a_gpu_that_another_program_uses_is_a_warning_and_one_that_shares_the_ho
 @pytest.mark.parametrize("fmt", [INT8, FP8], ids=lambda fmt: fmt.name)
 def test_the_reference_is_that_of_a_second_implementation(fmt):
     rows = torch.randn(64, 1024, generator=torch.Generator().manual_seed(0)).bfloat16()
-    codes, scales = kernels.exact_rows(rows, fmt)
+    codes, scales = arithmetic.exact_rows(rows, fmt)
     expected, expected_scales = references.quantize(rows, fmt.name, 64 if fmt.rotated else 1)
     np.testing.assert_array_equal(codes.double().numpy(), expected)
     np.testing.assert_array_equal(scales.numpy(), expected_scales)
 
 
 def test_a_wrong_scale_in_storage_is_an_error(monkeypatch):
-    quantize = kernels.quantize_rows_into
+    quantize = arithmetic.quantize_rows_into
 
     def wrongly(weight, codes, scales, fmt):
         quantize(weight, codes, scales, fmt)
         scales[7] *= 1.0001
 
-    monkeypatch.setattr(kernels, "quantize_rows_into", wrongly)
-    found = only(kernels.check_format(INT8, [HERE]))
+    monkeypatch.setattr(arithmetic, "quantize_rows_into", wrongly)
+    found = only(arithmetic.check_format(INT8, [HERE]))
     assert found.level == "error" and "rows of 5120 are not exact" in found.text and "do not train" in found.remedy
 
 
 @pytest.mark.parametrize("fmt", [INT8, FP8], ids=lambda fmt: fmt.name)
 @pytest.mark.parametrize("factor", [1.0, 1.12, float("nan")])
 def test_a_product_with_one_wrong_scale_or_nan_is_an_error(monkeypatch, fmt, factor):
-    multiply = kernels.linear_kernel(fmt)
+    multiply = arithmetic.linear_kernel(fmt)
 
     def wrongly(*words):
         output = multiply(*words)
         output[:, 7] *= factor
         return output
 
-    monkeypatch.setattr(kernels, "linear_kernel", lambda fmt: wrongly)
-    found = only(kernels.check_format(fmt, [HERE]))
+    monkeypatch.setattr(arithmetic, "linear_kernel", lambda fmt: wrongly)
+    found = only(arithmetic.check_format(fmt, [HERE]))
     assert found.level == ("ok" if factor == 1.0 else "error") and "from float64" in found.text
 
 
@@ -92,9 +92,9 @@ def test_the_kernels_of_this_gpu_are_right_and_a_wrong_one_is_found(monkeypatch)
     from flashrl_verl.attention import kernels as attention
 
     checks = (
-        (kernels.check_format, INT8, [HERE]),
-        (kernels.check_format, FP8, [HERE]),
-        (kernels.check_attention, [HERE]),
+        (arithmetic.check_format, INT8, [HERE]),
+        (arithmetic.check_format, FP8, [HERE]),
+        (arithmetic.check_attention, [HERE]),
     )
     found = [only(check(*words)) for check, *words in checks]
     assert {finding.level for finding in found} == {"ok"}, found
@@ -105,4 +105,4 @@ def test_the_kernels_of_this_gpu_are_right_and_a_wrong_one_is_found(monkeypatch)
         pages.value_scales[:, 1].mul_(1.02)
 
     monkeypatch.setattr(attention, "write", wrongly)
-    assert only(kernels.check_attention([HERE])).level == "error"
+    assert only(arithmetic.check_attention([HERE])).level == "error"

@@ -9,7 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from flashrl_verl.errors import ConfigError
-from flashrl_verl.trainer.cluster import LOG_PATHS, check_gpus, prepare
+from flashrl_verl.launch import LOG_PATHS, check_gpus, prepare
 
 RUNTIME_ENV = "ray_kwargs.ray_init.runtime_env"
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 from verl.utils import torch_functional
 
-from flashrl_verl.plugins import log_probs as ours
-from flashrl_verl.plugins import patches
+from flashrl_verl.trainer import log_probs as ours
+from flashrl_verl.upstream import patches
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def test_verls_function_without_flash_attn_is_replaced_by_one_that_is_nearer(dra
     logits, labels = drawn[0].bfloat16(), drawn[1]
     _, expected = in_float64(logits, labels)
     before = torch_functional.logprobs_from_logits(logits, labels)
-    patches.patch_logprobs_from_logits(torch_functional)
+    patches.patch_logprobs_from_logits(torch_functional, ours.log_probs)
     after = torch_functional.logprobs_from_logits(logits, labels)
     assert torch.allclose(before.double(), expected, rtol=2**-7)
     assert (after.double() - expected).abs().max() < 1e-5 < (before.double() - expected).abs().max()

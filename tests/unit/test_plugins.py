@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from flashrl_verl.errors import FlashRLError
-from flashrl_verl.plugins.import_hooks import after_import
+from flashrl_verl.upstream.import_hooks import after_import
 
 FRESH = """
 import torch
@@ -89,7 +89,7 @@ def test_rotated_experts_whose_inputs_vllm_quantizes_by_another_function_are_ref
     """They would be rotated weights times activations that are not."""
     from vllm.model_executor.layers.fused_moe import fused_moe
 
-    from flashrl_verl.plugins.patches import quantizing_experts_inputs
+    from flashrl_verl.upstream.patches import quantizing_experts_inputs
 
     vllms = fused_moe.moe_kernel_quantize_input
     with pytest.raises(FlashRLError, match=r"1 of 2 times.*experts.*flashrl\.ignore"):

@@ -9,7 +9,7 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils
 
 from flashrl_verl.errors import FlashRLError
-from flashrl_verl.plugins.patches import patch_index_select
+from flashrl_verl.upstream.patches import patch_index_select
 
 ROWS = 7
 

@@ -14,7 +14,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from flashrl_verl.plugins.versions import INSTALL_COMMAND, TESTED, TESTED_PYTHON, vllm_device
+from flashrl_verl.upstream.versions import INSTALL_COMMAND, TESTED, TESTED_PYTHON, vllm_device
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,7 +27,7 @@ def run_python(*arguments: str, cwd: Path) -> str:
 def test_import_is_lean():
     """A wrong setting is refused, and a command line answers, in a second."""
     code = (
-        "import sys, flashrl_verl.cli, flashrl_verl.validation, flashrl_verl.plugins.versions as "
+        "import sys, flashrl_verl.cli, flashrl_verl.validation, flashrl_verl.upstream.versions as "
         "versions\nversions.check_versions()\nprint(*sorted({name.split('.')[0] for name in sys.modules}))"
     )
     loaded = run_python("-c", code, cwd=ROOT).split()
@@ -53,7 +53,7 @@ def test_an_environment_without_what_a_run_needs_is_refused_with_the_install_com
         (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
     code = (
         f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(tmp_path)!r}]\nfrom flashrl_verl import errors\nfrom "
-        "flashrl_verl.plugins import versions\nfor name in ('require_verl', 'require_vllm', 'vllm_device'):\n    try: "
+        "flashrl_verl.upstream import versions\nfor name in ('require_verl', 'require_vllm', 'vllm_device'):\n    try: "
         "print(getattr(versions, name)())\n    except errors.ConfigError as error: print('refused:', error)\n    "
         "except ModuleNotFoundError as error: print('passed')\n"  # it was about to import vLLM
     )

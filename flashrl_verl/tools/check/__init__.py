@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`flashrl check`: looks for what would stop a run, on this machine or on every node of a Ray cluster.
 
-`machine` looks at versions, memory and the plugins, `kernels` computes with ours, `cluster` has every node do the same.
+`machine` looks at versions, memory and the plugins, `arithmetic` computes with our kernels, `cluster` has every node do
+the same.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from flashrl_verl.errors import FlashRLError
-from flashrl_verl.plugins.versions import INSTALL_COMMAND
+from flashrl_verl.upstream.versions import INSTALL_COMMAND
 
 Level = Literal["ok", "warning", "error"]
 

@@ -9,8 +9,8 @@ import socket
 from collections.abc import Iterator
 from dataclasses import replace
 
-from flashrl_verl.plugins.versions import INSTALL_COMMAND
 from flashrl_verl.tools.check import Finding, machine
+from flashrl_verl.upstream.versions import INSTALL_COMMAND
 
 _LIMIT_S = 600.0
 """Longest time of all nodes, seconds. They take half a minute on two idle cores, nearly all of it imports."""
@@ -26,7 +26,7 @@ def look() -> Iterator[Finding]:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    from flashrl_verl.trainer.cluster import package
+    from flashrl_verl.launch import package
 
     address = os.environ.get("RAY_ADDRESS") or "auto"
     # Ray hides GPUs from what asks for none; the checks want to see all of them, and to take none away from anybody.

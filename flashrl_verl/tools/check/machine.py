@@ -15,9 +15,9 @@ from typing import Any
 import psutil
 
 import flashrl_verl
-from flashrl_verl.plugins import versions
-from flashrl_verl.plugins.versions import DISTRIBUTION, INSTALL_COMMAND, TESTED, TESTED_PYTHON, Status, find
 from flashrl_verl.tools.check import Finding, guarded
+from flashrl_verl.upstream import versions
+from flashrl_verl.upstream.versions import DISTRIBUTION, INSTALL_COMMAND, TESTED, TESTED_PYTHON, Status, find
 
 _PLUGIN = "flashrl"
 """Name of both entry points; not imported, for importing the plugin would already register it."""
@@ -140,12 +140,12 @@ def check_vllm() -> Iterator[Finding]:
     yield Finding("ok", "device", f"vLLM computes on {', '.join(map(str, places))}")
 
     from flashrl_verl.quantization.formats import FP8, INT8
-    from flashrl_verl.tools.check import kernels
+    from flashrl_verl.tools.check import arithmetic
 
-    yield from guarded("int8", kernels.check_format, INT8, places)
-    yield from guarded("fp8", kernels.check_format, FP8, places, refused="warning")
+    yield from guarded("int8", arithmetic.check_format, INT8, places)
+    yield from guarded("fp8", arithmetic.check_format, FP8, places, refused="warning")
     if device == "cuda":
-        yield from guarded("int8 KV cache", kernels.check_attention, places, refused="warning")
+        yield from guarded("int8 KV cache", arithmetic.check_attention, places, refused="warning")
 
 
 def check_verl() -> Iterator[Finding]:

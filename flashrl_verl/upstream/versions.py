@@ -6,9 +6,10 @@ call it differently. A missing package stops the run; an untested version is a w
 ones, because users bring forks.
 """
 
+import importlib
 import importlib.metadata
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
@@ -185,3 +186,29 @@ def vllm_device() -> Literal["cpu", "cuda"]:
         "or 'cuda'. Either no GPU driver answers, or this is a CPU build whose version lacks '+cpu'. "
         f"Check nvidia-smi, or install again: {INSTALL_COMMAND}"
     )
+
+
+# ---- what differs between vLLM's versions, 0.24 to 0.32, and is chosen by what is there ----
+
+
+def cpu_select_experts() -> Callable:
+    """vLLM's routing of tokens to experts on a CPU.
+
+    Raises:
+        ImportError: this vLLM has it nowhere that is known.
+    """
+    for module in ("router.cpu_router", "experts.cpu_moe", "cpu_fused_moe"):  # since 0.30, 0.28, 0.24
+        try:
+            found = importlib.import_module(f"vllm.model_executor.layers.fused_moe.{module}")
+        except ModuleNotFoundError:
+            continue
+        if hasattr(found, "select_experts"):
+            return found.select_experts
+    raise ImportError("vLLM's select_experts for CPUs is in none of the modules of 0.24 to 0.32")
+
+
+def backends_shape_kv_caches() -> bool:
+    """Whether attention backends say which shape a KV cache has; since vLLM 0.29 the cache's specification does."""
+    from vllm.v1.attention.backend import AttentionBackend
+
+    return hasattr(AttentionBackend, "get_kv_cache_shape")

@@ -10,12 +10,11 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from flashrl_verl.attention import require_shaped_caches
-from flashrl_verl.quantization.config import require_kv_kernel
+from flashrl_verl.attention import require_kv_kernel, require_shaped_caches
 from flashrl_verl.quantization.formats import INT8_UNROTATED
 from flashrl_verl.quantization.gemm import LinearKernel, device_kernel, linear_kernel
-from flashrl_verl.quantization.kernels import quantize_rows_into
 from flashrl_verl.quantization.numerics import WeightFormat, as_bytes, rotate_weight
+from flashrl_verl.quantization.rows import quantize_rows_into
 from flashrl_verl.settings import KVCache
 from flashrl_verl.tools.check import Finding
 
@@ -29,7 +28,7 @@ _TOKENS = (1, 32, 257)
 """Tokens of a call: one sequence that is decoded, a small batch, a prefill of no round number. Kernels differ by it."""
 _ROWS, _LENGTHS = 256, (384, 5120, 13824)
 """Rows of weights: short ones, which are multiplied too, and as long as in real models: one that stays in registers,
-one that is read twice (``quantization/kernels.py``)."""
+one that is read twice (``quantization/rows.py``)."""
 _SLOTS = 16
 """Tokens of a page of the KV cache: vLLM's block size."""
 _ATTENTION = ((14, 2, 64, (1, 17, 64, 300, 1025)), (40, 8, 128, (1, 16, 33, 100) * 50))

@@ -19,8 +19,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 import flashrl_verl
 from flashrl_verl.errors import ConfigError, FlashRLError
-from flashrl_verl.plugins.versions import DISTRIBUTION
 from flashrl_verl.settings import DATA, MODEL, get
+from flashrl_verl.upstream.versions import DISTRIBUTION
 
 RUNTIME_ENV = "ray_kwargs.ray_init.runtime_env"
 

@@ -68,24 +68,22 @@ def default_to_gloo(distributed: types.ModuleType) -> None:
     if "backend" not in inspect.signature(original).parameters:
         raise FlashRLError(
             "verl.utils.distributed.initialize_global_process_group_ray has no argument `backend` any more; see the "
-            "entry in flashrl_verl/plugins/patches.py and use verl 0.9.1"
+            "entry in flashrl_verl/upstream/patches.py and use verl 0.9.1"
         )
     distributed.initialize_global_process_group_ray = functools.partial(original, backend="gloo")
 
 
-def patch_logprobs_from_logits(torch_functional: types.ModuleType) -> None:
-    """Apply the second entry to ``verl.utils.torch_functional``.
+def patch_logprobs_from_logits(torch_functional: types.ModuleType, log_probs: Callable) -> None:
+    """Apply the second entry to ``verl.utils.torch_functional``: ``log_probs`` of logits and labels.
 
     Raises:
         FlashRLError: it has no such function any more.
     """
-    from flashrl_verl.plugins.log_probs import log_probs
-
     name = "logprobs_from_logits_v2"
     if not hasattr(torch_functional, name):
         raise FlashRLError(
             f"verl.utils.torch_functional has no {name} any more; see the entry in "
-            "flashrl_verl/plugins/patches.py and use verl 0.9.1"
+            "flashrl_verl/upstream/patches.py and use verl 0.9.1"
         )
     setattr(torch_functional, name, log_probs)
 
@@ -101,7 +99,7 @@ def patch_index_select(tensordict_utils: types.ModuleType) -> None:
     if original is None:
         raise FlashRLError(
             f"verl.utils.tensordict_utils has no {name} any more; see the entry in "
-            "flashrl_verl/plugins/patches.py and use verl 0.9.1"
+            "flashrl_verl/upstream/patches.py and use verl 0.9.1"
         )
     if not hasattr(original, "__wrapped__"):
         setattr(tensordict_utils, name, _reading_selected_rows(original))
@@ -158,6 +156,6 @@ def quantizing_experts_inputs(fused_moe: types.ModuleType, quantize: Callable) -
     if calls < 2:
         raise FlashRLError(
             f"{fused_moe.__name__} did not quantize its inputs by {name} ({calls} of 2 times); see the entry in "
-            "flashrl_verl/plugins/patches.py. Add 're:.*experts' to flashrl.ignore, or install a tested vLLM "
+            "flashrl_verl/upstream/patches.py. Add 're:.*experts' to flashrl.ignore, or install a tested vLLM "
             "(`flashrl version`)"
         )
