@@ -33,6 +33,10 @@ class DynamicSamplingError(FlashRLError):
     """Dynamic sampling used up its budget of prompts without filling a training batch."""
 
 
+class RewardError(FlashRLError):
+    """A reward function raised, or returned something other than a finite number, more often than it may."""
+
+
 class GuardError(FlashRLError):
     """The mismatch of rollout and trainer was beyond a limit for longer than ``flashrl.guard`` allows, or is not
     known."""

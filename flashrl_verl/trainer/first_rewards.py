@@ -13,8 +13,7 @@ import transfer_queue as tq
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 
-_SHOWN = 300
-"""Characters of the ends of a prompt and of a response."""
+from flashrl_verl.trainer.checked_rewards import shown
 
 
 class FirstRewards:
@@ -86,11 +85,10 @@ def describe_unrewarded(
     """
     where = "the first validation" if partition_id == "val" else "the first batch"
     reward = reward_function or f"verl's for data_source={row.get('data_source')!r}"
-    prompt, response = (decode(row[name])[-_SHOWN:] for name in ("prompts", "responses"))
+    one = shown(decode, row["prompts"], row["responses"], row.get("reward_model"))
     return (
         f"none of the {responses} responses of {where} has had a reward ({reward}). Either the policy solves none of "
-        "the problems, or it does not answer in the form that the reward looks for. One of them should have come to "
-        f"{(row.get('reward_model') or {}).get('ground_truth')!r}. Its prompt ends: {prompt!r}. Its response ends: "
-        f"{response!r}. Where the form is wrong, ask for it in the data's prompts (of GSM8K: flashrl data "
+        "the problems, or it does not answer in the form that the reward looks for. One of them: "
+        f"{one}. Where the form is wrong, ask for it in the data's prompts (of GSM8K: flashrl data "
         "gsm8k-boxed), or set reward.custom_reward_function.path"
     )

@@ -36,6 +36,7 @@ from flashrl_verl.refit.self_check import require_same, sleeps_between_steps
 from flashrl_verl.rollout.replicas import describe, precisions
 from flashrl_verl.trainer import run_settings
 from flashrl_verl.trainer.atomic_write import write_whole
+from flashrl_verl.trainer.checked_rewards import RewardWatch, check_rewards
 from flashrl_verl.trainer.first_rewards import WatchedAsyncBuffer, WatchedBuffer, describe_unrewarded
 from flashrl_verl.trainer.guard import Guard
 from flashrl_verl.trainer.metrics import (
@@ -89,6 +90,7 @@ class FlashRLMixin:
         if not config.algorithm.rollout_correction.get("bypass_mode"):
             with open_dict(config):
                 config.algorithm.rollout_correction = None
+        check_rewards(config)
         self._seed = config.actor_rollout_ref.actor.data_loader_seed
         self._tracking = None
         self._own_file = False
@@ -161,10 +163,16 @@ class FlashRLMixin:
         workers = [*agent_loop_manager.agent_loop_workers, *self.actor_rollout_wg.workers]
         workers += self.reward_loop_manager.reward_loop_workers
         watch = WorkerWatch(workers, self._how_to_resume())
+        self._rewards = RewardWatch(
+            self.reward_loop_manager.reward_loop_workers,
+            self._own_reward() or "verl's",
+            self.flashrl.failed_rewards_max,
+        )
         poll = self.replay_buffer._wait_for_next_poll
 
         def watched_poll(*args: Any, **kwargs: Any) -> float:
             watch.look()
+            self._rewards.look()
             return poll(*args, **kwargs)
 
         self.replay_buffer._wait_for_next_poll = watched_poll  # a sampler of the user's own too
@@ -232,6 +240,7 @@ class FlashRLMixin:
 
     def on_sample_end(self) -> None:
         super().on_sample_end()
+        self._reward_metrics = self._rewards.end_step()
         now = self._ask_servers("flashrl_generated_tokens")
         self._generated_tokens = [after - before for after, before in zip(now, self._generated_before, strict=True)]
 
@@ -272,15 +281,18 @@ class FlashRLMixin:
         # Of all engines, dropped groups included; rewards in the agent loop and polling are in verl's phase too.
         if "gen" in timing_raw:
             metrics["flashrl/tokens_per_second_gen"] = sum(self._generated_tokens) / timing_raw["gen"]
+        metrics.update(self._reward_metrics)
         if self.flashrl.bf16_replica_fraction:
             metrics.update(per_replica("generated_tokens", self._generated_tokens))
 
     # ---- ours ----
 
     def _tell_unrewarded(self, partition_id: str, responses: int, row: dict) -> None:
+        log.warning(describe_unrewarded(partition_id, responses, row, self._own_reward(), self.tokenizer.decode))
+
+    def _own_reward(self) -> str | None:
         own = self.config.reward.custom_reward_function
-        reward = f"{own.name} of {own.path}" if own.path else None
-        log.warning(describe_unrewarded(partition_id, responses, row, reward, self.tokenizer.decode))
+        return f"{own.name} of {own.path}" if own.path else None
 
     def _how_to_resume(self) -> str:
         folder, every = self.config.trainer.default_local_dir, self.config.trainer.save_freq

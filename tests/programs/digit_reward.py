@@ -20,6 +20,12 @@ def even_length(data_source, solution_str, ground_truth, extra_info=None) -> flo
     return float(len(solution_str) % 2 == 0)
 
 
+def not_a_number(data_source, solution_str, ground_truth, extra_info=None) -> dict:
+    """For a response in four."""
+    score = share_of_digits(data_source, solution_str, ground_truth)
+    return score if len(solution_str) % 4 else score | {"score": float("nan")}
+
+
 def slow(data_source, solution_str, ground_truth, extra_info=None) -> dict:
     """So that a step is generation, and little else."""
     time.sleep(10.0)

@@ -24,6 +24,7 @@ RANGES = {
     "keep_first_layers": ([0, 3], [-1, 0.5]),
     "keep_last_layers": ([0, 3], [-1, 0.5]),
     "max_num_gen_batches": ([0, 1], [-1, 6.5]),
+    "failed_rewards_max": ([0, 1], [-0.1, 1.1]),
     "update_timeout_s": ([0.1, 5], [0, -1.5, math.inf]),
     "bf16_replica_fraction": ([0, 0.99], [-0.5, 1.0]),
     "guard.patience": ([1, 7], [0, 1.5]),

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a reward function may return, in verl's own reward workers."""
+
+import asyncio
+import math
+import re
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+from tensordict import TensorDict
+from verl import DataProto
+from verl.trainer.ppo.reward import load_reward_manager
+
+from flashrl_verl.errors import RewardError
+from flashrl_verl.trainer import checked_rewards
+from flashrl_verl.trainer.checked_rewards import METRIC, Failures, RewardWatch, check_rewards
+
+
+class Letters:
+    """As much of a tokenizer as verl's managers ask for."""
+
+    def decode(self, ids, **_):
+        return "".join(chr(96 + int(i)) for i in ids)
+
+
+def raises(error: Exception):
+    raise error
+
+
+async def too_late():
+    return await asyncio.wait_for(asyncio.sleep(1), 0.01)
+
+
+WRONG = {
+    "nan": (lambda: math.nan, "its reward is nan"),
+    "inf": (lambda: {"score": math.inf, "acc": 1}, "its reward is inf"),
+    "accuracy of nan": (lambda: {"score": 1.0, "acc": math.nan}, "its acc is nan"),
+    "text": (lambda: "1.0", r"str|'1.0'"),
+    "none": (lambda: None, "None"),
+    "missing key": (lambda: {"acc": 1.0}, "KeyError: 'score'"),
+    "exception": (lambda: raises(ZeroDivisionError("by zero")), "it raised ZeroDivisionError: by zero"),
+    "time-out": (too_late, "it raised TimeoutError"),
+}
+RIGHT = {
+    "a number": (lambda: 1, 1),
+    "numpy": (lambda: np.float32(0.5), 0.5),
+    "more keys": (lambda: {"score": 1.0, "acc": True, "why": "x"}, 1.0),
+}
+
+
+def manager_of(reward, name: str = "dapo"):
+    """As a reward worker makes it of a configuration that was checked."""
+    overlong = {"enable": True, "len": 2, "penalty_factor": 1.0, "log": False}
+    kwargs = {"max_resp_len": 4, "overlong_buffer_cfg": overlong}
+    cfg = OmegaConf.create(
+        {
+            "algorithm": {"filter_groups": {"metric": "acc"}},
+            "reward": {
+                "custom_reward_function": {"path": None},
+                "reward_manager": {"source": "register", "name": name, "module": None},
+                "reward_kwargs": kwargs,
+            },
+        }
+    )
+    check_rewards(cfg)
+    made = load_reward_manager(cfg, Letters())
+    if asyncio.iscoroutinefunction(reward):
+        made._manager.is_async_reward_score = True
+        made._manager.compute_score = lambda **_: reward()
+    else:
+        made._manager.compute_score = lambda **_: reward()
+    return made
+
+
+def a_row() -> DataProto:
+    tensors = {
+        "prompts": torch.tensor([[0, 1, 2]]),
+        "responses": torch.tensor([[3, 4, 0]]),
+        "attention_mask": torch.tensor([[0, 1, 1, 1, 1, 0]]),
+    }
+    others = {"data_source": np.array(["mine"]), "reward_model": np.array([{"ground_truth": "42"}])}
+    return DataProto(batch=TensorDict(tensors, batch_size=1), non_tensor_batch=others)
+
+
+def score(manager) -> dict:
+    return manager.loop.run_until_complete(manager.run_single(a_row()))
+
+
+@pytest.mark.parametrize("name", ["dapo", "naive"])
+@pytest.mark.parametrize("kind", WRONG)
+def test_what_is_no_number_counts_as_0_and_is_told_with_the_response(kind, name):
+    reward, said = WRONG[kind]
+    manager = manager_of(reward, name)
+    assert score(manager) == {"reward_score": 0.0, "reward_extra_info": {"acc": 0.0}}
+    scored, failed, example = manager.take()
+    assert (scored, failed) == (1, 1) and re.search(said, example)
+    assert "Its prompt ends: 'ab'. Its response ends: 'cd'. It should have come to '42'" in example
+    assert manager.take() == (0, 0, "")
+
+
+@pytest.mark.parametrize("kind", RIGHT)
+def test_a_number_passes_as_verls_manager_made_it(kind):
+    reward, number = RIGHT[kind]
+    manager = manager_of(reward)
+    result = score(manager)
+    assert result["reward_score"] == number and result["reward_extra_info"]["acc"] == number
+    assert manager.take() == (1, 0, "")
+
+
+def test_the_first_batch_has_no_failure_and_later_ones_no_more_than_the_limit(monkeypatch):
+    answers = iter([(8, 0, ""), (100, 0, ""), (100, 1, "a"), (100, 2, "b"), (8, 0, ""), (8, 1, "c")])
+
+    class Worker:
+        class __ray_call__:
+            @staticmethod
+            def remote(function):
+                return Failures(*next(answers))
+
+    monkeypatch.setattr(checked_rewards.ray, "get", list)
+    watch = RewardWatch([Worker, Worker], "mine", 0.01)
+    assert watch.end_step() == {METRIC: 0.0}  # 108 of the first batch
+    with pytest.raises(RewardError, match="3 of 200 responses, more than flashrl.failed_rewards_max=0.01.* b. Remedy"):
+        watch.end_step()
+    watch = RewardWatch([Worker, Worker], "mine", 1.0)
+    with pytest.raises(RewardError, match="1 of 16 responses, of the first batch none may. Of one of them c"):
+        watch.end_step()
