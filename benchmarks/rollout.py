@@ -142,6 +142,11 @@ class Rollout:
     def tokens_per_second(self) -> list[float]:
         return [self.workload[0] * self.workload[2] / seconds for seconds in self.seconds]
 
+    @property
+    def fit(self) -> int:
+        """Whole sequences that the KV cache holds."""
+        return self.memory["kv_tokens"] // sum(self.workload[1:])
+
 
 def rollouts_of(lines: list[Any]) -> list[Rollout]:
     """Of a ``rollout.jsonl``: by workload, then by variant."""
@@ -178,9 +183,8 @@ def speeds_of(of: list[Rollout]) -> list[list[str]]:
     """Rows under ``SPEED_HEADER``."""
     rows = []
     for one in of:
-        fit = one.memory["kv_tokens"] // sum(one.workload[1:])
         speed = ranged(one.tokens_per_second, ".0f"), *speed_ups(one, of)
-        rows.append(["{} x ({} -> {})".format(*one.workload), one.variant, *speed, f"{fit}"])
+        rows.append(["{} x ({} -> {})".format(*one.workload), one.variant, *speed, f"{one.fit}"])
     return rows
 
 

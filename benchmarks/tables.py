@@ -11,7 +11,6 @@ arguments, as in ``mismatch h200.json cpu.json``.
 from __future__ import annotations
 
 import json
-import operator
 import re
 import statistics
 from collections.abc import Callable
@@ -22,7 +21,7 @@ import typer
 from benchmarks.common import RESULTS, ROOT, ranged, run
 from benchmarks.engine import FP8_VERL
 from benchmarks.mismatch import CORRELATION, ESS, K3_KL, KINDS
-from benchmarks.rollout import SPEED_HEADER, Rollout, rollouts_of, speed_ups, speeds_of
+from benchmarks.rollout import Rollout, rollouts_of, speed_ups
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.trainer.atomic_write import write_whole
 
@@ -51,24 +50,21 @@ def rollouts(file: str) -> list[Rollout]:
     return rollouts_of(lines(f"{file}.jsonl"))
 
 
-def rollout_memory(*files: str) -> Rows:
-    """Weights and KV cache, by variant."""
-    rows = [["variant", "weights GB", "KV GB", "KV tokens"]]
-    for one in [one for file in files for one in rollouts(file)]:
-        memory = one.memory
-        sizes = (f"{memory[part] / 1e9:.4g}" for part in ("weight_bytes", "kv_bytes"))
-        row = [one.variant, *sizes, f"{memory['kv_tokens']}"]
-        if row not in rows:
-            rows.append(row)
-    return rows
-
-
 def throughput(*files: str) -> Rows:
-    """Speed by model, memory, workload and variant."""
-    rows = [["measurement", "memory GiB", *SPEED_HEADER]]
-    for file, of in ((file, rollouts(file)) for file in files):
-        where = file.rpartition("/")[2], f"{of[0].memory_gib:.0f}"
-        rows += [[*where, *speed] for speed in speeds_of(of)]
+    """Tokens/s of BF16, and how many times these others make, by model, memory and workload; sequences that fit."""
+    measured = [(lines(f"{file}.jsonl")[0]["settings"], rollouts(file)) for file in files]
+    variants = list(dict.fromkeys(one.variant for _, of in measured for one in of))
+    rows = [["model", "memory GiB", "sequences x (prompt -> response)", "bf16, tokens/s", *variants[1:]]]
+    for settings, of in measured:
+        for workload in dict.fromkeys(one.workload for one in of):
+            there = {one.variant: one for one in of if one.workload == workload}
+            base = there["bf16"]
+            words = "{} x ({} -> {})".format(*workload) + (", tail" if settings.get("spread") else "")
+            row = [settings["model"], f"{base.memory_gib:.0f}", words]
+            row.append(f"{statistics.median(base.tokens_per_second):.0f} ({base.fit})")
+            for one in map(there.get, variants[1:]):
+                row.append(f"{speed_ups(one, of)[0]} ({one.fit})" if one else "-")
+            rows.append(row)
     return rows
 
 
@@ -145,15 +141,15 @@ def mismatch(*files: str) -> Rows:
 
 
 def mismatch_kv_cache(*files: str) -> Rows:
-    """Distance of engines with INT8 weights from the trainer, by KV cache; that of own tokens by `int8`'s too."""
-    rows = [["model", "context", "variant", "k3 KL, own", "x int8", "k3 KL, common", "correlation", "ESS"]]
+    """k3 KL of own tokens, by KV cache; with an INT8 one by `int8`'s too."""
+    caches = "int8+int8kv", "int8+int8kv-raw"
+    rows = [["model", "context", "bf16", "int8", *(word for name in caches for word in (name, "x int8"))]]
     for record in map(load, files):
-        of = {one["variant"]: one for one in record["results"]}
-        for name, one in of.items():
-            own, common = (far_off(one[tokens][K3_KL], one[tokens]) for tokens in ("own", "common"))
-            ratio = f"{one['own'][K3_KL] / of['int8']['own'][K3_KL]:.2f}"
-            far = [own, ratio, common, f"{one['own'][CORRELATION]:.5f}", f"{one['own'][ESS]:.4f}"]
-            rows.append([record["model"], f"{record['context']}", name, *far])
+        of = {one["variant"]: one["own"] for one in record["results"]}
+        row = [record["model"], f"{record['context']}", *(far_off(of[n][K3_KL], of[n]) for n in ("bf16", "int8"))]
+        for one in map(of.get, caches):
+            row += [far_off(one[K3_KL], one), f"{one[K3_KL] / of['int8'][K3_KL]:.2f}"] if one else ["-", "-"]
+        rows.append(row)
     return rows
 
 
@@ -163,23 +159,6 @@ def mismatch_layers(*files: str) -> Rows:
     for record in map(load, files):
         for name, of in record["layers"].items():
             rows.append([record["model"], name, *(far_off(one[K3_KL], one) for one in of.values())])
-    return rows
-
-
-def rotation(file: str) -> Rows:
-    """What rotated INT8 layers take beside unrotated ones: medians of seconds."""
-    rows = [["sequences x (prompt -> response)", "prompts, s", "rotated", "ratio", "decode, s", "rotated", "ratio"]]
-    of: dict[tuple, dict[str, list[float]]] = {}
-    for result in lines(file)[1:]:
-        for timing in result["timings"]:
-            prompts = statistics.median(timing["prefill_seconds"])
-            decode = statistics.median(map(operator.sub, timing["seconds"], timing["prefill_seconds"]))
-            of.setdefault(tuple(timing["workload"]), {})[result["variant"]] = [prompts, decode]
-    for workload, seconds in of.items():
-        cells = []
-        for without, with_ in zip(seconds["int8-unrotated"], seconds["int8"], strict=True):
-            cells += [f"{without:.3f}", f"{with_:.3f}", f"{with_ / without:.3f}"]
-        rows.append(["{} x ({} -> {})".format(*workload), *cells])
     return rows
 
 
@@ -260,8 +239,8 @@ def readme() -> Rows:
 TABLES: dict[str, Callable[..., Rows]] = {
     function.__name__: function
     for function in (
-        rollout_memory, throughput, engines_of_four, refit, training, steps_run,
-        mismatch, mismatch_kv_cache, mismatch_layers, rotation, quickstart, recipe, readme,
+        throughput, engines_of_four, refit, training, steps_run,
+        mismatch, mismatch_kv_cache, mismatch_layers, quickstart, recipe, readme,
     )
 }  # fmt: skip
 

@@ -117,7 +117,7 @@ def test_memory_is_what_engines_measured():
         within = 0.012 if there["kv_bytes"] < 7e9 else 0.01
         assert planned.tokens == pytest.approx(more * there["kv_tokens"], rel=within), file
         seen += 1
-    assert seen > 50
+    assert seen > 40
 
 
 def test_weights_of_a_mixture_of_experts_are_what_an_engine_wrote():
