@@ -7,8 +7,7 @@
 One vLLM engine after another, BF16 first, gets the model's weights as a run sends them and samples at temperature 1.
 The trainer's side is the Hugging Face model with BF16 weights under autocast to BF16, as verl's FSDP engine computes,
 and verl's own function of log-probs. Two sets of tokens are compared: each engine's own samples, which is what a run
-logs, and the BF16 engine's samples scored by all of them. Last, what each type of layer contributes: the trainer's
-model with that type alone in 8 bits. Engines run eagerly, without CUDA graphs.
+logs, and the BF16 engine's samples scored by all of them. Engines run eagerly, without CUDA graphs.
 
 Variants: ``bf16``; ``int8`` and ``int8-unrotated``; ``fp8`` (a scale a row and token); ``fp8-verl``, verl's own FP8
 rollout (128 x 128 blocks; on a GPU). An INT8 KV cache may follow: ``+int8kv``, and ``+int8kv-raw`` without equalized
@@ -17,14 +16,10 @@ keys.
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import itertools
 import json
 import math
 import random
-import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -141,41 +136,6 @@ class Trainer:
         ids[mask] = torch.tensor([token for row in rows for token in row])
         return ids.to(self.device), mask.to(self.device)
 
-    @contextlib.contextmanager
-    def in_8_bits(self, kind: str, variant: str) -> Iterator[None]:
-        """Linear layers of decoder layers whose names end in one of ``kind``'s words compute as the engine's variant
-        does (whole rows, in float32)."""
-        from benchmarks.engine import formats_of
-        from flashrl_verl.quantization.formats import weight_format
-        from flashrl_verl.quantization.gemm import emulated_multiply
-        from flashrl_verl.quantization.rows import quantize_rows_into
-
-        formats = formats_of(variant)
-        fmt = weight_format(formats.precision, formats.rotation)
-
-        def forward(layer: torch.nn.Linear, codes: torch.Tensor, scales: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-            # Outside the autocast of the forward pass, which would round these products to BF16.
-            with torch.autocast(self.device.type, enabled=False):
-                return emulated_multiply(x.to(layer.weight.dtype), codes, scales, fmt, layer.bias)
-
-        names = re.compile(rf"layers\.\d+\..*({kind.replace(', ', '|')})$")
-        changed = [
-            module
-            for name, module in self.module.named_modules()
-            if isinstance(module, torch.nn.Linear) and names.search(name)
-        ]
-        for layer in changed:
-            weight = layer.weight.detach()
-            codes = torch.empty(weight.shape, dtype=fmt.dtype, device=weight.device)
-            scales = torch.empty(len(weight), 1, device=weight.device)
-            quantize_rows_into(weight, codes, scales, fmt)
-            layer.forward = functools.partial(forward, layer, codes, scales)
-        try:
-            yield
-        finally:
-            for layer in changed:
-                del layer.forward
-
 
 def compare(trainer: LogProbs, rollout: LogProbs) -> dict[str, float]:
     """Compare log-probs of the same responses by verl's own functions, in float64: ``exp(d) - d - 1`` is about d^2 / 2,
@@ -265,10 +225,6 @@ def prompts_of(model: str, data: Path, count: int, context: int, seed: int) -> d
     return {"prompts": prompts, "stop_token_ids": sorted(stops - {None}), "vocab_size": len(tokenizer)}
 
 
-KINDS = ("q_proj, k_proj, v_proj", "o_proj", "gate_proj, up_proj", "down_proj")
-"""Layers that read the same activations."""
-
-
 def mismatch(
     model: Annotated[str, typer.Option(help="A Hugging Face folder in high precision, with a chat template.")],
     data: Annotated[Path, typer.Option(help="Problems as GSM8K publishes them: JSON lines with question and answer.")],
@@ -276,15 +232,14 @@ def mismatch(
     prompts: Annotated[int, typer.Option(min=2, help="Prompts, one sampled response each.")] = 512,
     tokens: Annotated[int, typer.Option(min=1, help="Longest response, in tokens.")] = 512,
     context: Annotated[int, typer.Option(min=0, help="Tokens of solved problems before each question.")] = 0,
-    by_layer: Annotated[int, typer.Option(min=0, help="Responses by which types of layers are compared.")] = 64,
     max_model_len: Annotated[int | None, typer.Option(help="vLLM's; the prompts' and responses' otherwise.")] = None,
     tensor_parallel: Annotated[int, typer.Option(min=1, help="GPUs of an engine.")] = 1,
     gpu_memory_utilization: Annotated[float, typer.Option(help="vLLM's share of the GPU.")] = 0.5,
     seed: Annotated[int, typer.Option(min=0, help="Of the choice of problems.")] = 0,
     output: Annotated[Path, typer.Option(help="Folder for mismatch.json and logs.")] = Path("outputs/mismatch"),
 ) -> None:
-    """Compare the rollout's log-probs with the trainer's, by variant, and say where the difference arises."""
-    from benchmarks.engine import FP8_VERL, formats_of
+    """Compare the rollout's log-probs with the trainer's, by variant."""
+    from benchmarks.engine import formats_of
 
     names = ["bf16", *(name for name in words_of(variants, option="--variants") if name != "bf16")]
     for name in names:
@@ -300,7 +255,7 @@ def mismatch(
     job |= {"tensor_parallel": tensor_parallel, "max_model_len": max_model_len}
     here = environment()
     record = {"model": Path(folder).name, "context": context, "device": here["device"], "versions": here, "seed": seed}
-    record |= {"tensor_parallel": tensor_parallel, "max_model_len": max_model_len, "results": [], "layers": {}}
+    record |= {"tensor_parallel": tensor_parallel, "max_model_len": max_model_len, "results": []}
     trainer, common = None, []
     for name in names:
         print(f"{name}: started", flush=True)
@@ -312,16 +267,6 @@ def mismatch(
         one = {"variant": name, "own": compare(theirs, answer["own"]), "common": compare(common, answer["common"])}
         record["results"].append(one | {"quantized_layers": answer["quantized_layers"]})
         write_json(output / "mismatch.json", record)
-    few = job["prompts"][:by_layer], job["common"][:by_layer]
-    exact = trainer.log_probs(*few) if by_layer else []  # in the batches that are compared
-    for name in names if by_layer else ():
-        if name != "bf16" and name != FP8_VERL and "+" not in name:
-            print(f"{name}: types of layers", flush=True)
-            of = record["layers"][name] = {}
-            for kind in (*KINDS, ", ".join(KINDS)):
-                with trainer.in_8_bits(kind, name):
-                    of[kind] = compare(exact, trainer.log_probs(*few))
-            write_json(output / "mismatch.json", record)
     rows = [
         [
             one["variant"],
@@ -332,8 +277,6 @@ def mismatch(
     ]
     header = ("variant", "k3 KL, own tokens", "common tokens", "correlation", "ESS")
     show(f"Mismatch of {record['model']} on {here['device']}, {context} tokens of context", header, rows)
-    rows = [[name, *(f"{one[K3_KL]:.1e}" for one in of.values())] for name, of in record["layers"].items()]
-    show("k3 KL of types of layers", ("variant", *KINDS, "all"), rows)
     print(f"written: {output / 'mismatch.json'}")
 
 

@@ -20,7 +20,7 @@ import typer
 
 from benchmarks.common import RESULTS, ROOT, ranged, run
 from benchmarks.engine import FP8_VERL
-from benchmarks.mismatch import CORRELATION, ESS, K3_KL, KINDS
+from benchmarks.mismatch import CORRELATION, ESS, K3_KL
 from benchmarks.rollout import Rollout, rollouts_of, speed_ups
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.trainer.atomic_write import write_whole
@@ -153,15 +153,6 @@ def mismatch_kv_cache(*files: str) -> Rows:
     return rows
 
 
-def mismatch_layers(*files: str) -> Rows:
-    """k3 KL with one type of layer in 8 bits."""
-    rows = [["model", "variant", *KINDS, "all"]]
-    for record in map(load, files):
-        for name, of in record["layers"].items():
-            rows.append([record["model"], name, *(far_off(one[K3_KL], one) for one in of.values())])
-    return rows
-
-
 # ---- runs of the recipe ----
 
 
@@ -240,7 +231,7 @@ TABLES: dict[str, Callable[..., Rows]] = {
     function.__name__: function
     for function in (
         throughput, engines_of_four, refit, training, steps_run,
-        mismatch, mismatch_kv_cache, mismatch_layers, quickstart, recipe, readme,
+        mismatch, mismatch_kv_cache, quickstart, recipe, readme,
     )
 }  # fmt: skip
 

@@ -58,7 +58,7 @@ def test_on_the_same_tokens_bf16_is_nearer_to_the_trainer_than_int8_and_both_are
     problems = [{"question": p.prompt, "answer": str(p.answer)} for p in split_problems(0).train]
     data = tmp_path / "problems.jsonl"
     data.write_text("".join(json.dumps(problem) + "\n" for problem in problems[:64]))
-    words = ("--model", str(model), "--data", str(data), "--variants", "int8", "--by-layer", "8")
+    words = ("--model", str(model), "--data", str(data), "--variants", "int8")
     run("mismatch", tmp_path, *words, "--prompts", "64", "--tokens", "16")
     record = json.loads((tmp_path / "mismatch.json").read_text())
     bf16, int8 = record["results"]
@@ -66,8 +66,6 @@ def test_on_the_same_tokens_bf16_is_nearer_to_the_trainer_than_int8_and_both_are
     assert 0 < bf16["common"]["rollout_corr/k3_kl"] < int8["common"]["rollout_corr/k3_kl"] < 1e-2
     assert int8["own"]["training/rollout_actor_probs_pearson_corr"] > 0.99
     assert (bf16["quantized_layers"], int8["quantized_layers"]) == (0, 8)
-    *parts, all_of_them = (of["rollout_corr/k3_kl"] for of in record["layers"]["int8"].values())
-    assert len(parts) == 4 and all(0 < part < 2 * all_of_them for part in parts)
 
 
 def test_a_run_of_gsm8k_is_asked_in_bf16_and_leaves_no_weights_and_one_without_time_is_not_started(tmp_path):
