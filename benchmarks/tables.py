@@ -96,17 +96,6 @@ def refit(*files: str) -> Rows:
     return rows
 
 
-def training(*files: str) -> Rows:
-    """The trainer's passes: a layer's milliseconds, and the whole model's share of the data sheet's BF16 operations."""
-    records, rows = [load(file) for file in files], []
-    for record in records:
-        words = ["FlashAttention 4" if "flash-attn-4" in record["environment"] else "FlashAttention 2"]
-        words += [word.split(".")[-1] for word in record["settings"]["overrides"][1:]]
-        cells = (f"{1e3 * one['layer_s']:.1f} ({one['share']:.0%})" for one in record["passes"])
-        rows.append([" ".join(words), *cells])
-    return [["settings", *(f"{one['name']}, {one['length']} tokens" for one in records[0]["passes"])], *rows]
-
-
 def steps_run(file: str) -> Rows:
     """A result of ``benchmarks.step``."""
     from benchmarks.step import COLUMNS, rows_of  # verl's agent loops come with it
@@ -230,7 +219,7 @@ def readme() -> Rows:
 TABLES: dict[str, Callable[..., Rows]] = {
     function.__name__: function
     for function in (
-        throughput, engines_of_four, refit, training, steps_run,
+        throughput, engines_of_four, refit, steps_run,
         mismatch, mismatch_kv_cache, quickstart, recipe, readme,
     )
 }  # fmt: skip

@@ -7,10 +7,9 @@ import statistics
 
 import numpy as np
 import pytest
-import torch
 
-from benchmarks import common, gsm8k, mismatch, rollout, tables, training
-from flashrl_verl.errors import ConfigError, FlashRLError
+from benchmarks import common, gsm8k, mismatch, rollout, tables
+from flashrl_verl.errors import ConfigError
 
 
 def test_every_table_of_the_results_and_the_readme_is_that_of_the_raw_data():
@@ -120,7 +119,7 @@ def test_the_standard_error_of_the_kl_is_what_drawing_responses_anew_gives():
     assert error == pytest.approx(np.std(sums[picks].sum(1) / lengths[picks].sum(1)), rel=0.1)
 
 
-# ---- rollout, training ----
+# ---- rollout ----
 
 
 @pytest.mark.parametrize("text", ["", "4x16", "0x16+8", "4x16+1", "4x16+8,4x16+8"])
@@ -147,34 +146,3 @@ def test_speeds_are_over_bf16_of_the_same_workload():
     rows = rollout.speeds_of(rollout.rollouts_of([head, result("bf16", [4.0, 5.0]), result("int8", [2.0, 2.5])]))
     assert [row[3:5] for row in rows] == [["1.00", "1.00"], ["2.00", "2.80"]] and {row[5] for row in rows} == {"6"}
     assert rows[1][2] == "225 (200-250)"
-
-
-def test_layers_and_head_are_told_apart_and_noise_is_an_error():
-    found = training.by_part("update", {2: [0.5, 0.5, 0.9], 6: [1.3, 1.3, 1.3]}, 64)
-    assert (found["layer_s"], found["head_s"], found["whole_s"]) == pytest.approx((0.2, 0.1, 12.9))
-    with pytest.raises(FlashRLError, match="too noisy"):
-        training.by_part("update", {2: [0.5], 6: [0.4]}, 64)
-
-
-def test_operations_are_those_that_pytorch_counts():
-    """``FlopCounterMode`` counts whole attention, of which the causal half is needed."""
-    from torch.utils.flop_counter import FlopCounterMode
-    from transformers import AutoModelForCausalLM
-
-    from flashrl_verl.tools.engines.shapes import load_config
-
-    config, tokens = load_config("tiny"), 64
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model(input_ids=torch.zeros(1, tokens, dtype=torch.long))
-    attention = 2 * config.num_hidden_layers * config.hidden_size * tokens**2
-    ours = training.forward_operations(config, tokens, tokens)
-    assert counter.get_total_flops() - attention == pytest.approx(ours, rel=0.02)
-
-
-def test_a_token_passes_its_own_experts_only():
-    """3.3 billion weights by the model card, the token embedding among them."""
-    from flashrl_verl.tools.engines.shapes import load_config
-
-    passed = training.forward_operations(load_config("qwen3-30b-a3b"), 10, 0) / 20
-    assert passed + 151936 * 2048 == pytest.approx(3.3e9, rel=0.02)
