@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a weight update of a model takes, by precision, beside vLLM's own ways and the bandwidth of a copy.
+"""How long a weight update of a model takes, by precision, beside vLLM's own ways.
 
     python -m benchmarks.refit --model qwen2.5-14b
 
@@ -24,8 +24,6 @@ from flashrl_verl.settings import Precision
 
 BUCKET_BYTES = 2 << 30
 """Bytes of weights handed over at once, as verl's 2048 MB buckets."""
-COPY_BYTES = 4 << 30
-"""Of the buffer whose copy measures bandwidth; a sixty-fourth of it on a CPU."""
 PRECISIONS = [*(precision.value for precision in Precision), "int8-unrotated"]
 UPSTREAM = ("vllm bf16 load_weights", "vllm fp8_per_tensor layerwise")
 """vLLM's own ways, on a GPU."""
@@ -47,14 +45,6 @@ def timed(work: Callable[[], Any]) -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter() - started
-
-
-def copy_bandwidth(repeats: int) -> list[float]:
-    """GB/s of bytes read plus written by a copy on the device."""
-    device = device_here()
-    size = COPY_BYTES if device.type == "cuda" else COPY_BYTES // 64
-    source, target = (torch.ones(size // 2, dtype=torch.bfloat16, device=device) for _ in range(2))
-    return [2 * size / 1e9 / timed(lambda: target.copy_(source)) for _ in range(repeats + 2)][2:]
 
 
 def buckets_of(weights: Weights) -> Iterator[Weights]:
@@ -178,17 +168,15 @@ def refit(
         log = output / f"{name.replace(' ', '-')}.log"
         results.append(in_own_process(measure, name, model, str(path), layers, repeats, log=log))
     here = environment()
-    copy = in_own_process(copy_bandwidth, repeats, log=output / "copy.log")
     called = model if layers is None else f"{model}, {layers} layers"
-    record = {"model": called, "device": here["device"], "versions": here, "copy_gigabytes_per_second": copy}
-    write_json(output / "refit.json", record | {"results": results})
+    record = {"model": called, "device": here["device"], "versions": here, "results": results}
+    write_json(output / "refit.json", record)
     rows = []
     for one in results:
         update, load = (sorted(1e3 * s for s in one[f"{part}_seconds"]) for part in ("refit", "load"))
-        moved = (one["read_bytes"] + one["written_bytes"]) / 1e9 / statistics.median(one["refit_seconds"])
         shown = f"{statistics.median(update):.1f} ({update[0]:.1f}-{update[-1]:.1f})", f"{statistics.median(load):.1f}"
-        rows.append([one["arm"], *shown, f"{moved / statistics.median(copy):.0%}", f"{one['extra_bytes'] / 2**20:.0f}"])
-    header = ("variant", "update ms (range)", "loading ms", "of a copy's bandwidth", "extra MiB")
+        rows.append([one["arm"], *shown, f"{one['extra_bytes'] / 2**20:.0f}"])
+    header = ("variant", "update ms (range)", "loading ms", "extra MiB")
     show(f"Weight update of {called} on {here['device']}", header, rows)
     print(f"written: {output / 'refit.json'}")
 
