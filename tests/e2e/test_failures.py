@@ -46,24 +46,24 @@ def test_a_stale_tensor_on_the_second_rank_alone_is_noticed_and_names_it(recipe)
     assert steps_trained(run) == [1]
 
 
+ENGINE_ENDED = "weight update of step 2: the rollout engine ended"
+
+
 @pytest.mark.parametrize(
-    "fault, message, override",
+    "fault, message, overrides",
     [
         (
             "raise_in_receiver:2",
             r"replica 0: worker 0: RefitError: .*step 2: a bucket cannot be loaded: OSError: a fault",
-            WORKER_PROCESS,
+            [WORKER_PROCESS],
         ),
-        ("kill_engine:2", "weight update of step 2: the rollout engine ended", WORKER_PROCESS),
-        (
-            "kill_engine:2",
-            "weight update of step 2: the rollout engine ended",
-            "trainer.v1.trainer_mode=flashrl_colocate_async",
-        ),
+        ("kill_engine:2", ENGINE_ENDED, [WORKER_PROCESS]),
+        ("kill_engine:2", ENGINE_ENDED, [WORKER_PROCESS, *TWO_RANKS]),  # the second rank waits for its worker
+        ("kill_engine:2", ENGINE_ENDED, ["trainer.v1.trainer_mode=flashrl_colocate_async"]),
     ],
 )
-def test_a_failing_receiver_ends_the_run_within_the_time_limit(recipe, tmp_path, fault, message, override):
-    words = ("trainer.total_training_steps=3", "flashrl.update_timeout_s=60", override)
+def test_a_failing_receiver_ends_the_run_long_before_the_time_limit(recipe, tmp_path, fault, message, overrides):
+    words = ("trainer.total_training_steps=3", "flashrl.update_timeout_s=400", *overrides)
     run = recipe(NO_FILTER, *words, fault=fault)
     assert run.returncode != 0
     assert_says(message, run.output)
