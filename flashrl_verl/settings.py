@@ -120,6 +120,16 @@ _EIGHT_BIT_TRAINER = (
 REMOVED = {f"flashrl.{name}": _EIGHT_BIT_TRAINER for name in ("trainer_forward", "trainer_backward")}
 """Settings that were removed, and why."""
 
+_CAP = f"{CORRECTION}.rollout_is_threshold"
+RENAMED = {
+    # verl 0.5, Flash-RL's fork of it, AReaL, TRL, verl 0.6
+    **dict.fromkeys(("tis_imp_ratio_cap", "imp_ratio_cap", "behav_imp_weight_cap"), _CAP),
+    **dict.fromkeys(("vllm_importance_sampling_cap", "rollout_is_threshold"), _CAP),
+    **dict.fromkeys(("vllm_importance_sampling_correction", "rollout_is", "rollout_is_level"), "correction=tis"),
+    "rollout_is_mode": "correction=tis or icepop",
+}
+"""What other versions and libraries call it -> what to set here."""
+
 _Node = TypeVar("_Node", bound="Settings")
 
 

@@ -23,6 +23,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -31,7 +32,18 @@ from flashrl_verl.attention.limits import REMEDY, why_not_model
 from flashrl_verl.correction.settings import CorrectionSettings
 from flashrl_verl.errors import ConfigError, refuse, words
 from flashrl_verl.rollout.replicas import bf16_replicas
-from flashrl_verl.settings import ACTOR, ASYNC, CORRECTION, DATA, MODEL, ROLLOUT, FlashRLConfig, get, positive_integer
+from flashrl_verl.settings import (
+    ACTOR,
+    ASYNC,
+    CORRECTION,
+    DATA,
+    MODEL,
+    RENAMED,
+    ROLLOUT,
+    FlashRLConfig,
+    get,
+    positive_integer,
+)
 
 GROUPS = ("precision", "correction", "hardware", "experiment")
 """Folders of ``flashrl_verl/configs``."""
@@ -40,6 +52,7 @@ ENGINE = f"{ROLLOUT}.engine_kwargs.vllm"
 VARLEN = "varlen"
 """Our attention in the trainer (``trainer/varlen_attention.py``)."""
 
+_DEFAULTS = "trainer/config/_generated_ppo_trainer.yaml"
 _MODEL = "actor_rollout_ref.model"
 _ATTENTION = f"{_MODEL}.override_config.attn_implementation"
 _FLASH = "flash_attention_2"
@@ -60,6 +73,7 @@ def validate_config(cfg: DictConfig) -> FlashRLConfig:
         ConfigError: The first contradiction found: its key and value, the reason, and what to set instead.
     """
     _check_groups(cfg)
+    _check_kinds(cfg)
     settings = FlashRLConfig.from_mapping(OmegaConf.select(cfg, "flashrl"))
     for rule in rules(cfg):
         value = get(cfg, rule.key)
@@ -102,16 +116,31 @@ def validate_by_verl(cfg: DictConfig) -> None:
             if name is not None and name not in names:
                 near = get_close_matches(str(name), map(str, names)) or map(str, names)
                 refuse(key, name, "verl knows no such name", f"{key}={' or '.join(near)}")
-    fields = [field.name for field in dataclasses.fields(RolloutCorrectionConfig)]
-    for key, value in get(cfg, CORRECTION, {}).items():
-        if key not in fields:
-            refuse(f"{CORRECTION}.{key}", value, "verl knows no such key", f"one of {', '.join(fields)}")
+    _refuse_unknown(CORRECTION, get(cfg, CORRECTION, {}), RolloutCorrectionConfig)
+    for node in (ACTOR, ROLLOUT, "algorithm"):
+        _refuse_unknown(node, get(cfg, node, {}))
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Disabled critic")  # as DAPO means it
             verls(config=cfg, use_reference_policy=need_reference_policy(cfg), use_critic=need_critic(cfg))
     except (AssertionError, ValueError, TypeError, KeyError, OmegaConfBaseException, HydraException) as error:
         raise ConfigError(f"verl refuses the configuration: {' '.join(str(error).split())}") from error
+
+
+def _refuse_unknown(node: str, values: dict[str, Any], kind: type | None = None) -> None:
+    """Keys that verl's class of a node, or of one below it, does not have."""
+    from hydra.utils import get_class
+
+    if target := values.get("_target_"):
+        kind = get_class(target)
+    for name, value in values.items():
+        if isinstance(value, dict):
+            _refuse_unknown(f"{node}.{name}", value)
+        if kind is not None and name != "_target_":
+            fields = [field.name for field in dataclasses.fields(kind)]
+            if name not in fields:
+                near = get_close_matches(name, fields) or fields
+                refuse(f"{node}.{name}", value, "verl knows no such key", RENAMED.get(name, " or ".join(near)))
 
 
 # ---- the table ----
@@ -184,8 +213,49 @@ def _rules_of_backends(cfg: DictConfig) -> Iterator[Rule]:
     reason = "it asks the rollout's servers without the key that they want (docs/clusters.md)"
     yield Rule(f"{ROLLOUT}.prometheus.enable", one_of(None, False), reason, "false")
     yield Rule("trainer.logger", lambda loggers: "rl_insight" not in (loggers or ()), reason, "[console]")
+    yield from _rules_of_void_keys(cfg)
     for key in (ENGINE, _MIXED, _OVERLONG):
         yield Rule(key, lambda node: node is None or isinstance(node, dict), "it has keys of its own", "null")
+
+
+_VOID = {
+    f"{ACTOR}.grad_clip": (1.0, f"{ACTOR}.optim.clip_grad"),
+    f"{ACTOR}.freeze_vision_tower": (False, None),
+    "actor_rollout_ref.nccl_timeout": (600, None),
+    f"{ROLLOUT}.do_sample": (True, f"{ROLLOUT}.temperature"),
+    f"{ROLLOUT}.repetition_penalty": (1.0, None),
+    f"{ROLLOUT}.over_sample_rate": (0, None),
+    f"{ROLLOUT}.multi_stage_wake_up": (False, None),
+    f"{ROLLOUT}.multi_turn.num_repeat_rollouts": (None, f"{ROLLOUT}.n"),
+    "algorithm.use_pf_ppo": (False, None),
+    "data.return_raw_input_ids": (False, None),
+    "trainer.balance_batch": (True, None),
+    "trainer.esi_redundant_time": (0, None),
+}
+"""Keys that verl 0.9.1's V1 trainer does not read: verl's default, and the key that does what is meant. Found by looking
+for each key's name in the modules that a run imports."""
+
+
+def _rules_of_void_keys(cfg: DictConfig) -> Iterator[Rule]:
+    """Settings that nothing reads, or that another one makes void."""
+    for key, (default, meant) in _VOID.items():
+        reason = "verl's V1 trainer does not read it"
+        yield Rule(key, one_of(None, default), reason, words(default) + (f", and set {meant}" if meant else ""))
+    greedy = f"{ROLLOUT}.val_kwargs.temperature"
+    if get(cfg, greedy) == 0:
+        reason = f"with {greedy}=0 every sample of a prompt is the same"
+        yield Rule(f"{ROLLOUT}.val_kwargs.n", one_of(1), reason, f"1, or {greedy}=1.0")
+        yield Rule(f"{ROLLOUT}.val_kwargs.do_sample", one_of(None, False), reason, f"false, or {greedy}=1.0")
+    for switch, coefficient in (
+        (f"{ACTOR}.use_kl_loss", f"{ACTOR}.kl_loss_coef"),
+        ("algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef"),
+    ):
+        if get(cfg, switch):
+            reason = f"{switch}=true would run the reference policy and change nothing"
+            yield Rule(coefficient, none_of(0), reason, f"0.001, or {switch}=false")
+    if (mode := get(cfg, "trainer.resume_mode")) != "resume_path":
+        reason = f"trainer.resume_mode={mode} does not read it"
+        yield Rule("trainer.resume_from_path", one_of(None), reason, "null, or trainer.resume_mode=resume_path")
 
 
 def _rules_of_numbers(cfg: DictConfig) -> Iterator[Rule]:
@@ -198,7 +268,7 @@ def _rules_of_numbers(cfg: DictConfig) -> Iterator[Rule]:
     yield Rule(f"{ROLLOUT}.gpu_memory_utilization", within(0.01, 1), "it is a share of a GPU's memory", "0.8")
     reason = "vLLM takes 0.01 for less, and the trainer divides its logits by it"
     yield Rule(f"{ROLLOUT}.temperature", within(0.01, 1e9), reason, "1.0")
-    if get(cfg, "algorithm.filter_groups.enable"):
+    if get(cfg, "algorithm.filter_groups.enable") or get(cfg, "algorithm.adv_estimator") in ROW_ESTIMATORS:
         yield Rule(f"{ROLLOUT}.n", none_of(1), "a group of one is never filtered, and has no baseline", "16")
     prompt, response = (get(cfg, f"{ROLLOUT}.{name}") for name in ("prompt_length", "response_length"))
     longest = prompt + response
@@ -371,6 +441,27 @@ def _check_groups(cfg: DictConfig) -> None:
         if near := get_close_matches(key, GROUPS, n=1, cutoff=0.83):  # one wrong letter in six
             meant = f"{near[0]}={words(get(cfg, key))}"
             refuse(key, get(cfg, key), "nothing reads it", f"{meant} without a +, or another name for the key")
+
+
+def _check_kinds(cfg: DictConfig) -> None:
+    """A text where verl's default is a switch or a number: `flase` is true, and a text fails where it is computed
+    with."""
+    folder = Path(next(iter(find_spec("verl").submodule_search_locations)))
+    defaults = yaml.load((folder / _DEFAULTS).read_text(), yaml.CSafeLoader)  # all of verl's, in one file
+
+    def visit(prefix: str, node: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+        for name, value in node.items():
+            if isinstance(value, dict):
+                yield from visit(f"{prefix}{name}.", value)
+            else:
+                yield f"{prefix}{name}", value
+
+    for key, default in visit("", defaults):
+        if type(default) in (bool, int, float) and not key.startswith(f"{CORRECTION}."):
+            value = get(cfg, key)
+            if isinstance(value, str) or (isinstance(default, bool) and type(value) not in (bool, type(None))):
+                kind = "true or false" if isinstance(default, bool) else "a number"
+                refuse(key, value, f"it has to be {kind}", f"{key}={words(default)}, verl's default")
 
 
 # ---- vLLM's own arguments ----

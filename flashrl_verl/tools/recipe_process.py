@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError
 
 from flashrl_verl.errors import ConfigError
-from flashrl_verl.settings import REMOVED
+from flashrl_verl.settings import REMOVED, RENAMED
 from flashrl_verl.upstream.versions import require_verl
 from flashrl_verl.validation import GROUPS
 
@@ -74,6 +74,7 @@ def hydra_message(error: Exception) -> str:
         parent = cause.full_key.rpartition(".")[0]
         near = get_close_matches(str(cause.key), [*map(str, cause.parent_node or ()), *(() if parent else GROUPS)])
         meant = f"{parent}.{near[0]}".lstrip(".") if near else "--cfg job prints all keys"
+        meant = RENAMED.get(str(cause.key), meant)
         said = f"there is no key {cause.full_key}. Remedy: {meant}"
     elif cause is not None:
         said += f": {cause}"
