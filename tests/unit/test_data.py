@@ -1,16 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`flashrl data`: what verl's dataset and rewards make of the files, copies of a prompt, wrong rows, the hub."""
 
-import hashlib
-import http.server
 import json
-import os
 import random
 import re
-import subprocess
-import sys
-import threading
-import urllib.parse
 from pathlib import Path
 
 import pytest
@@ -229,95 +222,24 @@ def test_a_request_that_cannot_be_met_is_refused(prepared):
 # ---- the hub ----
 
 
-class Hub(http.server.BaseHTTPRequestHandler):
-    """What `datasets` asks of the Hugging Face hub, for the folders <owner>/<name> below `server.root`."""
+def test_the_hub_is_asked_for_the_known_commit_and_without_a_network_the_error_names_the_way_round_it(
+    tmp_path, monkeypatch
+):
+    import datasets
 
-    def do_GET(self):
-        url = urllib.parse.urlparse(self.path)
-        found = re.fullmatch(r"(?:/api)?/datasets/(\w+/\w+)/([\w-]+)/(\w+)/?(.*)", url.path)
-        if found is None:
-            return self._send({}, 404)
-        repository, what, commit, path = found.groups()
-        self.server.commits.add(commit)
-        root = self.server.root / repository
-        if what == "revision":
-            self._send({"id": repository, "sha": commit})
-        elif what == "tree":
-            found = (root / path).rglob("*") if "recursive=true" in url.query else (root / path).iterdir()
-            self._send([self._entry(root, file) for file in found])
-        elif what == "paths-info":
-            length = int(self.headers["Content-Length"])
-            paths = urllib.parse.parse_qs(self.rfile.read(length).decode())["paths"]
-            self._send([self._entry(root, root / path) for path in paths if (root / path).exists()])
-        elif what == "resolve" and (root / path).is_file():
-            self._send(
-                (root / path).read_bytes(), **{"X-Repo-Commit": commit, "ETag": self._entry(root, root / path)["oid"]}
-            )
-        else:
-            self._send({}, 404, **{"X-Error-Code": "EntryNotFound"})
+    asked = []
 
-    do_HEAD = do_POST = do_GET
+    def load_dataset(**words):
+        asked.append(words)
+        if "AIME" in words["path"]:
+            raise ConnectionError("offline")
+        return datasets.Dataset.from_list([gsm8k_row(n) for n in range(3)])
 
-    def _entry(self, root: Path, file: Path) -> dict:
-        kind, size = ("directory", 0) if file.is_dir() else ("file", file.stat().st_size)
-        oid = hashlib.sha1(str(file).encode()).hexdigest()
-        return {"type": kind, "path": file.relative_to(root).as_posix(), "size": size, "oid": oid}
-
-    def _send(self, content, status: int = 200, **headers: str):
-        content = content if isinstance(content, bytes) else json.dumps(content).encode()
-        self.send_response(status)
-        for key, value in {"Content-Length": str(len(content)), **headers}.items():
-            self.send_header(key, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(content)
-
-    def log_message(self, *words):
-        pass
-
-
-README = """---
-configs:
-- config_name: socratic
-  data_files: [{split: train, path: socratic/train-*}, {split: test, path: socratic/test-*}]
-- config_name: main
-  data_files: [{split: train, path: main/train-*}, {split: test, path: main/test-*}]
----
-"""
-
-
-def script(*words: object, cwd: Path, **variables: str) -> subprocess.CompletedProcess:
-    """`flashrl data`, with a home for Hugging Face of its own."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HOME": str(cwd / "home"), **variables}
-    command = [sys.executable, "-m", "flashrl_verl", "data", *map(str, words)]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=400)
-
-
-def test_the_known_commit_is_loaded_from_the_hub(tmp_path):
-    for config, first in (("main", 0), ("socratic", 90)):
-        for split, rows in (("train", 5), ("test", 4)):
-            file = tmp_path / "hub" / "openai" / "gsm8k" / config / f"{split}-00000-of-00001.parquet"
-            save(file, [gsm8k_row(first + n) for n in range(rows)])
-    (tmp_path / "hub" / "openai" / "gsm8k" / "README.md").write_text(README)
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
-        server.root, server.commits = tmp_path / "hub", set()
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        address = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_address[1]}", "NO_PROXY": "127.0.0.1"}
-        online = {"HF_HUB_OFFLINE": "0", "HF_DATASETS_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
-        done = script("gsm8k", cwd=tmp_path, **online, **address)
-        server.shutdown()
-    assert done.returncode == 0, done.stderr
-    revision = CATALOG["gsm8k"][0].revision
-    assert (
-        server.commits == {revision} and f"4 rows, 4 prompts, from 4 rows of openai/gsm8k at {revision}" in done.stdout
-    )
-    for split, rows in (("train", 5), ("test", 4)):
-        truths = [row["reward_model"]["ground_truth"] for row in read(tmp_path / "data" / f"gsm8k-{split}.parquet")]
-        assert truths == [str(number) for number in range(rows)]
-
-
-def test_without_a_network_the_error_names_the_way_round_it(tmp_path):
-    done = script("aime-2024", cwd=tmp_path, HF_HUB_OFFLINE="1")
-    assert done.returncode == 1 and "Traceback" not in done.stderr and not (tmp_path / "data").exists()
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    said, revision = data("gsm8k", "--output", tmp_path), CATALOG["gsm8k"][0].revision
+    of_all = {"path": "openai/gsm8k", "name": "main", "revision": revision}
+    assert asked == [{**of_all, "split": split} for split in ("train", "test")]
+    assert f"3 rows, 3 prompts, from 3 rows of openai/gsm8k at {revision}" in said
     command = "hf download BytedTsinghua-SIA/AIME-2024 --repo-type dataset --revision aa49075e24ad594b79fdf0bdcefa735c"
-    assert "DataError: " in done.stderr and command in done.stderr and "--source FOLDER" in done.stderr
+    with pytest.raises(DataError, match=f"ConnectionError: offline.*{command}.*--source FOLDER"):
+        data("aime-2024", "--output", tmp_path)
