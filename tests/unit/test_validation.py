@@ -18,7 +18,6 @@ from flashrl_verl.settings import ACTOR, ASYNC, CORRECTION, MODEL, ROLLOUT, get
 from flashrl_verl.tools.recipe_process import ROOT, compose
 from flashrl_verl.validation import (
     PLATFORM,
-    check_paths,
     missing_paths,
     rules,
     settle_packages,
@@ -49,24 +48,22 @@ CASES = [
     # hardware
     ({PLATFORM: "cpu"}, "before verl's own main_ppo VERL_PLATFORM=cpu"),
     *(
-        ({f"{ROLLOUT}.tensor_model_parallel_size": 1, key: bad}, f"{key}=1")
-        for key in ("trainer.nnodes", "trainer.n_gpus_per_node")
-        for bad in (0, -1, 0.5, True, None)
+        ({f"{ROLLOUT}.tensor_model_parallel_size": 1, "trainer.nnodes": bad}, "trainer.nnodes=1")
+        for bad in (0, 0.5, True, None)
     ),
     *(
-        ({key: bad}, f"{key}={good}")
-        for key, good in (
-            (f"{ROLLOUT}.tensor_model_parallel_size", 1),
-            (f"{ROLLOUT}.max_num_seqs", 1),
-            ("data.train_batch_size", 1),
-            (f"{ACTOR}.ppo_mini_batch_size", 1),
-            (f"{ACTOR}.ulysses_sequence_parallel_size", 1),
-            (f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size", 1),
-            (f"{ROLLOUT}.prompt_length", 1),
-            (f"{ROLLOUT}.response_length", 1),
-            (f"{ROLLOUT}.max_model_len", 1024),
+        ({f"{ROLLOUT}.tensor_model_parallel_size": 1, key: "two"}, f"{key}=1")
+        for key in (
+            "trainer.n_gpus_per_node",
+            f"{ROLLOUT}.tensor_model_parallel_size",
+            f"{ROLLOUT}.max_num_seqs",
+            "data.train_batch_size",
+            f"{ACTOR}.ppo_mini_batch_size",
+            f"{ACTOR}.ulysses_sequence_parallel_size",
+            f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size",
+            f"{ROLLOUT}.prompt_length",
+            f"{ROLLOUT}.response_length",
         )
-        for bad in (0, -1, "two")
     ),
     *(
         ({f"{ROLLOUT}.gpu_memory_utilization": bad}, f"{ROLLOUT}.gpu_memory_utilization=0.8")
@@ -76,7 +73,6 @@ CASES = [
     *(({f"{ACTOR}.optim.lr": bad}, f"{ACTOR}.optim.lr=1.0e-6") for bad in (-1e-6, "fast", math.nan)),
     *(({"algorithm.filter_groups.enable": False, f"{ROLLOUT}.n": bad}, f"{ROLLOUT}.n=1") for bad in (0, -1, "two")),
     ({f"{ROLLOUT}.n": 1}, f"{ROLLOUT}.n=16"),
-    ({f"{ACTOR_MODEL}.lora.rank": "eight"}, f"{ACTOR_MODEL}.lora.rank=0"),
     ({f"{ACTOR}.ulysses_sequence_parallel_size": 3}, "<a divisor of 8>"),
     ({f"{ACTOR}.ulysses_sequence_parallel_size": 2, ATTENTION: "sdpa"}, f"{ATTENTION}=flash_attention_2"),
     ({ATTENTION: "flash_attention_4"}, f"{ATTENTION}=varlen"),
@@ -103,17 +99,12 @@ CASES = [
     ({f"{ROLLOUT}.load_format": "bitsandbytes"}, f"{ROLLOUT}.load_format=dummy"),
     ({f"{ROLLOUT}.quantization": "fp8"}, f"{ROLLOUT}.quantization=null"),
     ({f"{ACTOR}.fsdp_config.qat.enable": True}, f"{ACTOR}.fsdp_config.qat.enable=false"),
-    (
-        {"flashrl.fp32_lm_head": True, f"{ACTOR_MODEL}.use_fused_kernels": True},
-        f"{ACTOR_MODEL}.use_fused_kernels=false",
-    ),
     ({f"{ACTOR_MODEL}.use_fused_kernels": True}, f"{ACTOR_MODEL}.use_fused_kernels=false"),
     ({"flashrl.fp32_lm_head": True, f"{MIXED}.param_dtype": "float32"}, f"{MIXED}.param_dtype=bfloat16"),
     ({"flashrl.fp32_lm_head": True, f"{ROLLOUT}.dtype": "float16"}, "flashrl.fp32_lm_head=false"),
     # monitors that have no key
     ({f"{ROLLOUT}.prometheus.enable": True}, f"{ROLLOUT}.prometheus.enable=false"),
     ({"trainer.logger": ["console", "rl_insight"]}, "trainer.logger=[console]"),
-    ({"trainer.logger": "rl_insight"}, "trainer.logger=[console]"),
     # a correction of which something would be ignored, or that divides by zero (the rest: test_correction_settings.py)
     ({f"{CORRECTION}.rollout_is": "word"}, f"{CORRECTION}.rollout_is=token"),
     ({f"{CORRECTION}.loss_type": "reinforce"}, f"{CORRECTION}.loss_type=ppo_clip"),
@@ -134,10 +125,10 @@ CASES = [
     ({"algorithm.adv_estimator": "optimal_token_baseline"}, "algorithm.adv_estimator=grpo"),
     ({**REJECTION, "algorithm.adv_estimator": "reinforce_plus_plus"}, "algorithm.adv_estimator=grpo"),
     # what is sampled: the correction, and metrics without weights too, need the log-probs of the policy that sampled
-    *(({f"{ROLLOUT}.temperature": bad}, f"{ROLLOUT}.temperature=1.0") for bad in (0, -1.0, 0.001)),
+    ({f"{ROLLOUT}.temperature": 0.001}, f"{ROLLOUT}.temperature=1.0"),
     *(
         ({**correction, f"{ROLLOUT}.{key}": bad}, remedy.format(f"{ROLLOUT}.{key}"))
-        for correction in ({}, {f"{CORRECTION}.rollout_is": None}, {**NO_WEIGHTS, **REJECTION})
+        for correction in ({}, {**NO_WEIGHTS, **REJECTION})
         for key, bad, remedy in (
             ("calculate_log_probs", False, "{}=true"),
             ("logprobs_mode", "raw_logprobs", "{}=processed_logprobs"),
@@ -246,22 +237,19 @@ def test_every_argument_of_vllms_that_would_win_over_ours_is_refused_in_every_sp
     validate_config(cfg)
 
 
-@pytest.mark.parametrize(("hardware", "method"), [("cpu", "ngram"), ("cuda", "eagle"), ("cuda", "suffix")])
-def test_other_speculation_is_refused(hardware, method):
-    said = refusal(changed({f"{ENGINE}.speculative_config": {"method": method}}, hardware))
-    assert "n-gram" in said and "Remedy: remove" in said
-
-
-def test_n_grams_are_refused_with_another_way_of_accepting_drafts():
-    speculation = {"method": "ngram", "num_speculative_tokens": 3, "rejection_sample_method": "synthetic"}
-    assert "Remedy: remove" in refusal(changed({f"{ENGINE}.speculative_config": speculation}))
-
-
-def test_n_grams_are_refused_with_the_int8_kv_cache():
-    said = refusal(
-        changed({"flashrl.kv_cache": "int8_per_token_head", f"{ENGINE}.speculative_config": {"method": "ngram"}})
-    )
-    assert "flashrl.kv_cache=auto" in said
+@pytest.mark.parametrize(
+    ("speculation", "hardware", "kv_cache"),
+    [
+        ({"method": "eagle"}, "cuda", "auto"),
+        ({"method": "ngram", "rejection_sample_method": "synthetic"}, "cuda", "auto"),  # accepts drafts otherwise
+        ({"method": "ngram"}, "cpu", "auto"),
+        ({"method": "ngram"}, "cuda", "int8_per_token_head"),
+    ],
+)
+def test_speculation_is_refused_unless_by_n_grams_on_a_gpu(speculation, hardware, kv_cache):
+    settings = {"flashrl.kv_cache": kv_cache, f"{ENGINE}.speculative_config": speculation}
+    stated, _, remedy = refusal(changed(settings, hardware)).partition(" Remedy: ")
+    assert "speculative_config" in stated and "n-grams" in stated and "remove" in remedy
 
 
 # ---- what is accepted ----
@@ -286,30 +274,6 @@ def test_what_is_merely_unusual_is_accepted(settings):
 
 
 # ---- what a user writes on the command line ----
-
-
-@pytest.mark.parametrize(
-    ("word", "parts"),
-    [
-        ("flashrl.precision=int4", ["flashrl.precision=int4", "int8, fp8"]),
-        ("+flashrl.receipt_tensors=-1", ["flashrl.receipt_tensors=-1", "there is no such setting"]),
-        ("flashrl.precison=int8", ["no key flashrl.precison"]),
-        ("trainer.no_such_key=1", ["no key trainer.no_such_key"]),
-        ("correction=icepops", ["correction/icepops", "icepop"]),
-        ("+corection=icepop", ["corection=icepop", "correction=icepop without a +"]),
-        ("algorithm.rollout_correction.rollout_is_threshold=0.5_5", ["threshold=0.55", "YAML reads 0.5_5 as"]),
-        (f"{ROLLOUT}.top_p=0.9", ["top_p=0.9", f"{ROLLOUT}.top_p=1.0"]),
-        (f"+{ENGINE}.quantization=fp8", ["quantization=fp8", "flashrl.precision"]),
-        ("trainer.device=cpu", ["trainer.device=cpu", "hardware=cpu"]),
-        ("data.train_files=/no/such.parquet", ["data.train_files=/no/such.parquet", "`flashrl data --help`"]),
-    ],
-)
-def test_a_users_fault_is_one_error_that_names_the_key(word, parts):
-    with pytest.raises(ConfigError) as caught:
-        cfg = compose(["experiment=base", word])
-        validate_config(cfg)
-        check_paths(cfg)
-    assert all(part in str(caught.value) for part in parts)
 
 
 @pytest.mark.parametrize(
@@ -420,17 +384,6 @@ def test_what_looks_like_a_path_has_to_exist_and_a_name_of_the_hub_has_not(tmp_p
     cfg = OmegaConf.create({"data": {"train_files": ["hdfs://a/b.parquet"]}})
     OmegaConf.update(cfg, MODEL, model, force_add=True)
     assert missing_paths(cfg) == [f"{MODEL}={model}"] * missing
-
-
-def test_all_that_is_missing_is_one_line(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    cfg = OmegaConf.create({"data": {"train_files": ["a.parquet"], "val_files": "b.parquet"}})
-    OmegaConf.update(cfg, MODEL, "/no/such", force_add=True)
-    with pytest.raises(ConfigError) as caught:
-        check_paths(cfg)
-    pairs = ("data.train_files=a.parquet", "data.val_files=b.parquet", f"{MODEL}=/no/such", str(tmp_path))
-    assert all(pair in str(caught.value) for pair in pairs)
-    assert "\n" not in str(caught.value)
 
 
 def test_the_recipe_refuses_missing_paths_before_ray():
