@@ -23,15 +23,6 @@ def run(name: str, output: Path, *words: str, status: int = 0) -> subprocess.Com
     return done
 
 
-def test_a_weight_update_is_measured_and_its_bytes_are_the_models(tmp_path):
-    run("refit", tmp_path, "--precision", "int8,bf16", "--repeats", "2", "--no-upstream")
-    int8, bf16 = json.loads((tmp_path / "refit.json").read_text())["results"]
-    assert bf16["read_bytes"] == int8["read_bytes"] == bf16["written_bytes"]
-    assert 0.5 < int8["written_bytes"] / bf16["written_bytes"] < 1
-    for one in (int8, bf16):
-        assert all(0 < load <= all_ for load, all_ in zip(one["load_seconds"], one["refit_seconds"], strict=True))
-
-
 def test_a_rollout_is_measured_its_weights_are_eight_bits_and_a_second_command_resumes_behind_it(tmp_path):
     words = ("--workloads", "4x16+24", "--max-num-batched-tokens", "512", "--max-num-seqs", "16")
     words += ("--gpu-memory-utilization", "0.2", "--spread", "0.7", "--limit", "48")

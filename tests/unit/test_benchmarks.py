@@ -8,8 +8,7 @@ import statistics
 import numpy as np
 import pytest
 
-from benchmarks import common, gsm8k, mismatch, rollout, tables
-from flashrl_verl.errors import ConfigError
+from benchmarks import common, gsm8k, mismatch, rollout, tables, training
 
 
 def test_every_table_of_the_results_and_the_readme_is_that_of_the_raw_data():
@@ -21,26 +20,6 @@ def test_every_table_of_the_results_and_the_readme_is_that_of_the_raw_data():
 
 
 # ---- intervals, variants ----
-
-
-@pytest.mark.parametrize(
-    "variant, expected",
-    [
-        ("bf16+tis", {"flashrl.precision=bf16", "correction=tis"}),
-        ("none+int8", {"flashrl.precision=int8", "correction=none"}),
-        ("fp8+bypass+async", {"flashrl.precision=fp8", "correction=bypass", gsm8k.EXTRAS["async"]}),
-        ("int8+unrotated+none", {"flashrl.precision=int8", "correction=none", "flashrl.rotation=false"}),
-        ("int8+int8kv+tis", {"flashrl.precision=int8", "correction=tis", "flashrl.kv_cache=int8_per_token_head"}),
-    ],
-)
-def test_a_variant_is_a_precision_and_a_correction_of_the_recipe(variant, expected):
-    assert set(gsm8k.variant_overrides(variant)) == expected
-
-
-@pytest.mark.parametrize("variant", ["int8", "tis", "int8+tis+none", "int8+tis+int4kv", "int4+tis", "int8+async"])
-def test_a_variant_that_is_incomplete_or_not_known_is_refused(variant):
-    with pytest.raises(ConfigError, match="--variants"):
-        gsm8k.variant_overrides(variant)
 
 
 def test_an_interval_covers_the_mean_in_19_of_20_draws():
@@ -122,21 +101,6 @@ def test_the_standard_error_of_the_kl_is_what_drawing_responses_anew_gives():
 # ---- rollout ----
 
 
-@pytest.mark.parametrize("text", ["", "4x16", "0x16+8", "4x16+1", "4x16+8,4x16+8"])
-def test_a_workload_of_another_form_is_refused(text):
-    with pytest.raises(ConfigError, match="--workloads"):
-        rollout.workloads_of(text)
-
-
-def test_lengths_are_lognormal_up_to_a_limit():
-    lengths = np.array(rollout.response_lengths(4000, 5000, spread=0.7))
-    assert lengths.mean() == pytest.approx(5000, rel=1e-3) and np.log(lengths).std() == pytest.approx(0.7, rel=0.01)
-    assert np.exp(np.log(lengths).mean()) == pytest.approx(5000 / math.exp(0.7**2 / 2), rel=0.01)
-    cut = rollout.response_lengths(4000, 5000, spread=0.7, limit=8000)
-    assert max(cut) == 8000 and statistics.fmean(cut) == pytest.approx(5000, rel=1e-3)
-    assert rollout.response_lengths(3, 64) == [64, 64, 64]
-
-
 def test_speeds_are_over_bf16_of_the_same_workload():
     def result(variant: str, seconds: list[float]) -> dict:
         timings = [{"workload": [10, 100, 50], "seconds": seconds, "prefill_seconds": [1.0, 1.0]}]
@@ -146,3 +110,19 @@ def test_speeds_are_over_bf16_of_the_same_workload():
     rows = rollout.speeds_of(rollout.rollouts_of([head, result("bf16", [4.0, 5.0]), result("int8", [2.0, 2.5])]))
     assert [row[3:5] for row in rows] == [["1.00", "1.00"], ["2.00", "2.80"]] and {row[5] for row in rows} == {"6"}
     assert rows[1][2] == "225 (200-250)"
+
+
+def test_operations_are_those_that_pytorch_counts():
+    """``FlopCounterMode`` counts whole attention, of which the causal half is needed."""
+    from torch.utils.flop_counter import FlopCounterMode
+    from transformers import AutoModelForCausalLM
+
+    from flashrl_verl.tools.engines.shapes import load_config
+
+    config, tokens = load_config("tiny"), 64
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(input_ids=torch.zeros(1, tokens, dtype=torch.long))
+    attention = 2 * config.num_hidden_layers * config.hidden_size * tokens**2
+    ours = training.forward_operations(config, tokens, tokens)
+    assert counter.get_total_flops() - attention == pytest.approx(ours, rel=0.02)

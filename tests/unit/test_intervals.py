@@ -32,15 +32,6 @@ def test_pass_at_k_of_many_samples_neither_overflows_nor_loses_the_least_chance(
     assert found["pass@10000"].tolist() == [1.0, 0.0]
 
 
-def test_metrics_of_a_problem_by_hand():
-    found = per_problem([[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 0, 0]], 4)
-    assert list(found) == ["mean@4", "pass@2", "pass@4"]
-    assert found["mean@4"].tolist() == [0.25, 0.5, 0.0]
-    assert found["pass@2"] == pytest.approx([1 / 2, 5 / 6, 0.0])
-    assert found["pass@4"].tolist() == [1.0, 1.0, 0.0]
-    assert list(per_problem([[0.5], [1.0]], 1)) == ["mean@1"]
-
-
 def test_intervals_cover_a_known_accuracy_as_often_as_they_say(few_draws):
     """400 evaluations of 100 problems with 4 samples each: problems differ in difficulty (Beta(1, 1)), samples of one
     do not. 95 % of 400 has a standard error of 1.1 points; percentiles of 100 problems cover about a point less."""
@@ -57,20 +48,6 @@ def test_intervals_cover_a_known_accuracy_as_often_as_they_say(few_draws):
         naive += abs(values.mean() - 0.5) <= error
     assert 0.915 < covered / evaluations < 0.975
     assert naive / evaluations < 0.87
-
-
-def test_intervals_of_a_difference_cover_it_and_pairing_makes_them_narrower(few_draws):
-    rng = np.random.default_rng(1)
-    covered, widths = 0, []
-    for _ in range(200):
-        chance = rng.beta(0.5, 0.5, size=150)
-        lower = np.clip(chance - 0.02, 0, 1)
-        one, other = ((rng.random((150, 4)) < of[:, None]).mean(axis=1) for of in (lower, chance))
-        gap, alone = interval(one - other, floor=-1.0), interval(one)
-        covered += gap.low <= np.mean(lower - chance) <= gap.high
-        widths.append((gap.high - gap.low) / (alone.high - alone.low))
-    assert covered / 200 > 0.9
-    assert np.median(widths) < 0.8  # without pairing it would be 1.41
 
 
 def test_problems_that_are_all_alike_do_not_look_certain():

@@ -3,19 +3,13 @@
 
 import json
 import math
-import shutil
 
 import pytest
-from rich.console import Console
-from typer.testing import CliRunner
 
-from flashrl_verl.cli import app
 from flashrl_verl.errors import FlashRLError
 from flashrl_verl.tools import report
-from flashrl_verl.tools.recipe_process import ROOT
 
 HELD_OUT, KL, ESS = "val-core/toy_addition/acc/mean@1", "rollout_corr/k3_kl", "rollout_corr/rollout_is_eff_sample_size"
-RECORDED = ROOT / "benchmarks" / "results" / "recipe"
 
 
 def lines(*steps: dict) -> str:
@@ -100,31 +94,3 @@ def test_the_table_is_what_the_files_say_by_hand(tmp_path):
     }
     assert second == first | {"run": "bf16", "rollout": "bf16"}  # what the engine held, not what was chosen
     assert other == dict.fromkeys(first, report.MISSING) | {"run": "other", "steps": "0"}
-
-
-def test_seconds_are_those_of_steps_and_phases_those_after_the_first(tmp_path):
-    metrics = report.read_metrics(make_run(tmp_path / "run") / "metrics.jsonl")
-    assert metrics.seconds() == {0: 0.0, 1: 4.0, 2: 10.0}
-    phases = {name: seconds for name, seconds in metrics.phases().items() if seconds}
-    assert phases == pytest.approx({"gen": 3.6, "update_actor": 1.8, "other": 0.6})
-
-
-def test_recorded_runs_are_compared_on_the_terminal_and_in_one_picture(tmp_path):
-    done = CliRunner().invoke(app, ["report", f"{RECORDED}/bf16", f"{RECORDED}/fp8", "--output", str(tmp_path / "out")])
-    assert done.exit_code == 0, done.output
-    for name in ("bf16", "fp8"):
-        logged = [json.loads(line)["data"].get(KL) for line in (RECORDED / name / "metrics.jsonl").open()]
-        [said] = [line.split() for line in done.stdout.splitlines() if line.startswith(f"{name} ")]
-        assert f"{max(filter(None, logged)):.1e}" in said
-    assert (tmp_path / "out" / "report.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_one_run_is_drawn_beside_its_metrics_and_runs_of_one_name_are_told_apart(tmp_path):
-    run, copy = make_run(tmp_path / "a" / "[bold]run"), tmp_path / "b" / "[bold]run"
-    assert CliRunner().invoke(app, ["report", str(run)]).exit_code == 0 and (run / "report.png").is_file()
-    shutil.copytree(run, copy)
-    runs = report.load(run, copy)
-    assert [found.name for found in runs] == [str(run), str(copy)]
-    console = Console(width=400, record=True, file=open("/dev/null", "w"))
-    console.print(report.table(runs))
-    assert str(copy) in console.export_text()

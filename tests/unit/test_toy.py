@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The quickstart's assets: what the tokenizer, the task, the reward and the warm-up promise."""
 
-import pyarrow.parquet
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flashrl_verl.errors import ConfigError, FlashRLError
 from flashrl_verl.quickstart import warmup
 from flashrl_verl.quickstart.assets import RECORD, make_assets
 from flashrl_verl.quickstart.model import build_model
 from flashrl_verl.quickstart.reward import compute_score
-from flashrl_verl.quickstart.task import DATA_SOURCE, Problem, split_problems
+from flashrl_verl.quickstart.task import DATA_SOURCE, split_problems
 from flashrl_verl.quickstart.tokenizer import ROLES, build_tokenizer
 
 
@@ -20,12 +18,6 @@ def brief(monkeypatch):
     """The warm-up stops at its first probe, after two updates: for what does not depend on how good the model is."""
     monkeypatch.setattr(warmup, "TARGET", 0.0)
     monkeypatch.setattr(warmup, "PROBE_EVERY", 2)
-
-
-@pytest.mark.parametrize("text", ["27+38=", "", " a\n\tb ", "Grüße, 世界 🙂", "user asked the assistant", "\x00\x7f"])
-def test_any_text_survives_a_round_trip(text):
-    tokenizer = build_tokenizer()
-    assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 def test_every_token_of_the_model_is_one_that_text_can_be_encoded_to():
@@ -38,18 +30,13 @@ def test_every_token_of_the_model_is_one_that_text_can_be_encoded_to():
     assert all(len(tokenizer.encode(part)) == 1 for part in ("\n", *ROLES)), "verl's chat builder looks for these"
 
 
-@pytest.mark.parametrize("a, b, answer, slip", [(27, 38, "65", "55"), (20, 11, "31", "31"), (5, 5, "10", "0")])
-def test_the_slip_forgets_the_carry_of_the_units_and_nothing_else(a, b, answer, slip):
-    assert (Problem(a, b).answer, Problem(a, b).slip) == (answer, slip)
-
-
 def test_no_held_out_sum_is_trained_on_in_either_order_and_half_of_them_carry():
     split = split_problems(0)
     train, probe, test = ({frozenset((p.a, p.b)) for p in part} for part in split)
     assert not train & probe and not train & test and not probe & test
     assert len({*split.train, *split.probe, *split.test}) == 50 * 50
     assert len(split.test) == 128 and sum(p.has_carry for p in split.test) == 64
-    assert split == split_problems(0) and split.test != split_problems(1).test
+    assert split.test != split_problems(1).test
 
 
 def test_only_the_exact_digits_are_rewarded():
@@ -60,7 +47,7 @@ def test_only_the_exact_digits_are_rewarded():
         compute_score("gsm8k", "65", "65")
 
 
-def test_assets_are_a_function_of_the_seed_in_verls_format_and_made_once(tmp_path, brief):
+def test_assets_are_a_function_of_the_seed_and_made_once(tmp_path, brief):
     def files(name, seed):
         made = make_assets(tmp_path / name, seed=seed)
         assert made["seed"] == seed and made["warmup_steps"] == 2
@@ -69,15 +56,6 @@ def test_assets_are_a_function_of_the_seed_in_verls_format_and_made_once(tmp_pat
     first = files("a", 5)
     torch.manual_seed(99)
     assert first == files("b", 5)
-    other = files("c", 6)
-    assert all(first[name] != other[name] for name in ("model.safetensors", "train.parquet", "test.parquet"))
-    rows = pyarrow.parquet.read_table(tmp_path / "a" / "test.parquet").to_pylist()
-    [message] = rows[0]["prompt"]
-    a, b = map(int, message["content"].rstrip("=").split("+"))
-    assert message["role"] == "user" and rows[0]["reward_model"]["ground_truth"] == str(a + b)
-    train = pyarrow.parquet.read_table(tmp_path / "a" / "train.parquet")
-    assert len(rows) == 128 and train.num_rows == 2500 - 128 - 192
-
     weights = tmp_path / "a" / "model" / "model.safetensors"
     weights.write_bytes(b"kept")
     make_assets(tmp_path / "a", seed=5)
@@ -93,20 +71,3 @@ def test_a_warm_up_that_misses_its_target_is_an_error_and_its_assets_are_not_use
     for _ in range(2):
         with pytest.raises(FlashRLError, match="--seed 1"):
             make_assets(tmp_path, seed=0)
-
-
-@pytest.mark.slow
-def test_the_saved_model_leaves_room_for_learning_and_decodes_as_accurately_as_its_record_says(tmp_path):
-    made = make_assets(tmp_path, seed=0)
-    assert 0.2 <= made["greedy"] <= 0.7 and 0.2 <= made["sampled"] <= 0.7
-    assert made["warmup_steps"] < warmup.MAX_STEPS // 2
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").dtype == torch.bfloat16
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
-    problems, right = split_problems(0).test, 0
-    for problem in problems:
-        chat = [{"role": "user", "content": problem.prompt}]
-        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=False)
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=6)
-        right += tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True) == problem.answer
-    assert made["greedy"] == pytest.approx(right / len(problems))
