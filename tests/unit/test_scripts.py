@@ -1,20 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scripts a user runs: what they refuse, their help, an installation that is resumed."""
+"""The scripts a user runs: what they refuse and start, an installation that is resumed; a launch script starts
+here or through a Ray dashboard, and leaves nothing behind."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 SETUP_ENV = ROOT / "scripts" / "setup_env.sh"
+RECIPE = ROOT / "recipe" / "flashrl"
+SNAPSHOTS = Path(__file__).with_name("snapshots")
+EXPERIMENT = "dapo_qwen2.5_32b_int8"
+WITHOUT_A_SCRIPT = {"base", "quickstart", "smoke"}
+"""What others are made of, and the toy runs: `flashrl quickstart` starts those."""
 
 
 def bash(script: Path, *words: str, cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess:
-    environment = {**os.environ, **variables}
+    """Run a script with this interpreter first on PATH and without Ray's variables."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+    # abspath, not resolve: the interpreter of a virtual environment is a link out of it.
     environment["PATH"] = os.pathsep.join([os.path.dirname(os.path.abspath(sys.executable)), os.environ["PATH"]])
+    environment |= {"PYTHONPATH": str(ROOT), **variables}
     command = ["bash", script, *words]
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=400)
 
@@ -36,15 +46,6 @@ def test_setup_refuses_before_it_makes_or_clears_anything(tmp_path, word, variab
     process = bash(SETUP_ENV, *filter(None, [word]), **{key: text.format(tmp_path) for key, text in given.items()})
     assert process.returncode == 1 and said in process.stderr
     assert list(tmp_path.iterdir()) == [old]
-
-
-@pytest.mark.parametrize(
-    ("script", "says"), [("setup_env.sh", "FLASHRL_DEVICE"), ("test.sh", "--slow"), ("quickstart.sh", "--resume")]
-)
-def test_a_script_explains_itself_and_makes_nothing(tmp_path, script, says):
-    process = bash(ROOT / "scripts" / script, "--help", FLASHRL_VENV=str(tmp_path / "venv"))
-    assert process.returncode == 0 and says in process.stdout and "set -euo" not in process.stdout
-    assert not (tmp_path / "venv").exists()
 
 
 def test_a_relative_output_of_the_quickstart_starts_where_the_caller_is(tmp_path):
@@ -101,3 +102,46 @@ def test_a_setup_that_fails_is_resumed_by_the_same_command_and_one_that_is_whole
     assert again.returncode == 0 and f"ready: {tmp_path}/venv" in again.stdout and not (tmp_path / "asked").exists()
     other = bash(SETUP_ENV, **fake, FLASHRL_VLLM_WHEEL="vllm-1+cpu.whl")  # another lock: nothing of the old one stays
     assert other.returncode == 0 and "new environment" in other.stdout and not (packages / "torch.py").exists()
+
+
+# ---- launch scripts ----
+
+
+def test_a_dry_run_of_a_copied_recipe_prints_the_difference_and_starts_and_leaves_nothing(tmp_path):
+    fork, cwd = tmp_path / "fork" / "recipe" / "flashrl", tmp_path / "elsewhere"
+    shutil.copytree(RECIPE, fork, ignore=shutil.ignore_patterns("__pycache__"))
+    cwd.mkdir()
+    before = set(fork.rglob("*"))
+    done = bash(fork / f"run_{EXPERIMENT}.sh", "--dry-run", cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    _, _, difference = done.stdout.partition("# Difference to verl's defaults")
+    assert difference.partition("\n")[2].startswith((SNAPSHOTS / f"{EXPERIMENT}.txt").read_text())
+    assert done.stdout.rstrip().endswith("The configuration is valid. Nothing was started.")
+    assert "Started a local Ray instance" not in done.stdout + done.stderr
+    assert {path for path in set(fork.rglob("*")) - before if "__pycache__" not in path.parts} == set()
+    assert list(cwd.iterdir()) == []
+
+
+@pytest.fixture
+def ray_command(tmp_path):
+    """A `ray` command that writes down its words instead of submitting: the script is tested, not Ray."""
+    command = tmp_path / "bin" / "ray"
+    command.parent.mkdir()
+    command.write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$PWD" "$@"\n')
+    command.chmod(0o755)
+    return {"PATH": os.pathsep.join([str(command.parent), os.environ["PATH"]])}
+
+
+def test_every_experiment_has_a_script_that_submits_it_with_the_words_unchanged(tmp_path, ray_command):
+    experiments = {path.stem for path in (ROOT / "flashrl_verl" / "configs" / "experiment").glob("*.yaml")}
+    assert {path.stem.removeprefix("run_") for path in RECIPE.glob("run_*.sh")} == experiments - WITHOUT_A_SCRIPT
+    words = ["data.train_files=/shared/a b.parquet", "trainer.logger=[console,wandb]"]
+    for number, experiment in enumerate(sorted(experiments - WITHOUT_A_SCRIPT)):
+        address = {("RAY_ADDRESS", "RAY_JOB_ADDRESS")[number % 2]: "http://head:8265"}
+        script = RECIPE / f"run_{experiment}.sh"
+        done = bash(script, *words, cwd=tmp_path, **ray_command, **address)
+        assert done.returncode == 0 and os.access(script, os.X_OK), done.stderr
+        assert done.stdout.splitlines() == [
+            *[str(ROOT), "job", "submit", "--address", "http://head:8265", "--working-dir", ".", "--"],
+            *["python3", "-m", "recipe.flashrl.main_flashrl", f"experiment={experiment}", *words],
+        ]
