@@ -56,18 +56,6 @@ def optimizer_step(model: torch.nn.Module, lr: float, seed: int) -> None:
     optimizer.zero_grad()
 
 
-def test_four_linears_per_layer_are_int8_and_take_about_half_the_bytes(engine):
-    from flashrl_verl.rollout.inspection import require_settings
-    from flashrl_verl.settings import FlashRLConfig
-
-    (layers,) = engine.collective_rpc("flashrl_layers")
-    require_settings(FlashRLConfig(precision="int8"), layers)
-    assert layers["quantized_layers"] == 4 * LAYERS
-    assert layers["unrotated"] == [f"model.layers.{i}.mlp.down_proj.weight" for i in range(LAYERS)]  # 344 = 8 x 43
-    assert layers["unquantized_layers"] == layers["never_quantized"] == {}
-    assert 0.5 < layers["quantized_bytes"] / layers["quantized_bytes_as_bf16"] < 0.53
-
-
 def test_codes_and_scales_equal_a_recomputation_before_and_after_an_optimizer_step(trainer, refit):
     before = wire(trainer)
     before[UP_PROJ] = before[UP_PROJ].t().contiguous().t()
@@ -193,31 +181,3 @@ def test_a_parameter_that_moves_is_named(trainer, refit):
             refit(wire(trainer), step=1)
     finally:
         norm.data = kept
-
-
-def test_layers_with_stale_copies_are_named_and_the_next_update_restores_the_output(
-    engine, trainer, refit, monkeypatch
-):
-    from vllm.model_executor.model_loader.utils import process_weights_after_loading
-
-    from flashrl_verl.refit.stale_copies import layers_with_stale_copies
-
-    def stale() -> list[str]:
-        return layers_with_stale_copies(
-            refit.model, lambda: process_weights_after_loading(refit.model, refit.model_config, refit.device)
-        )
-
-    weights = wire(trainer)
-    refit(weights, step=0)
-    output = greedy(engine)
-    assert stale() == []
-    refit(weights, step=1)
-    assert greedy(engine) == output
-    module = refit.model.model.layers[1].mlp.down_proj
-    apply, kept = module.quant_method.apply, module.weight.data.clone()
-    monkeypatch.setattr(
-        module.quant_method,
-        "apply",
-        lambda layer, x, bias=None: x.float() @ kept.float().t() if layer is module else apply(layer, x, bias),
-    )
-    assert stale() == ["model.layers.1.mlp.down_proj"]

@@ -2,11 +2,9 @@
 """``flashrl.fp32_lm_head`` in real engines: log-probs are those of FP32 logits, through refits, tied and not, cut or
 whole."""
 
-from pathlib import Path
-
 import pytest
 import torch
-from engines import CUDA, Refit, engine, greedy, in_own_process, parallel_engine, teacher_forced, update
+from engines import CUDA, Refit, engine, greedy, parallel_engine, teacher_forced, update
 from tiny_models import LAYERS, VOCAB, make, wire
 from transformers import PreTrainedModel
 
@@ -68,25 +66,3 @@ def test_two_ranks_gather_fp32_logits_and_give_the_log_probs_of_one(tmp_path, ti
         assert [(r["head_dtype"], r["quantized_layers"]) for r in ranks] == [("float32", 4 * LAYERS)] * 2
         update(llm, 2, wire(trainer), 0)
         assert greedy(llm) == (tokens, pytest.approx(one, abs=0.1)), "activations of a rank have scales of their own"
-
-
-def before_and_after_sleep(folder: Path, tied: bool) -> list:
-    trainer = with_large_logits("qwen2.5", tied)
-    trainer.config.save_pretrained(folder)
-    with engine(folder, INT8, compiled=True, enable_sleep_mode=True) as llm:
-        assert llm.collective_rpc("flashrl_layers")[0]["head_dtype"] == "float32"
-        refit = Refit(llm)
-        refit(wire(trainer), 0)
-        before = greedy(llm)
-        llm.sleep(level=2)
-        llm.wake_up(tags=["weights"])
-        refit(wire(trainer), 1)
-        llm.wake_up(tags=["kv_cache"])
-        return [before, greedy(llm)]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("tied", [False, True])
-def test_with_cuda_graphs_and_sleep_the_head_follows_its_refit(tmp_path, tied):
-    before, after = in_own_process(before_and_after_sleep, tmp_path, tied)
-    assert after == before

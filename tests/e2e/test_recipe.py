@@ -135,13 +135,6 @@ def test_an_asynchronous_run_trains_on_trajectories_of_two_versions_and_knows_wh
 
 
 @pytest.mark.slow
-def test_without_tis_the_mismatch_is_still_measured(recipe):
-    run = recipe("algorithm.rollout_correction.rollout_is=null")
-    assert_healthy(run, steps=2)
-    assert "rollout_corr/rollout_is_mean" not in run.metrics()[2]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "preset, metric", [("icepop", "rollout_is_oob_ratio"), ("geo_rs", "rollout_rs_seq_masked_fraction")]
 )

@@ -26,7 +26,7 @@ HELD = {
     "head_dtype": "bfloat16",
     "kv_cache": {"dtypes": {"auto": 2}, "backends": ["FLASH_ATTN"], "equalized": 0},
 }
-"""What ``flashrl_layers`` says of a small INT8 model; tests/e2e/test_engine_refit.py compares the keys with an
+"""What ``flashrl_layers`` says of a small INT8 model; every run of the recipe compares the keys with an
 engine's."""
 
 BF16 = {

@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A fraction of the replicas is in BF16: the last ones, at least one and not all; each server gets its own settings
-and processes."""
-
-import os
+"""A fraction of the replicas is in BF16: the last ones, at least one and not all; each server gets its own settings,
+and CUDA graphs for as many sequences as may run."""
 
 import pytest
-from verl.utils.config import omega_conf_to_dataclass
 
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.rollout import server
 from flashrl_verl.rollout.replicas import bf16_replicas, precisions, settings_of
-from flashrl_verl.rollout.server import FlashRLHttpServer, FlashRLReplica
+from flashrl_verl.rollout.server import FlashRLHttpServer
 from flashrl_verl.settings import FlashRLConfig, Precision
 from flashrl_verl.tools.recipe_process import compose
 
@@ -43,44 +40,6 @@ def test_the_last_replicas_are_in_bf16_and_nothing_else_of_their_settings_change
     assert own[:2] == [FlashRLConfig(kv_cache="int8_per_token_head", **same)] * 2
     assert own[2:] == [FlashRLConfig(precision=BF16, **same)] * 2
     assert settings_of(FlashRLConfig(), 0, 1) == FlashRLConfig()
-
-
-def test_replicas_that_share_a_configuration_take_the_precisions_of_the_mixture():
-    words = ["trainer.n_gpus_per_node=2", "flashrl.bf16_replica_fraction=0.5", "flashrl.guard.action=stop"]
-    composed = compose(["experiment=smoke", *words]).actor_rollout_ref.rollout
-    # As verl hands it over, and as an object that all share.
-    for config in (composed, omega_conf_to_dataclass(composed)):
-        replicas = [FlashRLReplica(rank, config, None, gpus_per_node=2) for rank in (0, 1)]
-        for replica in replicas:
-            replica.take_precision(2)
-        taken = [FlashRLConfig.from_mapping(replica.config.custom["flashrl"]) for replica in replicas]
-        assert [settings.precision for settings in taken] == [INT8, BF16]
-        assert all(settings.bf16_replica_fraction == 0 and settings.guard.action.value == "stop" for settings in taken)
-        assert all(replica.config.logprobs_mode == config.logprobs_mode for replica in replicas)
-        assert FlashRLConfig.from_mapping(config.custom["flashrl"]).bf16_replica_fraction == 0.5, "not changed in place"
-
-
-@pytest.mark.parametrize(
-    ("device", "ranks", "chosen", "backend", "own_process"),
-    [
-        ("cpu", 1, {}, "uni", "0"),
-        ("cpu", 1, {"distributed_executor_backend": "mp"}, "mp", "1"),
-        ("cpu", 2, {}, None, "1"),
-        ("cuda", 1, {}, None, "1"),  # a worker of its own, verl's default
-    ],
-)
-def test_an_engine_of_one_rank_computes_where_it_schedules_on_a_cpu_alone(
-    monkeypatch, device, ranks, chosen, backend, own_process
-):
-    variable = "VLLM_ENABLE_V1_MULTIPROCESSING"
-    monkeypatch.setenv(variable, "1")
-    monkeypatch.setattr(server, "vllm_device", lambda: device)
-    word = f"actor_rollout_ref.rollout.tensor_model_parallel_size={ranks}"
-    engine = object.__new__(FlashRLHttpServer)  # as it is before it starts vLLM
-    engine.config = compose(["experiment=smoke", word]).actor_rollout_ref.rollout
-    engine.flashrl = FlashRLConfig()
-    engine._preprocess_engine_kwargs(arguments := dict(chosen))
-    assert (arguments.get("distributed_executor_backend"), os.environ[variable]) == (backend, own_process)
 
 
 @pytest.mark.parametrize(
