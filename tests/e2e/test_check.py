@@ -51,7 +51,7 @@ def test_a_sound_machine_passes(tmp_path):
 
 def test_faults_of_one_machine_are_all_found_in_one_call(tmp_path):
     folder = planted.metadata(tmp_path / "path", "transformers", "5.0.0")
-    planted.module(folder, "poisoned_kernel", POISON)
+    (folder / "poisoned_kernel.py").write_text(POISON)
     planted.metadata(folder, "poison", "1.0", points={"vllm.general_plugins": "poisoned_kernel:register"})
     code, lines = check(tmp_path, folders=(folder,), VERL_USE_EXTERNAL_PLUGINS="none")
     errors = with_level(lines, "error")

@@ -28,9 +28,8 @@ def ours(path: Path) -> bool:
     return (path / "flashrl_verl").is_dir() or any(path.glob("flashrl_verl-*.dist-info"))
 
 
-def ask(folder: Path, prompts: list[list[int]], tokens: int, scratch: Path, **environment: str) -> dict[str, Any]:
-    """Start the process, with these variables in its environment; returns ``quantization``, ``tokens`` and
-    ``log_probs``."""
+def ask(folder: Path, prompts: list[list[int]], tokens: int, scratch: Path) -> dict[str, Any]:
+    """Start the process; returns ``quantization``, ``tokens`` and ``log_probs``."""
     files = [scratch / name for name in ("prompts.json", "answer.json")]
     files[0].write_text(json.dumps({"prompts": prompts, "tokens": tokens}))
     # vLLM itself may come from PYTHONPATH; this project may not.
@@ -39,9 +38,7 @@ def ask(folder: Path, prompts: list[list[int]], tokens: int, scratch: Path, **en
     done = subprocess.run(
         [sys.executable, __file__, str(folder), *map(str, files)],
         cwd=scratch,
-        env=env
-        | {"VLLM_PLUGINS": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
-        | environment,
+        env=env | {"VLLM_PLUGINS": "", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"},
         capture_output=True,
         text=True,
     )

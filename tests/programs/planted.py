@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults for `flashrl check`, planted where they would be: metadata and modules on ``PYTHONPATH``."""
+"""Faults for `flashrl check`, planted where they would be: metadata on ``PYTHONPATH``."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,11 +21,4 @@ def metadata(folder: Path, name: str, version: str, points: Mapping[str, str] | 
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
     (info / "entry_points.txt").write_text("".join(f"[{g}]\n{name} = {v}\n" for g, v in (points or {}).items()))
-    return folder
-
-
-def module(folder: Path, name: str, text: str) -> Path:
-    """Write a module; returns ``folder``."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.py").write_text(text)
     return folder

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -38,7 +37,6 @@ class Run:
     returncode: int
     output: str
     metrics_file: Path
-    seconds: float
 
     @property
     def failure(self) -> str:
@@ -131,7 +129,6 @@ def start(
 
 def finish(process: subprocess.Popen, folder: Path, timeout: float = 900) -> Run:
     """Wait for a run; end its process group when it takes too long."""
-    started = time.monotonic()
     try:
         process.wait(timeout)
     except subprocess.TimeoutExpired:
@@ -144,4 +141,4 @@ def finish(process: subprocess.Popen, folder: Path, timeout: float = 900) -> Run
         tail = (folder / "log").read_text(errors="replace")[-3000:]
         pytest.fail(f"the run did not end within {timeout} s:\n{tail}")
     output = _ANSI.sub("", (folder / "log").read_text(errors="replace"))
-    return Run(process.returncode, output, folder / "metrics.jsonl", time.monotonic() - started)
+    return Run(process.returncode, output, folder / "metrics.jsonl")
