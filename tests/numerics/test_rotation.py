@@ -14,36 +14,6 @@ from flashrl_verl.quantization.rows import quantize_rows_into
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
-WIDTHS = {
-    # hidden, all heads', intermediate (an expert's of the -A models), heads
-    "Qwen2.5-0.5B": (896, 896, 4864, 14), "Qwen2.5-1.5B": (1536, 1536, 8960, 12),
-    "Qwen2.5-3B": (2048, 2048, 11008, 16), "Qwen2.5-7B": (3584, 3584, 18944, 28),
-    "Qwen2.5-14B": (5120, 5120, 13824, 40), "Qwen2.5-32B": (5120, 5120, 27648, 40),
-    "Qwen2.5-72B": (8192, 8192, 29568, 64), "Qwen3-0.6B": (1024, 2048, 3072, 16),
-    "Qwen3-1.7B": (2048, 2048, 6144, 16), "Qwen3-4B": (2560, 4096, 9728, 32), "Qwen3-8B": (4096, 4096, 12288, 32),
-    "Qwen3-14B": (5120, 5120, 17408, 40), "Qwen3-32B": (5120, 8192, 25600, 64),
-    "Qwen3-30B-A3B": (2048, 4096, 768, 32), "Qwen3-235B-A22B": (4096, 8192, 1536, 64),
-    "Llama-3.2-1B": (2048, 2048, 8192, 32), "Llama-3.2-3B": (3072, 3072, 8192, 24),
-    "Llama-3.1-8B": (4096, 4096, 14336, 32), "Llama-3.1-70B": (8192, 8192, 28672, 64),
-    "Mistral-7B": (4096, 4096, 14336, 32), "Mistral-Small-24B": (5120, 4096, 32768, 32),
-    "Phi-4-mini": (3072, 3072, 8192, 24), "Phi-4": (5120, 5120, 17920, 40), "SmolLM2-135M": (576, 576, 1536, 9),
-    "Gemma-2-2B": (2304, 2048, 9216, 8), "Gemma-2-9B": (3584, 4096, 14336, 16),
-    "Gemma-3-12B": (3840, 4096, 15360, 16), "Gemma-3-27B": (5376, 4096, 21504, 32),
-}  # fmt: skip
-"""Of models that people train, from their config.json."""
-SMALLER = {
-    ("Qwen2.5-3B", 8): 32, ("Qwen2.5-72B", 4): 32, ("Qwen2.5-72B", 8): 16, ("Qwen3-30B-A3B", 8): 32,
-}  # fmt: skip
-"""Model and tensor-parallel size whose down_proj (an expert's) does not take 64."""
-
-
-@pytest.mark.parametrize("model", WIDTHS)
-def test_layers_of_models_that_people_train_rotate_64_channels_on_every_rank_or_the_named_fewer(model):
-    hidden, heads_width, intermediate, heads = WIDTHS[model]
-    for ranks in (ranks for ranks in (1, 2, 4, 8) if heads % ranks == 0):
-        assert INT8.block(hidden) == INT8.block(heads_width // ranks) == 64
-        assert INT8.block(intermediate // ranks) == SMALLER.get((model, ranks), 64)
-
 
 @pytest.mark.parametrize("columns, block", [(64 * 7, 64), (96, 32), (48, 16), (40, 1), (8, 1), (1, 1), (344, 1)])
 def test_a_block_is_a_power_of_two_from_16_to_64_that_divides_the_columns_or_there_is_none(columns, block):

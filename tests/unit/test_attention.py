@@ -10,10 +10,8 @@ from refusals import ENGINE, changed, refusal
 from flashrl_verl.attention import pages
 from flashrl_verl.attention.limits import why_not_model
 from flashrl_verl.attention.metadata import prefills_of
-from flashrl_verl.settings import KVCache, Precision
+from flashrl_verl.settings import KVCache
 from flashrl_verl.tools.engines.shapes import load_config
-from flashrl_verl.tools.plan.memory import Engine, Memory
-from flashrl_verl.tools.plan.shape import shape_of
 from flashrl_verl.validation import validate_config
 
 
@@ -61,14 +59,6 @@ def test_a_model_with_other_heads_is_refused_when_the_run_is_composed_unless_it_
     assert validate_config(run(attention_backend="TRITON_ATTN")).kv_cache is KVCache.INT8_PER_TOKEN_HEAD
     validate_config(run(attention_config={"backend": "TRITON_ATTN"}))
     validate_config(run(kv_cache="auto"))
-
-
-def test_the_plan_refuses_it_for_such_a_model():
-    config = load_config("qwen2.5-7b")
-    config.head_dim = 96
-    shape, engine = shape_of(config), Engine(gpu="h200", gib=126)
-    assert Memory(shape, engine, Precision.BF16).refused(16000) is None
-    assert "heads of 96" in Memory(shape, engine, Precision.BF16, KVCache.INT8_PER_TOKEN_HEAD).refused(16000)
 
 
 def groups(lengths, new, first, at_once):

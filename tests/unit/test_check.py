@@ -5,10 +5,8 @@ import dataclasses
 import shutil
 from types import SimpleNamespace
 
-import numpy as np
 import planted
 import pytest
-import references
 import torch
 
 from flashrl_verl.quantization.formats import FP8, INT8
@@ -49,15 +47,6 @@ def test_a_gpu_that_another_program_uses_is_a_warning_and_one_that_shares_the_ho
 
 
 # ---- kernels ----
-
-
-@pytest.mark.parametrize("fmt", [INT8, FP8], ids=lambda fmt: fmt.name)
-def test_the_reference_is_that_of_a_second_implementation(fmt):
-    rows = torch.randn(64, 1024, generator=torch.Generator().manual_seed(0)).bfloat16()
-    codes, scales = arithmetic.exact_rows(rows, fmt)
-    expected, expected_scales = references.quantize(rows, fmt.name, 64 if fmt.rotated else 1)
-    np.testing.assert_array_equal(codes.double().numpy(), expected)
-    np.testing.assert_array_equal(scales.numpy(), expected_scales)
 
 
 def test_a_wrong_scale_in_storage_is_an_error(monkeypatch):

@@ -25,18 +25,9 @@ def test_of_a_failed_run_our_own_error_is_shown_before_its_consequences():
     ]
 
 
-def test_without_an_error_of_ours_the_last_exception_is_shown():
-    log = "\n".join(text for text in RAY_LOG.splitlines() if "RefitError" not in text)
-    assert last_error(log) == ["RuntimeError: the worker died"]
-
-
 def test_of_a_failed_engine_its_own_error_is_shown_before_those_that_point_to_it():
     log = """(FlashRLHttpServer pid=77) (EngineCore_DP0 pid=88) ERROR 11-21 11:37:23 [core.py:9] AssertionError: in profiling
 (FlashRLHttpServer pid=77) RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}
 ray.exceptions.RayTaskError(RuntimeError): ray::TaskRunnerV1.run() (pid=70)"""  # noqa: E501
     assert last_error(log) == ["AssertionError: in profiling"]
     assert last_error(log.split("\n", 1)[1])[0].startswith("RuntimeError: Engine core initialization failed")
-
-
-def test_a_log_without_an_exception_ends_with_its_last_lines():
-    assert last_error("one\n\ntwo\n") == ["one", "two"]

@@ -37,14 +37,6 @@ def test_chosen_by_name_it_trains_with_fsdp_over_gloo_resumes_and_the_patch_is_a
     assert "PLATFORM cpu {'backend': 'gloo'} False\nENGINE True\nRESUMED True" in done.stdout, done.stderr
 
 
-def test_the_reason_for_the_patch_still_holds():
-    """When torch accepts a repeated device, the ledger's entry can go."""
-    import torch.distributed as dist
-
-    with pytest.raises(ValueError):
-        dist.init_process_group("cpu:gloo,cpu:gloo", rank=0, world_size=1, init_method="tcp://127.0.0.1:0")
-
-
 def test_a_config_for_the_cpu_contradicting_the_environment_is_refused(monkeypatch):
     monkeypatch.setenv("VERL_PLATFORM", "nvidia")
     activate(OmegaConf.create({"trainer": {"device": "cuda"}}))

@@ -73,18 +73,6 @@ def test_actions_run_once_in_order_after_the_import_and_at_once_when_it_was_befo
     assert seen == [1, "second", "third"]
 
 
-def test_an_error_in_an_action_and_a_missing_module_reach_the_importer(module):
-    def fail(m):
-        raise RuntimeError("cannot register")
-
-    after_import(module, fail)
-    with pytest.raises(RuntimeError, match="cannot register"):
-        __import__(module)
-    after_import("flashrl_no_such_module", fail)
-    with pytest.raises(ModuleNotFoundError):
-        __import__("flashrl_no_such_module")
-
-
 def test_rotated_experts_whose_inputs_vllm_quantizes_by_another_function_are_refused():
     """They would be rotated weights times activations that are not."""
     from vllm.model_executor.layers.fused_moe import fused_moe

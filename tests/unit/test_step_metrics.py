@@ -11,7 +11,6 @@ from flashrl_verl.errors import ConfigError
 from flashrl_verl.settings import Precision
 from flashrl_verl.trainer.metrics import (
     MetricsFile,
-    describe_never_quantized,
     metrics_path,
     refit_metrics,
     summarize_layers,
@@ -63,14 +62,6 @@ def test_a_rollout_that_is_not_what_was_asked_for_stops_the_run(wanted, replicas
     assert metrics["flashrl/quantized_layers"] == 8 and metrics["flashrl/quantized_bytes"] == 102 * wanted.count(INT8)
     with pytest.raises(ConfigError, match=rf"where \['int8', '{wanted[1].value}'\] was asked for"):
         summarize_layers(replicas, wanted)
-
-
-def test_layers_that_nothing_quantizes_are_named_with_their_share_largest_first():
-    never = {"model.layers.0.mlp.gate": 4, "model.layers.1.mlp.gate": 4, "visual.proj": 12}
-    said = describe_never_quantized(WORKER | {"never_quantized": never})
-    assert "builds 3 layers" in said and "(20.0% of the weights): visual.proj (1), model.layers.*.mlp.gate (2)" in said
-    assert describe_never_quantized(WORKER | {"never_quantized": {}}) == ""
-    assert describe_never_quantized(PLAIN | {"never_quantized": never}) == ""
 
 
 # ---- the file ----

@@ -1,29 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A file has its old content or its new one, and nothing is left beside it."""
+"""A file that cannot be written keeps its old content, and nothing is left beside it."""
 
 import subprocess
 import sys
-
-import pytest
-
-from flashrl_verl.trainer.atomic_write import write_whole
-
-
-def test_the_new_content_replaces_the_old_and_is_alone(tmp_path):
-    path = tmp_path / "state.json"
-    for content in (b"old, and longer", b"new"):
-        write_whole(path, content)
-        assert path.read_bytes() == content
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_what_cannot_be_given_its_name_leaves_what_was_there(tmp_path):
-    path = tmp_path / "state.json"
-    path.mkdir()
-    (path / "inside").touch()
-    with pytest.raises(OSError):
-        write_whole(path, b"new")
-    assert list(tmp_path.iterdir()) == [path] and (path / "inside").exists()
 
 
 def test_a_file_that_does_not_fit_leaves_the_old_one(tmp_path):
