@@ -2,36 +2,19 @@
 """A policy update of a real FSDP2 actor on two ranks: our correction on the shards is verl's on the driver, loss and
 gradient."""
 
-import os
-import subprocess
-import sys
-
+import fsdp_step
 import pytest
 import torch
-from recipe_runs import PROGRAMS, make_assets
+from recipe_runs import make_assets
 
 pytestmark = [pytest.mark.timeout(1200)]
-RANKS = 2
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory) -> dict:
-    """Every variant's, from ``fsdp_step.py``'s rank 0."""
+    """Every variant's."""
     folder = tmp_path_factory.mktemp("fsdp")
-    words = [RANKS, folder / "store", make_assets(folder) / "model", folder / "results.pt"]
-    path = os.pathsep.join([str(PROGRAMS), os.environ.get("PYTHONPATH", "")])
-    env = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    processes = []
-    try:
-        for rank in range(RANKS):
-            with open(folder / f"rank{rank}.log", "wb") as log:
-                command = [sys.executable, PROGRAMS / "fsdp_step.py", rank, *words]
-                processes.append(subprocess.Popen([*map(str, command)], env=env, stdout=log, stderr=log))
-        for rank, process in enumerate(processes):
-            assert process.wait(350) == 0, (folder / f"rank{rank}.log").read_text(errors="replace")[-4000:]
-    finally:
-        for process in processes:
-            process.kill()
+    torch.multiprocessing.spawn(fsdp_step.on_a_rank, (folder, make_assets(folder) / "model"), fsdp_step.RANKS)
     return torch.load(folder / "results.pt", weights_only=False)
 
 

@@ -2,34 +2,24 @@
 """One data-parallel rank of a real FSDP2 actor on a CPU: a policy update with our correction and with verl's, side by
 side.
 
-    python fsdp_step.py RANK RANKS STORE MODEL OUTPUT
-
 Every variant is run twice on the same weights (the learning rate is 0, the step is taken all the same): by our worker,
-from the rank's rows, and by verl's, with weights and mask that verl's driver has computed from the whole batch.
+from the rank's rows, and by verl's, with weights and mask that verl's driver has computed from the whole batch. verl is
+imported in the rank's process, which chooses its platform.
 """
 
 import functools
 import os
-import sys
+from pathlib import Path
 
-RANK, RANKS, STORE, MODEL, OUTPUT = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
-os.environ.update(
-    VERL_PLATFORM="cpu", RANK=str(RANK), WORLD_SIZE=str(RANKS), LOCAL_RANK="0", DIST_INIT_METHOD=f"file://{STORE}",
-    MASTER_ADDR="127.0.0.1", MASTER_PORT="0",
-)  # fmt: skip
-import torch  # noqa: E402
-from correction_cases import NODES, random_batch, verl_answer  # noqa: E402
-from omegaconf import OmegaConf, open_dict  # noqa: E402
-from tensordict import TensorDict  # noqa: E402
-from verl.utils import tensordict_utils as tu  # noqa: E402
+import torch
+from correction_cases import NODES, random_batch, verl_answer
+from omegaconf import OmegaConf, open_dict
+from tensordict import TensorDict
 
-import flashrl_verl.plugins.verl  # noqa: E402, F401 - the CPU platform, before verl picks one
-from flashrl_verl.tools.recipe_process import compose  # noqa: E402
-
+RANKS = 2
 ROWS, MINI_BATCH = 16, 8
 OVERRIDES = (
     "experiment=smoke",
-    f"actor_rollout_ref.model.path={MODEL}",
     f"trainer.n_gpus_per_node={RANKS}",
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
     "actor_rollout_ref.actor.optim.lr=0.0",
@@ -40,9 +30,11 @@ NAMES = ("metrics only", "token TIS", "token TIS, two rejections", "sequence Ice
 """Of each kind one; tests/unit/test_correction.py has all."""
 
 
-def shard(columns: dict[str, list[torch.Tensor]], temperature: float) -> TensorDict:
+def shard(columns: dict[str, list[torch.Tensor]], rank: int, temperature: float) -> TensorDict:
     """This rank's rows as the transfer queue delivers them."""
-    own = slice(RANK * ROWS // RANKS, (RANK + 1) * ROWS // RANKS)
+    from verl.utils import tensordict_utils as tu
+
+    own = slice(rank * ROWS // RANKS, (rank + 1) * ROWS // RANKS)
     fields = {name: torch.nested.as_nested_tensor(rows[own], layout=torch.jagged) for name, rows in columns.items()}
     data = TensorDict(fields, batch_size=ROWS // RANKS)
     tu.assign_non_tensor(
@@ -71,12 +63,19 @@ def run(worker, update, data: TensorDict) -> dict:
     return {"gradients": gradients, "metrics": None if output is None else dict(output["metrics"])}
 
 
-def main() -> None:
+def on_a_rank(rank: int, folder: Path, model: Path) -> None:
+    """Rank 0 leaves the results of all variants in ``folder``."""
+    torch.set_num_threads(1)
+    os.environ.update(
+        VERL_PLATFORM="cpu", RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_RANK="0", MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="0", DIST_INIT_METHOD=f"file://{folder}/store",
+    )  # fmt: skip
     from verl.workers.engine_workers import ActorRolloutRefWorker
 
+    from flashrl_verl.tools.recipe_process import compose
     from flashrl_verl.trainer.worker import FlashRLWorker
 
-    config = compose(OVERRIDES).actor_rollout_ref
+    config = compose([*OVERRIDES, f"actor_rollout_ref.model.path={model}"]).actor_rollout_ref
     worker = FlashRLWorker(config, role="actor")
     worker.init_model()
 
@@ -103,18 +102,14 @@ def main() -> None:
         node = NODES[name]
         with open_dict(worker.config):
             worker.config.actor.policy_loss.rollout_correction = OmegaConf.create(node)
-        ours = run(worker, worker.update_actor, shard(columns, config.rollout.temperature))
+        ours = run(worker, worker.update_actor, shard(columns, rank, config.rollout.temperature))
         answer = verl_answer(batch, node)
         corrected = columns | {"response_mask": cut(answer.mask)}
         if answer.weights is not None:
             corrected["rollout_is_weights"] = cut(answer.weights)
         update = functools.partial(ActorRolloutRefWorker.update_actor, worker)
-        verls = run(worker, update, shard(corrected, config.rollout.temperature))
+        verls = run(worker, update, shard(corrected, rank, config.rollout.temperature))
         results[name] = {"ours": ours, "verls": verls, "metrics": answer.metrics}
-    if RANK == 0:
-        torch.save(results, OUTPUT)
+    if rank == 0:
+        torch.save(results, folder / "results.pt")
     torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
