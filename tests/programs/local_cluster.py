@@ -29,16 +29,12 @@ class LocalCluster:
     Their HOME is a folder of the cluster: in the user's may be a token, by which Ray would let nobody in. Within
     ``with``; every process is ended at its end.
 
-    Args:
-        variables: of the head's environment, beside PATH and HOME.
-
     Attributes:
         folder: where Ray writes on all of its nodes (--temp-dir).
         address: for ``ray.init``.
     """
 
-    def __init__(self, variables: Mapping[str, str] | None = None):
-        self._variables = variables
+    def __init__(self):
         # Short: the path of a socket below it has to stay under 107 letters. Ray's default would mix it with other
         # clusters.
         self.folder = Path(tempfile.mkdtemp(prefix="flr-", dir="/tmp"))
@@ -48,7 +44,7 @@ class LocalCluster:
     def __enter__(self) -> "LocalCluster":
         host, port = self.address.split(":")
         words = ("--head", "--include-dashboard=false", f"--port={port}", f"--temp-dir={self.folder}")
-        self._start(f"--node-ip-address={host}", *words, variables=self._variables)
+        self._start(f"--node-ip-address={host}", *words)
         return self
 
     def join(self, hide: Sequence[Path] = (), variables: Mapping[str, str] | None = None) -> subprocess.Popen:

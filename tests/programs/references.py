@@ -106,7 +106,6 @@ def assert_storage(
     weights: dict[str, torch.Tensor],
     precision: str,
     place: Rank | None = None,
-    rotation: bool = True,
 ) -> dict[str, int]:
     """Compare every parameter of one rank of an engine with the checkpoint, exactly.
 
@@ -115,7 +114,6 @@ def assert_storage(
         weights: the checkpoint's tensors.
         precision: int8 or fp8.
         place: the rank; None without tensor parallelism.
-        rotation: whether INT8 layers are rotated.
 
     Returns:
         How many parameters of each kind were compared.
@@ -134,7 +132,7 @@ def assert_storage(
             counts["copies"] += 1
             continue
         scales = stored[f"{name}_scale"].data.cpu().numpy()
-        block = block_of(values.shape[-1]) if rotation and precision == "int8" else 1
+        block = block_of(values.shape[-1]) if precision == "int8" else 1
         if values.dim() == 2:
             codes, expected_scales = quantize(sources(name, weights), precision, block)
             counts["quantized"] += 1

@@ -17,7 +17,7 @@ def save(
         ranks: processes on the CPU.
         folder: where ``global_step_2`` goes.
         name: of ``tiny_models.CONFIGS``, or glm4-moe.
-        intermediate: width of the MLP. Of 6 rows the last two of five ranks have none.
+        intermediate: width of the MLP.
     """
     checkpoint = folder / "global_step_2"
     arguments = (ranks, folder, checkpoint / "actor", name, intermediate)
