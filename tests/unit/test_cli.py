@@ -2,8 +2,8 @@
 """The command line, and the quickstart's handling of overrides and directories."""
 
 import json
-import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -11,25 +11,9 @@ from typer.testing import CliRunner
 from flashrl_verl.cli import app
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.quickstart import progress, run
-from flashrl_verl.quickstart.run import LATEST, QuickstartConfig, check
+from flashrl_verl.quickstart.run import LATEST, QuickstartConfig, check, training_overrides
 from flashrl_verl.tools.process_tree import ProcessTree
-from flashrl_verl.tools.recipe_process import ROOT, compose
-
-# ---- commands ----
-
-
-def flashrl(*words: str, before: str = "pass") -> subprocess.CompletedProcess:
-    code = f"import sys; {before}; from flashrl_verl.cli import main; sys.argv = ['flashrl', *{words!r}]; main()"
-    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=400)
-
-
-def test_without_matplotlib_a_report_is_printed_and_its_pictures_are_one_line_with_the_remedy(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "data": {"rollout_corr/k3_kl": 1e-4}}))
-    done = flashrl("report", str(tmp_path), before="sys.modules['matplotlib'] = None")
-    assert done.returncode == 1 and "1.0e-04" in done.stdout
-    [said] = done.stderr.splitlines()
-    assert said.startswith("FlashRLError: ") and "pip install 'matplotlib>=3.8'" in said
-
+from flashrl_verl.tools.recipe_process import compose, quoted
 
 # ---- the quickstart, before anything is made ----
 
@@ -71,6 +55,15 @@ def test_a_run_is_not_resumed_past_its_end_unless_it_is_given_more_steps(tmp_pat
     with pytest.raises(ConfigError, match="has its 28 steps. Remedy: more, by --steps N"):
         resume()
     assert resume(30).total_training_steps == 30
+
+
+@pytest.mark.parametrize("folder", ["/plain", "/two words/it's=1", "/a=b,c", "/[x]{y}"])
+def test_the_users_overrides_win_and_any_path_can_be_one(folder):
+    words = ("experiment=smoke", "hardware=cpu", "data.seed=9", f"trainer.project_name={quoted(folder)}")
+    cfg = compose(training_overrides(QuickstartConfig(output=Path(folder), overrides=words)))
+    assert cfg.trainer.device == "cpu" and cfg.data.seed == 9 and cfg.trainer.project_name == folder
+    assert cfg.data.train_files == f"{folder}/assets/train.parquet"
+    assert cfg.trainer.default_local_dir == f"{folder}/checkpoints"
 
 
 @pytest.mark.parametrize(
