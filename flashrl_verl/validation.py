@@ -44,6 +44,7 @@ from flashrl_verl.settings import (
     get,
     positive_integer,
 )
+from flashrl_verl.upstream.versions import verl_configs
 
 GROUPS = ("precision", "correction", "hardware", "experiment")
 """Folders of ``flashrl_verl/configs``."""
@@ -52,7 +53,7 @@ ENGINE = f"{ROLLOUT}.engine_kwargs.vllm"
 VARLEN = "varlen"
 """Our attention in the trainer (``trainer/varlen_attention.py``)."""
 
-_DEFAULTS = "trainer/config/_generated_ppo_trainer.yaml"
+_DEFAULTS = "_generated_ppo_trainer.yaml"
 _MODEL = "actor_rollout_ref.model"
 _ATTENTION = f"{_MODEL}.override_config.attn_implementation"
 _FLASH = "flash_attention_2"
@@ -73,12 +74,12 @@ def validate_config(cfg: DictConfig) -> FlashRLConfig:
         ConfigError: The first contradiction found: its key and value, the reason, and what to set instead.
     """
     _check_groups(cfg)
-    _check_kinds(cfg)
     settings = FlashRLConfig.from_mapping(OmegaConf.select(cfg, "flashrl"))
     for rule in rules(cfg):
         value = get(cfg, rule.key)
         if not rule.test(value):
             refuse(rule.key, value, rule.reason, f"{rule.key}={rule.instead}")
+    _check_kinds(cfg)
     CorrectionSettings.from_config(get(cfg, CORRECTION))
     _check_engine_arguments(cfg)
     if settings.bf16_replica_fraction:
@@ -137,10 +138,10 @@ def _refuse_unknown(node: str, values: dict[str, Any], kind: type | None = None)
         if isinstance(value, dict):
             _refuse_unknown(f"{node}.{name}", value)
         if kind is not None and name != "_target_":
-            fields = [field.name for field in dataclasses.fields(kind)]
+            fields = [field.name for field in dataclasses.fields(kind) if field.name != "_target_"]
             if name not in fields:
-                near = get_close_matches(name, fields) or fields
-                refuse(f"{node}.{name}", value, "verl knows no such key", RENAMED.get(name, " or ".join(near)))
+                near = " or ".join(get_close_matches(name, fields)) or f"remove it; there are {', '.join(fields[:30])}"
+                refuse(f"{node}.{name}", value, "verl knows no such key", RENAMED.get(name, near))
 
 
 # ---- the table ----
@@ -232,8 +233,8 @@ _VOID = {
     "trainer.balance_batch": (True, None),
     "trainer.esi_redundant_time": (0, None),
 }
-"""Keys that verl 0.9.1's V1 trainer does not read: verl's default, and the key that does what is meant. Found by looking
-for each key's name in the modules that a run imports."""
+"""Keys that verl 0.9.1's V1 trainer does not read: verl's default, and the key that does what is meant. Found by
+looking for each key's name in the modules that a run imports."""
 
 
 def _rules_of_void_keys(cfg: DictConfig) -> Iterator[Rule]:
@@ -446,8 +447,7 @@ def _check_groups(cfg: DictConfig) -> None:
 def _check_kinds(cfg: DictConfig) -> None:
     """A text where verl's default is a switch or a number: `flase` is true, and a text fails where it is computed
     with."""
-    folder = Path(next(iter(find_spec("verl").submodule_search_locations)))
-    defaults = yaml.load((folder / _DEFAULTS).read_text(), yaml.CSafeLoader)  # all of verl's, in one file
+    defaults = yaml.load((verl_configs() / _DEFAULTS).read_text(), yaml.CSafeLoader)  # all of verl's, in one file
 
     def visit(prefix: str, node: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         for name, value in node.items():

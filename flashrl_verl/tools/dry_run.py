@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a configuration differs from verl's defaults."""
 
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
@@ -11,7 +9,7 @@ from hydra.initialize import get_gh_backup, restore_gh_from_backup
 from omegaconf import DictConfig, OmegaConf
 
 from flashrl_verl.errors import words
-from flashrl_verl.upstream.versions import require_verl
+from flashrl_verl.upstream.versions import require_verl, verl_configs
 
 
 def report(cfg: DictConfig) -> str:
@@ -30,11 +28,10 @@ def verl_defaults(model_engine: str = "dp") -> DictConfig:
         ConfigError: verl is not installed.
     """
     require_verl()
-    directory = Path(next(iter(find_spec("verl").submodule_search_locations))) / "trainer" / "config"
     state = get_gh_backup()  # Hydra keeps one state per process, and a dry run is inside hydra.main
     GlobalHydra.instance().clear()
     try:
-        with initialize_config_dir(str(directory.resolve()), version_base=None):
+        with initialize_config_dir(str(verl_configs().resolve()), version_base=None):
             return compose("ppo_trainer", overrides=[f"model_engine={model_engine}"])
     finally:
         restore_gh_from_backup(state)

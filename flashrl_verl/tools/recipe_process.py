@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from difflib import get_close_matches
-from importlib.util import find_spec
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -14,7 +13,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError
 
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.settings import REMOVED, RENAMED
-from flashrl_verl.upstream.versions import require_verl
+from flashrl_verl.upstream.versions import require_verl, verl_configs
 from flashrl_verl.validation import GROUPS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,9 +54,8 @@ def compose(overrides: Sequence[str]) -> DictConfig:
         raise ConfigError(
             f"{configs} is not there. This runs from a checkout: pip install --no-deps -e . and try again."
         )
-    # As a path: resolving pkg://verl.trainer.config would import verl and torch, which takes seconds.
-    verl = Path(next(iter(find_spec("verl").submodule_search_locations))) / "trainer" / "config"
-    searchpath = f"hydra.searchpath=[{quoted(f'file://{verl}')},pkg://flashrl_verl.configs]"
+    # As a path: resolving pkg://verl.trainer.config would import verl and torch.
+    searchpath = f"hydra.searchpath=[{quoted(f'file://{verl_configs()}')},pkg://flashrl_verl.configs]"
     try:
         with initialize_config_dir(str(configs), version_base=None):
             return hydra_compose("flashrl_trainer", [searchpath, *overrides])

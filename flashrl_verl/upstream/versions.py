@@ -12,6 +12,7 @@ import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Literal
 
 from packaging.version import InvalidVersion, Version
@@ -154,6 +155,11 @@ def require(component: Component) -> Finding:
 def require_verl() -> Finding:
     """`require` for verl."""
     return require(TESTED["verl"])
+
+
+def verl_configs() -> Path:
+    """The folder of verl's configurations. verl is not imported, which takes seconds; it has to be installed."""
+    return Path(next(iter(importlib.util.find_spec("verl").submodule_search_locations))) / "trainer" / "config"
 
 
 def require_vllm() -> Finding:

@@ -8,7 +8,7 @@ import statistics
 import numpy as np
 import pytest
 
-from benchmarks import common, gsm8k, mismatch, rollout, tables, training
+from benchmarks import common, gsm8k, mismatch, rollout, tables
 
 
 def test_every_table_of_the_results_and_the_readme_is_that_of_the_raw_data():
@@ -110,19 +110,3 @@ def test_speeds_are_over_bf16_of_the_same_workload():
     rows = rollout.speeds_of(rollout.rollouts_of([head, result("bf16", [4.0, 5.0]), result("int8", [2.0, 2.5])]))
     assert [row[3:5] for row in rows] == [["1.00", "1.00"], ["2.00", "2.80"]] and {row[5] for row in rows} == {"6"}
     assert rows[1][2] == "225 (200-250)"
-
-
-def test_operations_are_those_that_pytorch_counts():
-    """``FlopCounterMode`` counts whole attention, of which the causal half is needed."""
-    from torch.utils.flop_counter import FlopCounterMode
-    from transformers import AutoModelForCausalLM
-
-    from flashrl_verl.tools.engines.shapes import load_config
-
-    config, tokens = load_config("tiny"), 64
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model(input_ids=torch.zeros(1, tokens, dtype=torch.long))
-    attention = 2 * config.num_hidden_layers * config.hidden_size * tokens**2
-    ours = training.forward_operations(config, tokens, tokens)
-    assert counter.get_total_flops() - attention == pytest.approx(ours, rel=0.02)

@@ -71,7 +71,8 @@ CASES = [
     ),
     *(({key: 3}, f"{key}=null") for key in (ENGINE, MIXED, OVERLONG)),
     *(({f"{ACTOR}.optim.lr": bad}, f"{ACTOR}.optim.lr=1.0e-6") for bad in (-1e-6, "fast", math.nan)),
-    *(({"algorithm.filter_groups.enable": False, f"{ROLLOUT}.n": bad}, f"{ROLLOUT}.n=1") for bad in (0, -1, "two")),
+    *(({f"{ROLLOUT}.n": bad}, "n=1 or more") for bad in (0, -1)),
+    ({"algorithm.filter_groups.enable": False, f"{ROLLOUT}.n": 1}, f"{ROLLOUT}.n=16"),
     ({f"{ROLLOUT}.n": 1}, f"{ROLLOUT}.n=16"),
     ({f"{ACTOR}.ulysses_sequence_parallel_size": 3}, "<a divisor of 8>"),
     ({f"{ACTOR}.ulysses_sequence_parallel_size": 2, ATTENTION: "sdpa"}, f"{ATTENTION}=flash_attention_2"),
@@ -102,6 +103,14 @@ CASES = [
     ({f"{ACTOR_MODEL}.use_fused_kernels": True}, f"{ACTOR_MODEL}.use_fused_kernels=false"),
     ({"flashrl.fp32_lm_head": True, f"{MIXED}.param_dtype": "float32"}, f"{MIXED}.param_dtype=bfloat16"),
     ({"flashrl.fp32_lm_head": True, f"{ROLLOUT}.dtype": "float16"}, "flashrl.fp32_lm_head=false"),
+    # what nothing reads
+    *(({key: 3}, f"{key}={words(default)}") for key, (default, _) in validation._VOID.items() if default is not False),
+    *(({key: True}, f"{key}=false") for key, (default, _) in validation._VOID.items() if default is False),
+    ({f"{ROLLOUT}.val_kwargs.n": 4}, f"{ROLLOUT}.val_kwargs.temperature=1.0"),
+    ({f"{ROLLOUT}.val_kwargs.do_sample": True}, f"{ROLLOUT}.val_kwargs.do_sample=false"),
+    ({f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.kl_loss_coef": 0.0}, f"{ACTOR}.kl_loss_coef=0.001"),
+    ({"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": 0}, "algorithm.use_kl_in_reward=false"),
+    ({"trainer.resume_from_path": "a/global_step_2"}, "trainer.resume_mode=resume_path"),
     # monitors that have no key
     ({f"{ROLLOUT}.prometheus.enable": True}, f"{ROLLOUT}.prometheus.enable=false"),
     ({"trainer.logger": ["console", "rl_insight"]}, "trainer.logger=[console]"),
@@ -250,6 +259,35 @@ def test_speculation_is_refused_unless_by_n_grams_on_a_gpu(speculation, hardware
     settings = {"flashrl.kv_cache": kv_cache, f"{ENGINE}.speculative_config": speculation}
     stated, _, remedy = refusal(changed(settings, hardware)).partition(" Remedy: ")
     assert "speculative_config" in stated and "n-grams" in stated and "remove" in remedy
+
+
+# ---- by verl's own defaults and classes ----
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "kind"),
+    [
+        ("algorithm.norm_adv_by_std_in_grpo", "flase", "true or false"),
+        ("trainer.val_before_train", 2, "true or false"),
+        ("trainer.save_freq", "ten", "a number"),
+    ],
+)
+def test_a_text_is_no_switch_and_no_number(key, value, kind):
+    assert f"{key}={value} is refused: it has to be {kind}" in refusal(changed({key: value}))
+
+
+@pytest.mark.parametrize(
+    ("key", "remedy"),
+    [
+        (f"{ACTOR}.tis_imp_ratio_cap", f"{CORRECTION}.rollout_is_threshold"),
+        (f"{ROLLOUT}.min_p", "remove it"),
+        (f"{ROLLOUT}.val_kwargs.tempetature", "temperature"),
+        ("algorithm.filter_groups.max_gen_batches", "max_num_gen_batches"),
+    ],
+)
+def test_a_key_that_verls_classes_lack_is_refused(key, remedy):
+    with pytest.raises(ConfigError, match=f"{key}=1 is refused: verl knows no such key. Remedy: .*{remedy}"):
+        validate_by_verl(changed({key: 1}))
 
 
 # ---- what is accepted ----

@@ -13,7 +13,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from flashrl_verl.plugins.versions import INSTALL_COMMAND, TESTED, TESTED_PYTHON
+from flashrl_verl.upstream.versions import INSTALL_COMMAND, TESTED, TESTED_PYTHON
 
 ROOT = Path(__file__).parents[2]
 
