@@ -11,32 +11,27 @@ verl 0.9.1 looks at the rollout's name in these places, where one called flashrl
 """
 
 import dataclasses
-import json
 import math
-import os
-import sys
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from difflib import get_close_matches
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
-from pathlib import Path
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from flashrl_verl.attention import require_shaped_caches
 from flashrl_verl.attention.limits import REMEDY, why_not_model
 from flashrl_verl.correction.settings import CorrectionSettings
 from flashrl_verl.errors import ConfigError, refuse, words
+from flashrl_verl.input_files import model_config
 from flashrl_verl.rollout.replicas import bf16_replicas
 from flashrl_verl.settings import (
     ACTOR,
     ASYNC,
     CORRECTION,
-    DATA,
     MODEL,
     RENAMED,
     ROLLOUT,
@@ -54,9 +49,9 @@ VARLEN = "varlen"
 """Our attention in the trainer (``trainer/varlen_attention.py``)."""
 
 _DEFAULTS = "_generated_ppo_trainer.yaml"
-_MODEL = "actor_rollout_ref.model"
-_ATTENTION = f"{_MODEL}.override_config.attn_implementation"
-_FLASH = "flash_attention_2"
+MODEL_NODE = "actor_rollout_ref.model"
+ATTENTION = f"{MODEL_NODE}.override_config.attn_implementation"
+FLASH = "flash_attention_2"
 """verl's default."""
 _LOSS_MODE = f"{ACTOR}.policy_loss.loss_mode"
 _MINI_BATCH = f"{ACTOR}.ppo_mini_batch_size"
@@ -84,7 +79,7 @@ def validate_config(cfg: DictConfig) -> FlashRLConfig:
     _check_engine_arguments(cfg)
     if settings.bf16_replica_fraction:
         bf16_replicas(settings, _ranks(cfg) // get(cfg, _TENSOR_PARALLEL))
-    if _has_our_attention(cfg) and (reason := why_not_model(_model_config(cfg))):
+    if has_our_attention(cfg) and (reason := why_not_model(model_config(cfg))):
         reason = f"its attention does not take {get(cfg, MODEL)}, which has {reason}"
         refuse("flashrl.kv_cache", settings.kv_cache.value, reason, REMEDY)
     return settings
@@ -107,7 +102,7 @@ def validate_by_verl(cfg: DictConfig) -> None:
     from verl.utils.tracking import Tracking
 
     known = {"algorithm.adv_estimator": ADV_ESTIMATOR_REGISTRY, "trainer.logger": Tracking.supported_backend}
-    if get(cfg, f"{_MODEL}.external_lib") is None:  # workers import it, and it may register more
+    if get(cfg, f"{MODEL_NODE}.external_lib") is None:  # workers import it, and it may register more
         known[_LOSS_MODE] = POLICY_LOSS_REGISTRY
     if get(cfg, "reward.reward_manager.source", "register") == "register":
         known["reward.reward_manager.name"] = REWARD_MANAGER
@@ -117,6 +112,10 @@ def validate_by_verl(cfg: DictConfig) -> None:
             if name is not None and name not in names:
                 near = get_close_matches(str(name), map(str, names)) or map(str, names)
                 refuse(key, name, "verl knows no such name", f"{key}={' or '.join(near)}")
+    module, optimizer = get(cfg, f"{ACTOR}.optim.optimizer_impl", "torch.optim"), get(cfg, f"{ACTOR}.optim.optimizer")
+    with suppress(ImportError):  # verl's own message names the module
+        if not hasattr(import_module(module), str(optimizer)):
+            refuse(f"{ACTOR}.optim.optimizer", optimizer, f"{module} has no such optimizer", "AdamW, or another of it")
     _refuse_unknown(CORRECTION, get(cfg, CORRECTION, {}), RolloutCorrectionConfig)
     for node in (ACTOR, ROLLOUT, "algorithm"):
         _refuse_unknown(node, get(cfg, node, {}))
@@ -195,11 +194,11 @@ def _rules_of_backends(cfg: DictConfig) -> Iterator[Rule]:
     yield Rule("trainer.resume_mode", one_of(*modes), reason, " or ".join(modes))
     yield Rule(
         PLATFORM,
-        none_of("cpu") if _on_gpu(cfg) else one_of("cpu"),
+        none_of("cpu") if on_gpu(cfg) else one_of("cpu"),
         f"workers take their hardware from it, and trainer.device={get(cfg, 'trainer.device')} is another",
         "cpu with hardware=cpu, null with hardware=cuda; before verl's own main_ppo VERL_PLATFORM=cpu",
     )
-    if not _on_gpu(cfg):
+    if not on_gpu(cfg):
         for key, accepted in (
             (f"{ACTOR}.strategy", "fsdp2"),
             (f"{ROLLOUT}.enable_sleep_mode", False),
@@ -295,26 +294,26 @@ def _rules_of_weights(cfg: DictConfig) -> Iterator[Rule]:
     for name in ("pipeline_model_parallel_size", "data_parallel_size", "expert_parallel_size"):
         reason = f"weight updates and receipts know {_TENSOR_PARALLEL} only"
         yield Rule(f"{ROLLOUT}.{name}", one_of(1), reason, "1")
-    drafter, reason = f"{_MODEL}.mtp.enable_rollout", "the drafter's weights are not part of the checked update"
+    drafter, reason = f"{MODEL_NODE}.mtp.enable_rollout", "the drafter's weights are not part of the checked update"
     yield Rule(f"{ROLLOUT}.mtp.enable_rollout", one_of(None, False), reason, f"false, by {drafter}=false")
-    if not get(cfg, merge := f"{_MODEL}.lora.merge"):
+    if not get(cfg, merge := f"{MODEL_NODE}.lora.merge"):
         for name in ("lora.rank", "lora_rank"):
             reason = "an adapter would be sent, and only whole weights are quantized"
-            yield Rule(f"{_MODEL}.{name}", one_of(None, 0), reason, f"0, or {merge}=True")
+            yield Rule(f"{MODEL_NODE}.{name}", one_of(None, 0), reason, f"0, or {merge}=True")
     if not get(cfg, pool := "reward.reward_model.enable_resource_pool"):
         reason = "on the training GPUs it makes verl send weights amid validation, which nobody verifies"
         yield Rule("reward.reward_model.enable", one_of(None, False), reason, f"false, or {pool}=true")
     # verl's Ulysses changes flash attention alone (models/transformers/monkey_patch.py); ours does it itself.
     if max(get(cfg, key) for key in _ULYSSES) > 1:
         reason = "with sequence parallelism each GPU would attend to its own part of a sequence"
-        yield Rule(_ATTENTION, one_of(None, _FLASH, VARLEN), reason, f"{_FLASH} or {VARLEN}, or {_ULYSSES[0]}=1")
-    if get(cfg, f"{_MODEL}.use_remove_padding", True):
+        yield Rule(ATTENTION, one_of(None, FLASH, VARLEN), reason, f"{FLASH} or {VARLEN}, or {_ULYSSES[0]}=1")
+    if get(cfg, f"{MODEL_NODE}.use_remove_padding", True):
         reason = "transformers hands it a packed row's longest length as a tensor, which it does not take"
-        yield Rule(_ATTENTION, none_of("flash_attention_4"), reason, f"{VARLEN}, which takes FlashAttention 4")
+        yield Rule(ATTENTION, none_of("flash_attention_4"), reason, f"{VARLEN}, which takes FlashAttention 4")
     fp32 = get(cfg, "flashrl.fp32_lm_head")
     if fp32 or get(cfg, f"{ACTOR}.strategy") == "fsdp2":
         reason = "they multiply by lm_head's weight themselves, under FSDP2 by a shard, and never in FP32"
-        yield Rule(f"{_MODEL}.use_fused_kernels", one_of(None, False), reason, "false")
+        yield Rule(f"{MODEL_NODE}.use_fused_kernels", one_of(None, False), reason, "false")
     if fp32:  # the same logits on both sides need the same operands
         names = {None: "bfloat16", "bf16": "bfloat16", "fp16": "float16", "16": "float16"}  # verl's PrecisionType
         rollout = get(cfg, f"{ROLLOUT}.dtype")
@@ -393,7 +392,7 @@ def _rules_of_batches(cfg: DictConfig) -> Iterator[Rule]:
     for key in (_TENSOR_PARALLEL, ulysses):
         reason = f"{ranks} GPUs cannot be cut into groups of that many"
         yield Rule(key, lambda size: ranks % size == 0, reason, f"<a divisor of {ranks}>")
-    heads = _model_config(cfg).get("num_attention_heads")
+    heads = model_config(cfg).get("num_attention_heads")
     if isinstance(heads, int):
         reason = f"the model's {heads} attention heads cannot be shared by that many GPUs"
         fits = str(math.gcd(heads, get(cfg, _TENSOR_PARALLEL)))
@@ -418,22 +417,13 @@ def _rules_of_batches(cfg: DictConfig) -> Iterator[Rule]:
             yield Rule(key, one_of(math.gcd(size, share)), reason, f"<a divisor of {share}>, or {dynamic}=true")
 
 
-def _on_gpu(cfg: DictConfig) -> bool:
+def on_gpu(cfg: DictConfig) -> bool:
+    """Whether workers run on GPUs."""
     return get(cfg, "trainer.device") != "cpu"
 
 
 def _ranks(cfg: DictConfig) -> int:
     return get(cfg, "trainer.nnodes") * get(cfg, "trainer.n_gpus_per_node")
-
-
-def _model_config(cfg: DictConfig) -> dict[str, Any]:
-    """The model's config.json. Empty where the model is on another machine or on the hub, and where the file is missing
-    or damaged, which have messages of their own."""
-    try:
-        model = json.loads((Path(get(cfg, MODEL, "")) / "config.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    return model if isinstance(model, dict) else {}
 
 
 def _check_groups(cfg: DictConfig) -> None:
@@ -506,100 +496,14 @@ def _check_engine_arguments(cfg: DictConfig) -> None:
         # Nothing else of it: rejection_sample_method, for one, changes what is sampled.
         ngram = argument == "speculative_config" and isinstance(value, dict) and value.get("method") == "ngram"
         ngram = ngram and value.keys() <= _NGRAM
-        if ngram and _on_gpu(cfg) and get(cfg, "flashrl.kv_cache", "auto") == "auto":
+        if ngram and on_gpu(cfg) and get(cfg, "flashrl.kv_cache", "auto") == "auto":
             continue
         if argument in _RESERVED:
             reason = f"verl puts engine_kwargs last, so this wins; {_RESERVED[argument]}"
             refuse(f"{ENGINE}.{name}", value, reason, f"remove {ENGINE}.{name}")
 
 
-# ---- what this environment has: not part of ``validate_config``, for a dry run may be made elsewhere ----
-
-
-def _has_our_attention(cfg: DictConfig) -> bool:
+def has_our_attention(cfg: DictConfig) -> bool:
+    """Whether an INT8 KV cache has our attention, and not one of vLLM's."""
     others = (f"{ENGINE}.attention_backend", f"{ENGINE}.attention_config.backend")
     return get(cfg, "flashrl.kv_cache", "auto") != "auto" and not any(get(cfg, key) for key in others)
-
-
-def settle_packages(cfg: DictConfig) -> None:
-    """Refuse what is not installed, which workers would find out a minute after Ray has started. Where verl's default
-    wants flash-attn and it is not there, ours is taken, and said.
-
-    Args:
-        cfg: changed in place.
-
-    Raises:
-        ConfigError: the run asks for what is not there.
-    """
-    if _has_our_attention(cfg):
-        require_shaped_caches()
-    liger, packed = (f"{_MODEL}.use_liger", f"{_MODEL}.use_remove_padding")
-    if get(cfg, liger) and find_spec("liger_kernel") is None:
-        refuse(liger, True, "liger-kernel is not installed in this environment", f"pip install it, or {liger}=false")
-    asked = get(cfg, _ATTENTION)
-    if not _on_gpu(cfg) or asked not in (None, _FLASH) or installed("flash-attn"):
-        return
-    missing = "flash-attn is not installed in this environment"
-    if asked:
-        refuse(_ATTENTION, asked, missing, f"leave it out, which takes {VARLEN}, or pip install it")
-    if not get(cfg, packed, True):
-        refuse(packed, False, f"{missing}, and {VARLEN} packs", f"+{_ATTENTION}=sdpa")
-    critics = "critic.model.override_config.attn_implementation"
-    critic = get(cfg, "critic.enable", get(cfg, "algorithm.adv_estimator") == "gae")
-    if critic and get(cfg, critics, _FLASH) == _FLASH:
-        refuse(critics, _FLASH, missing, f"+{critics}=sdpa")
-    OmegaConf.update(cfg, _ATTENTION, VARLEN, force_add=True)
-    newer = "FlashAttention 4 from Hopper on, else " if installed("flash-attn-4") else ""
-    print(f"flash-attn is not installed: {_ATTENTION}={VARLEN}, {newer}PyTorch's own FlashAttention 2", file=sys.stderr)
-
-
-def installed(distribution: str) -> bool:
-    """Whether a distribution is; flash-attn and flash-attn-4 share the module ``flash_attn``."""
-    try:
-        return bool(version(distribution))
-    except PackageNotFoundError:
-        return False
-
-
-# ---- local paths: not part of it either ----
-
-
-def missing_paths(cfg: DictConfig) -> list[str]:
-    """Local paths that a run would read and that are not there, as ``key=path``; data first."""
-    root = Path.cwd()
-    return [
-        f"{key}={text}"
-        for key, text in _paths(cfg, root)
-        if "://" not in text  # hdfs://, pkg://
-        and not (root / text).exists()
-    ]
-
-
-def check_paths(cfg: DictConfig) -> None:
-    """Refuse a configuration whose local paths are not there.
-
-    Raises:
-        ConfigError: one message with every key and path.
-    """
-    missing = missing_paths(cfg)
-    remedy = "paths that exist on every node (~ is not expanded in the model's); `flashrl data --help` lists data"
-    if get(cfg, "quickstart.assets") is not None:
-        remedy = "quickstart.assets=<folder>/assets of an earlier `flashrl quickstart --output <folder>`"
-    if missing:
-        here = f"not found on this machine (relative paths start at {Path.cwd()})"
-        raise ConfigError(f"{', '.join(missing)} {here}. Remedy: {remedy}.")
-
-
-def _paths(cfg: DictConfig, root: Path) -> Iterator[tuple[str, str]]:
-    for key in () if get(cfg, "data.custom_cls.path") else DATA:  # the user's own class reads what it likes
-        files = get(cfg, key, [])
-        for text in [files] if isinstance(files, str) else files:
-            yield key, os.path.expanduser(text)  # as Hugging Face datasets does
-    for key in ("reward.custom_reward_function.path", "custom_reward_function.path", "data.custom_cls.path"):
-        if text := get(cfg, key):
-            yield key, text
-    model = get(cfg, MODEL, "")
-    of_two = len(Path(model).parts) == 2  # as names of the model hub are; others of them have one
-    starts = model.startswith(("/", "./", "../", "~"))  # transformers takes ~ for a folder's name
-    if starts or len(Path(model).parts) > 2 or (of_two and (root / model).parent.is_dir()):
-        yield MODEL, model

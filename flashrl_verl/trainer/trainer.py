@@ -30,10 +30,12 @@ from verl.utils.debug import marked_timer
 
 from flashrl_verl.correction.batch import LAG
 from flashrl_verl.errors import DynamicSamplingError, FlashRLError, GuardError, listed
+from flashrl_verl.input_files import check_files
 from flashrl_verl.launch import check_cluster
 from flashrl_verl.refit.receipt import verify_ranks
 from flashrl_verl.refit.self_check import require_same, sleeps_between_steps
 from flashrl_verl.rollout.replicas import describe, precisions
+from flashrl_verl.run_environment import settle_packages
 from flashrl_verl.trainer import run_settings
 from flashrl_verl.trainer.atomic_write import write_whole
 from flashrl_verl.trainer.checked_rewards import RewardWatch, check_rewards
@@ -53,7 +55,7 @@ from flashrl_verl.trainer.mini_batches import even_order, length_variation
 from flashrl_verl.trainer.refill import RefillBuffer
 from flashrl_verl.trainer.worker_watch import WorkerWatch
 from flashrl_verl.upstream.versions import Status, check_versions
-from flashrl_verl.validation import check_paths, settle_packages, validate_config
+from flashrl_verl.validation import validate_config
 
 # Under "verl", whose handler verl keeps apart from the root logger: imported libraries silence that one.
 log = logging.getLogger("verl.flashrl")
@@ -77,7 +79,7 @@ class FlashRLMixin:
     def __init__(self, config: DictConfig):
         self.flashrl = validate_config(config)
         check_cluster(config)
-        check_paths(config)
+        check_files(config)
         settle_packages(config)  # here too, for verl's own entry point
         for finding in check_versions():
             if finding.status is not Status.OK:

@@ -27,7 +27,7 @@ with environment_needed():
     from hydra.errors import ConfigCompositionException, OverrideParseException
     from omegaconf import DictConfig
 
-    from flashrl_verl import platforms, validation
+    from flashrl_verl import input_files, platforms, run_environment, validation
     from flashrl_verl.errors import FlashRLError
     from flashrl_verl.launch import checked_runner, prepare
     from flashrl_verl.tools.dry_run import report
@@ -50,8 +50,8 @@ def train(cfg: DictConfig) -> None:
     versions.require_vllm()
     settings = validation.validate_config(cfg)
     prepare(cfg, ship_code=settings.ship_code)
-    validation.check_paths(cfg)
-    validation.settle_packages(cfg)
+    input_files.check_files(cfg)
+    run_environment.settle_packages(cfg)
     platforms.activate(cfg)
 
     # Imported only now: these modules make verl decide on its platform.
@@ -76,8 +76,10 @@ def dry_run(cfg: DictConfig) -> None:
     platforms.activate(cfg)
     validation.validate_by_verl(cfg)
     sys.stdout.write(report(cfg))
-    if missing := validation.missing_paths(cfg):  # no error: a dry run need not happen where the run will
+    if missing := input_files.missing_paths(cfg):  # no error: a dry run need not happen where the run will
         sys.stdout.write(f"Warning: {', '.join(missing)} not found on this machine.\n")
+    else:
+        input_files.check_files(cfg)
     flashrl = cfg.flashrl
     if flashrl.ignore or flashrl.keep_first_layers or flashrl.keep_last_layers:
         sys.stdout.write(

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run reads is opened before Ray starts, where it is on this machine: data, reward function, model, checkpoint.
+
+verl finds out in a worker, minutes later, or not at all: prompts that are text instead of messages vanish from the
+template, and prompts that are too long are cut from the left, whatever ``data.truncation`` says.
+"""
+
+import ast
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from flashrl_verl.errors import ConfigError, refuse
+from flashrl_verl.settings import DATA, MODEL, ROLLOUT, get
+
+_LOOKED_AT = 20_000
+"""Rows of a file whose prompts are looked at."""
+_LFS = b"version https://git-lfs"
+_REWARD = "reward.custom_reward_function"
+_SAVED = {"model": 4, "optimizer": 8, "hf_model": 2}
+"""Bytes a parameter of what a checkpoint holds: FP32 masters, two moments, BF16."""
+
+
+def missing_paths(cfg: DictConfig) -> list[str]:
+    """Local paths that a run would read and that are not there, as ``key=path``; data first."""
+    root = Path.cwd()
+    return [f"{key}={text}" for key, text in _paths(cfg, root) if not (root / text).exists()]
+
+
+def check_files(cfg: DictConfig) -> None:
+    """Refuse a configuration whose local files are not there, or not what the run needs.
+
+    Raises:
+        ConfigError: one message with every key and path that is missing; else the first file that will not do.
+    """
+    remedy = "paths that exist on every node (~ is not expanded in the model's); `flashrl data --help` lists data"
+    if get(cfg, "quickstart.assets") is not None:
+        remedy = "quickstart.assets=<folder>/assets of an earlier `flashrl quickstart --output <folder>`"
+    if missing := missing_paths(cfg):
+        here = f"not found on this machine (relative paths start at {Path.cwd()})"
+        raise ConfigError(f"{', '.join(missing)} {here}. Remedy: {remedy}.")
+    if not get(cfg, "data.custom_cls.path"):  # the user's own class reads what it likes
+        for key in DATA:
+            files = [Path(os.path.expanduser(text)) for text in _files(cfg, key)]
+            if all(file.is_file() for file in files):
+                _check_data(cfg, key, files)
+    if (path := get(cfg, f"{_REWARD}.path")) and path.endswith(".py"):
+        _check_reward(Path(path), get(cfg, f"{_REWARD}.name"))
+    _check_model(cfg, Path(get(cfg, MODEL, "")))
+    _check_checkpoints(cfg)
+
+
+def model_config(cfg: DictConfig) -> dict[str, Any]:
+    """The model's config.json. Empty where the model is on another machine or on the hub, and where the file is missing
+    or damaged, which have messages of their own."""
+    return _json(Path(get(cfg, MODEL, "")) / "config.json")
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _files(cfg: DictConfig, key: str) -> list[str]:
+    files = get(cfg, key, []) or []
+    return [files] if isinstance(files, str) else files
+
+
+def _paths(cfg: DictConfig, root: Path) -> Iterator[tuple[str, str]]:
+    for key in () if get(cfg, "data.custom_cls.path") else DATA:
+        yield from ((key, os.path.expanduser(text)) for text in _files(cfg, key) if "://" not in text)
+    others = (f"{_REWARD}.path", "custom_reward_function.path", "data.custom_cls.path", "trainer.resume_from_path")
+    yield from ((key, text) for key in others if (text := get(cfg, key)) and "://" not in text)  # hdfs://, pkg://
+    model = get(cfg, MODEL, "")
+    of_two = len(Path(model).parts) == 2  # as names of the model hub are; others of them have one
+    starts = model.startswith(("/", "./", "../", "~"))  # transformers takes ~ for a folder's name
+    if "://" not in model and (starts or len(Path(model).parts) > 2 or (of_two and (root / model).parent.is_dir())):
+        yield MODEL, model
+
+
+def _check_data(cfg: DictConfig, key: str, files: list[Path]) -> None:
+    prompt, remedy, rows = get(cfg, "data.prompt_key", "prompt"), "`flashrl data --help` makes such files", 0
+    needed = [prompt, "reward_model", get(cfg, "data.reward_fn_key", "data_source")]
+    for file in files:
+        if file.open("rb").read(len(_LFS)) == _LFS:
+            refuse(key, str(file), "it is a pointer of Git LFS, not the file", f"`git lfs pull` in {file.parent}")
+        if file.suffix != ".parquet":
+            rows += 1 << 60  # JSON: as many as it may have
+            continue
+        count, names, messages, longest = _prompts(key, file, prompt)
+        rows += count
+        if absent := [name for name in needed if name not in names]:
+            refuse(key, str(file), f"it has no column {', '.join(absent)}, but {', '.join(names)}", remedy)
+        if not messages:
+            refuse(key, str(file), f"its column {prompt} is text, and verl takes messages of role and content", remedy)
+        limit, filtered = get(cfg, "data.max_prompt_length"), get(cfg, "data.filter_overlong_prompts")
+        if not filtered and (tokens := _tokens(cfg, longest)) > limit:
+            reason = f"a prompt of {file} has {tokens} tokens, and verl cuts longer ones from the left without an error"
+            refuse("data.max_prompt_length", limit, reason, "a larger one, or data.filter_overlong_prompts=true")
+    batch = get(cfg, "data.train_batch_size") if key == DATA[0] else 1
+    if rows < batch:
+        refuse(key, ", ".join(map(str, files)), f"{rows} rows are less than a batch of {batch}", "more data")
+
+
+def _prompts(key: str, file: Path, column: str) -> tuple[int, list[str], bool, str]:
+    """Rows, names of columns, whether prompts are messages, and the text of the longest."""
+    import pyarrow as pa
+    from pyarrow import compute, parquet
+
+    try:
+        opened = parquet.ParquetFile(file)
+        schema, count = opened.schema_arrow, opened.metadata.num_rows
+        if column not in schema.names or not count:
+            return count, schema.names, True, ""
+        if not pa.types.is_list(schema.field(column).type) and not pa.types.is_large_list(schema.field(column).type):
+            return count, schema.names, False, ""
+        prompts = next(opened.iter_batches(_LOOKED_AT, columns=[column])).column(0)
+    except (pa.ArrowException, OSError) as error:
+        raise ConfigError(f"{key}={file} is no parquet file: {' '.join(str(error).split())}") from error
+    item = prompts.type.value_type
+    if not pa.types.is_struct(item) or not {"role", "content"} <= {field.name for field in item}:
+        return count, schema.names, False, ""
+    texts = compute.struct_field(prompts.flatten(), "content")
+    if not pa.types.is_string(texts.type) or not len(texts):  # parts of text and pictures
+        return count, schema.names, True, ""
+    lengths = compute.utf8_length(texts)
+    return count, schema.names, True, texts[compute.index(lengths, compute.max(lengths)).as_py()].as_py()
+
+
+def _tokens(cfg: DictConfig, text: str) -> int:
+    """Of a text, without the template around it; 0 where the tokenizer is elsewhere."""
+    file = Path(get(cfg, "actor_rollout_ref.model.tokenizer_path") or get(cfg, MODEL, "")) / "tokenizer.json"
+    if not file.is_file():
+        return 0
+    from tokenizers import Tokenizer
+
+    return len(Tokenizer.from_file(str(file)).encode(text, add_special_tokens=False))
+
+
+def _check_reward(path: Path, name: str) -> None:
+    try:
+        tree = ast.parse(path.read_text())
+    except (SyntaxError, ValueError) as error:
+        raise ConfigError(f"{_REWARD}.path={path} is no Python: {error}") from error
+    names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
+    names |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    imported = [
+        alias for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names
+    ]
+    names |= {alias.asname or alias.name for alias in imported}
+    if name not in names and "*" not in names:
+        functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+        refuse(f"{_REWARD}.name", name, f"{path} has no such function", " or ".join(functions) or "a function in it")
+
+
+def _check_model(cfg: DictConfig, model: Path) -> None:
+    if not model.is_dir():
+        return
+    if not model_config(cfg):
+        refuse(MODEL, str(model), "the folder has no config.json", "a folder in Hugging Face's format")
+    weights = [path for ending in ("*.safetensors", "*.bin") for path in model.glob(ending)]
+    if not weights:
+        refuse(MODEL, str(model), "the folder has no weights (*.safetensors)", "the whole download")
+    for path in weights:
+        if path.open("rb").read(len(_LFS)) == _LFS:
+            refuse(MODEL, str(model), f"{path.name} is a pointer of Git LFS", f"`git lfs pull` in {model}")
+    tokenizer = Path(get(cfg, "actor_rollout_ref.model.tokenizer_path") or model)
+    if tokenizer.is_dir():
+        files = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+        if not any((tokenizer / name).is_file() for name in files):
+            refuse(MODEL, str(model), f"{tokenizer} has no tokenizer", "the whole download, or its tokenizer_path")
+        key = "actor_rollout_ref.model.custom_chat_template"
+        own = get(cfg, key) or _json(tokenizer / "tokenizer_config.json").get("chat_template")
+        if not own and not any(tokenizer.glob("chat_template*")) and not any(tokenizer.glob("additional_chat*")):
+            refuse(MODEL, str(model), "its tokenizer has no chat template, and prompts are messages", f"{key}=<Jinja>")
+    config = model_config(cfg)
+    config = config.get("text_config", config)
+    longest = sum(get(cfg, f"{ROLLOUT}.{name}") for name in ("prompt_length", "response_length"))
+    positions, scaled = (
+        config.get("max_position_embeddings"),
+        config.get("rope_scaling") or config.get("rope_parameters"),
+    )
+    if isinstance(positions, int) and longest > positions and (scaled or {}).get("rope_type", "default") == "default":
+        reason = f"with prompts it makes {longest} tokens, and {model} has {positions} positions"
+        refuse("data.max_response_length", get(cfg, f"{ROLLOUT}.response_length"), reason, "less, or a longer model")
+
+
+def _check_checkpoints(cfg: DictConfig) -> None:
+    if (path := get(cfg, "trainer.resume_from_path")) and "global_step_" not in path:
+        refuse("trainer.resume_from_path", path, "it is no checkpoint of a step", "<run>/global_step_<n>")
+    model, folder = Path(get(cfg, MODEL, "")), Path(get(cfg, "trainer.default_local_dir", "."))
+    if get(cfg, "trainer.save_freq", -1) <= 0 or not model.is_dir() or "://" in str(folder):
+        return
+    contents = get(cfg, "actor_rollout_ref.actor.checkpoint.save_contents", [])
+    parameters = sum(path.stat().st_size for path in model.glob("*.safetensors")) / 2  # in BF16
+    needed = parameters * sum(_SAVED.get(name, 0) for name in contents) / get(cfg, "trainer.nnodes")
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if needed > (free := shutil.disk_usage(there).free):
+        reason = f"a checkpoint takes {needed / 1e9:.0f} GB of each node, and {there} has {free / 1e9:.0f} GB"
+        refuse("trainer.default_local_dir", str(folder), reason, "another folder, or trainer.save_freq=-1")

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run asks of the environment is looked for before Ray starts; workers would find out a minute later.
+
+Not part of ``validate_config``: a dry run may be made elsewhere.
+"""
+
+import netrc
+import os
+import re
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from urllib.parse import urlparse
+
+from omegaconf import DictConfig, OmegaConf
+
+from flashrl_verl.attention import require_shaped_caches
+from flashrl_verl.errors import refuse
+from flashrl_verl.settings import get
+from flashrl_verl.validation import ATTENTION, ENGINE, FLASH, MODEL_NODE, VARLEN, has_our_attention, on_gpu
+
+_LOGGERS = {
+    **{name: name for name in ("wandb", "mlflow", "swanlab", "clearml", "trackio")},
+    "tensorboard": "tensorboard",
+}
+"""verl's trackers that need a package."""
+_KEYS = {
+    "wandb": ("WANDB_API_KEY", "WANDB_MODE", "offline"),
+    "swanlab": ("SWANLAB_API_KEY", "SWANLAB_MODE", "local"),
+}
+"""Those that need a key: its variable, and the variable and value by which they need none."""
+
+
+def settle_packages(cfg: DictConfig) -> None:
+    """Refuse what is not there. Where verl's default wants flash-attn and it is not there, ours is taken, and said.
+
+    Args:
+        cfg: changed in place.
+
+    Raises:
+        ConfigError: the run asks for what is not there.
+    """
+    _check_loggers(cfg)
+    _check_engine_names(cfg)
+    if has_our_attention(cfg):
+        require_shaped_caches()
+    liger, packed = (f"{MODEL_NODE}.use_liger", f"{MODEL_NODE}.use_remove_padding")
+    if get(cfg, liger) and find_spec("liger_kernel") is None:
+        refuse(liger, True, "liger-kernel is not installed in this environment", f"pip install it, or {liger}=false")
+    asked = get(cfg, ATTENTION)
+    if not on_gpu(cfg) or asked not in (None, FLASH) or installed("flash-attn"):
+        return
+    missing = "flash-attn is not installed in this environment"
+    if asked:
+        refuse(ATTENTION, asked, missing, f"leave it out, which takes {VARLEN}, or pip install it")
+    if not get(cfg, packed, True):
+        refuse(packed, False, f"{missing}, and {VARLEN} packs", f"+{ATTENTION}=sdpa")
+    critics = "critic.model.override_config.attn_implementation"
+    critic = get(cfg, "critic.enable", get(cfg, "algorithm.adv_estimator") == "gae")
+    if critic and get(cfg, critics, FLASH) == FLASH:
+        refuse(critics, FLASH, missing, f"+{critics}=sdpa")
+    OmegaConf.update(cfg, ATTENTION, VARLEN, force_add=True)
+    newer = "FlashAttention 4 from Hopper on, else " if installed("flash-attn-4") else ""
+    print(f"flash-attn is not installed: {ATTENTION}={VARLEN}, {newer}PyTorch's own FlashAttention 2", file=sys.stderr)
+
+
+def installed(distribution: str) -> bool:
+    """Whether a distribution is; flash-attn and flash-attn-4 share the module ``flash_attn``."""
+    try:
+        return bool(version(distribution))
+    except PackageNotFoundError:
+        return False
+
+
+def _check_loggers(cfg: DictConfig) -> None:
+    key, loggers = "trainer.logger", get(cfg, "trainer.logger") or []
+    for name in [loggers] if isinstance(loggers, str) else loggers:
+        if name in _LOGGERS and find_spec(_LOGGERS[name]) is None:
+            refuse(
+                key, name, f"{name} is not installed in this environment", f"pip install it, or {key}=[console,file]"
+            )
+        if name in _KEYS:
+            variable, mode, offline = _KEYS[name]
+            if os.environ.get(variable) or os.environ.get(mode, "online") not in ("online", "cloud"):
+                continue
+            if name == "swanlab" and (Path.home() / ".swanlab").exists():
+                continue
+            if name == "wandb" and _in_netrc(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")):
+                continue
+            refuse(key, name, f"{name} has no key here", f"{variable}=<key>, `{name} login`, or {mode}={offline}")
+
+
+def _in_netrc(url: str) -> bool:
+    try:
+        file = os.environ.get("NETRC") or Path.home() / ".netrc"
+        return netrc.netrc(str(file)).authenticators(urlparse(url).hostname or "") is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+def _check_engine_names(cfg: DictConfig) -> None:
+    """By vLLM's source: to import it takes longer than all the rest."""
+    folder = Path(next(iter(find_spec("vllm").submodule_search_locations)))
+    sources = [folder / "engine" / "arg_utils.py", *(folder / "entrypoints").rglob("*cli_args.py")]
+    text = "\n".join(source.read_text() for source in sources if source.is_file())
+    known = {
+        name.replace("-", "_") for name in re.findall(r"^    (\w+): |\"--?([\w-]+)\"", text, re.M) for name in name
+    }
+    for name, value in get(cfg, ENGINE, {}).items():
+        argument = str(name).replace("-", "_").split(".")[0]
+        positive = argument.removeprefix("no_")
+        if value is not None and not any(each.startswith((argument, positive)) for each in known if each):
+            refuse(f"{ENGINE}.{name}", value, f"vLLM {version('vllm')} has no such argument", f"remove {ENGINE}.{name}")

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Local files that a run cannot use are refused before Ray starts, and those that it can pass."""
+
+import json
+import subprocess
+import sys
+
+import pyarrow
+import pytest
+from omegaconf import OmegaConf
+from pyarrow import parquet
+from refusals import changed
+from tiny_models import make
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from flashrl_verl.errors import ConfigError
+from flashrl_verl.input_files import check_files, missing_paths
+from flashrl_verl.settings import ACTOR, DATA, MODEL
+from flashrl_verl.tools.recipe_process import ROOT
+
+REWARD = "reward.custom_reward_function"
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"
+
+
+def messages(text: str) -> list[dict]:
+    return [{"role": "user", "content": text}]
+
+
+def row(prompt, **others) -> dict:
+    return {"prompt": prompt, "data_source": "mine", "reward_model": {"style": "rule", "ground_truth": "4"}, **others}
+
+
+def save(path, rows: list[dict]):
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    return str(path)
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A configuration of files that will do, and their folder."""
+    model = tmp_path / "model"
+    make("qwen2.5").save_pretrained(model)
+    words = Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.save(str(model / "tokenizer.json"))
+    (model / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
+    (tmp_path / "reward.py").write_text("import math\nfrom math import floor as taken\nown = lambda **_: 1.0\n")
+    settings = {
+        DATA[0]: [
+            save(tmp_path / "a.parquet", [row(messages("2 + 2"))] * 3),
+            save(tmp_path / "b.parquet", [row(messages("2"))]),
+        ],
+        DATA[1]: save(tmp_path / "val.parquet", [row(messages("2 + 2"))]),
+        "data.train_batch_size": 4,
+        "data.max_prompt_length": 8,
+        "data.max_response_length": 8,
+        MODEL: str(model),
+        f"{REWARD}.path": str(tmp_path / "reward.py"),
+        f"{REWARD}.name": "own",
+        "trainer.default_local_dir": str(tmp_path / "new" / "checkpoints"),
+    }
+    cfg = changed(settings)
+    check_files(cfg)
+    return cfg, tmp_path
+
+
+def refused(cfg, **settings) -> str:
+    for key, value in settings.items():
+        OmegaConf.update(cfg, key, value, force_add=True)
+    with pytest.raises(ConfigError) as caught:
+        check_files(cfg)
+    assert " Remedy: " in str(caught.value) or "is no" in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([], "0 rows are less than a batch of 4"),
+        ([row(messages("2"))] * 3, "3 rows are less than a batch of 4"),
+        ([row("2 + 2")] * 4, "its column prompt is text, and verl takes messages"),
+        ([row(["2 + 2"])] * 4, "its column prompt is text, and verl takes messages"),
+        ([{"question": "2 + 2"}] * 4, "it has no column prompt, reward_model, data_source, but question"),
+        ([*[row(messages("2"))] * 4, row(messages("a " * 9))], "has 9 tokens, and verl cuts"),
+    ],
+)
+def test_data_that_will_not_do_is_refused(run, rows, said):
+    cfg, folder = run
+    table = pyarrow.Table.from_pylist(rows or [row(messages(""))]).slice(0, len(rows))
+    parquet.write_table(table, folder / "c.parquet")
+    settings = {DATA[0]: str(folder / "c.parquet"), "data.filter_overlong_prompts": False}
+    assert said in refused(cfg, **settings)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"), [(POINTER, "pointer of Git LFS"), ("PAR1", "is no parquet file"), ("", "is no parquet")]
+)
+def test_a_file_that_is_no_data_is_refused(run, content, said):
+    cfg, folder = run
+    (folder / "val.parquet").write_text(content)
+    assert said in refused(cfg)
+
+
+@pytest.mark.parametrize(("name", "said"), [("taken", None), ("compute", "has no such function")])
+def test_a_reward_is_looked_for_in_its_file(run, name, said):
+    cfg, _ = run
+    OmegaConf.update(cfg, f"{REWARD}.name", name)
+    if said:
+        assert said in refused(cfg)
+    else:
+        check_files(cfg)
+
+
+def test_a_reward_that_is_no_python_is_refused(run):
+    cfg, folder = run
+    (folder / "reward.py").write_text("def own(:\n")
+    assert "reward.py is no Python: invalid syntax" in refused(cfg)
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["config.json"], "no config.json"),
+        (["*.safetensors"], "no weights"),
+        (["tokenizer.json", "tokenizer_config.json"], "has no tokenizer"),
+        (["tokenizer_config.json"], "no chat template"),
+    ],
+)
+def test_a_model_that_is_not_whole_is_refused(run, names, said):
+    cfg, folder = run
+    for name in names:
+        for path in (folder / "model").glob(name):
+            path.unlink()
+    assert said in refused(cfg)
+
+
+def test_a_model_with_too_few_positions_is_refused(run):
+    cfg, folder = run
+    path = folder / "model" / "config.json"
+    config = json.loads(path.read_text()) | {"max_position_embeddings": 15}
+    path.write_text(json.dumps(config))
+    assert "it makes 16 tokens" in refused(cfg)
+    path.write_text(json.dumps(config | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}))
+    check_files(cfg)
+
+
+def test_a_checkpoint_that_is_not_there_or_does_not_fit_is_refused(run, monkeypatch):
+    cfg, folder = run
+    key = "trainer.resume_from_path"
+    assert f"{key}={folder}/global_step_9 not found" in refused(cfg, **{key: f"{folder}/global_step_9"})
+    assert "no checkpoint of a step" in refused(cfg, **{key: str(folder)})
+    OmegaConf.update(cfg, key, None)
+    import flashrl_verl.input_files as files
+
+    size = sum(path.stat().st_size for path in (folder / "model").glob("*.safetensors"))
+    contents = OmegaConf.select(cfg, f"{ACTOR}.checkpoint.save_contents")
+    assert {"model", "optimizer"} <= {*contents}
+    usage = files.shutil.disk_usage(folder)
+    for free, fits in ((7 * size, True), (5 * size, False)):  # BF16: 6 times what is there
+        monkeypatch.setattr(files.shutil, "disk_usage", lambda _: usage._replace(free=free))  # noqa: B023
+        OmegaConf.update(cfg, "trainer.save_freq", 1)
+        if fits:
+            check_files(cfg)
+        else:
+            assert "a checkpoint takes" in refused(cfg)
+
+
+@pytest.mark.parametrize(
+    ("model", "missing"),
+    [
+        *((name, False) for name in ("gpt2", "Qwen/Qwen2.5-32B", "hdfs://cluster/a/b", "there", "./there/model")),
+        *((path, True) for path in ("/no/such", "./no", "../no/such", "~/no-such-model", "a/b/model", "there/no")),
+    ],
+)
+def test_what_looks_like_a_path_has_to_exist_and_a_name_of_the_hub_has_not(tmp_path, monkeypatch, model, missing):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there" / "model").mkdir(parents=True)
+    cfg = OmegaConf.create({"data": {"train_files": ["hdfs://a/b.parquet"]}})
+    OmegaConf.update(cfg, MODEL, model, force_add=True)
+    assert missing_paths(cfg) == [f"{MODEL}={model}"] * missing
+
+
+def test_the_recipe_refuses_missing_paths_before_ray():
+    words = ["experiment=quickstart", "quickstart.assets=/no/such"]
+    command = [sys.executable, "-m", "recipe.flashrl.main_flashrl", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 1 and "flashrl quickstart" in done.stderr
+    assert "ConfigError: data.train_files=/no/such/train.parquet, data.val_files=/no/such/test.parquet" in done.stderr
+    assert "Ray" not in done.stdout + done.stderr and "Traceback" not in done.stderr
