@@ -24,7 +24,8 @@ from verl.utils.ulysses import (
 )
 
 from flashrl_verl.errors import ConfigError
-from flashrl_verl.validation import VARLEN, installed
+from flashrl_verl.run_environment import installed
+from flashrl_verl.validation import VARLEN
 
 _last: tuple[Any, torch.Tensor, int] | None = None
 
