@@ -203,6 +203,8 @@ def _rules_of_backends(cfg: DictConfig) -> Iterator[Rule]:
             (f"{ACTOR}.strategy", "fsdp2"),
             (f"{ROLLOUT}.enable_sleep_mode", False),
             ("flashrl.kv_cache", "auto"),
+            (f"{ACTOR}.use_kl_loss", False),  # the reference policy's weights are pinned for a GPU
+            ("algorithm.use_kl_in_reward", False),
         ):
             yield Rule(key, one_of(accepted), "it needs a GPU, and the run is on a CPU", words(accepted))
     copies = {f"{ROLLOUT}.custom.flashrl": "flashrl", f"{ACTOR}.policy_loss.rollout_correction": CORRECTION}

@@ -180,6 +180,8 @@ ON_CPU = [
     ({f"{ROLLOUT}.enable_sleep_mode": True}, f"{ROLLOUT}.enable_sleep_mode=false"),
     ({PLATFORM: None}, "hardware=cpu"),
     ({"flashrl.kv_cache": "int8_per_token_head"}, "flashrl.kv_cache=auto"),
+    ({f"{ACTOR}.use_kl_loss": True}, f"{ACTOR}.use_kl_loss=false"),
+    ({"algorithm.use_kl_in_reward": True}, "algorithm.use_kl_in_reward=false"),
 ]
 ALL = [*((*case, "cuda") for case in CASES), *((*case, "cpu") for case in ON_CPU)]
 
