@@ -15,10 +15,9 @@ from urllib.parse import urlparse
 
 from omegaconf import DictConfig, OmegaConf
 
-from flashrl_verl.attention import require_shaped_caches
 from flashrl_verl.errors import refuse
 from flashrl_verl.settings import get
-from flashrl_verl.validation import ATTENTION, ENGINE, FLASH, MODEL_NODE, VARLEN, has_our_attention, on_gpu
+from flashrl_verl.validation import ATTENTION, ENGINE, FLASH, MODEL_NODE, VARLEN, on_gpu
 
 _LOGGERS = {
     **{name: name for name in ("wandb", "mlflow", "swanlab", "clearml", "trackio")},
@@ -43,8 +42,6 @@ def settle_packages(cfg: DictConfig) -> None:
     """
     _check_loggers(cfg)
     _check_engine_names(cfg)
-    if has_our_attention(cfg):
-        require_shaped_caches()
     liger, packed = (f"{MODEL_NODE}.use_liger", f"{MODEL_NODE}.use_remove_padding")
     if get(cfg, liger) and find_spec("liger_kernel") is None:
         refuse(liger, True, "liger-kernel is not installed in this environment", f"pip install it, or {liger}=false")

@@ -4,7 +4,7 @@
 from flashrl_verl.attention import limits
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.settings import KVCache
-from flashrl_verl.upstream.versions import backends_shape_kv_caches, cuda_capability
+from flashrl_verl.upstream.versions import cuda_capability
 
 _BACKEND = "flashrl_verl.attention.backend.Int8KVBackend"
 """By name: the module needs Triton and FlashAttention, and only an engine with such a cache imports it."""
@@ -26,19 +26,6 @@ def register_attention() -> str | None:
         return custom.get_path()
     register_backend(custom, _BACKEND)
     return None
-
-
-def require_shaped_caches() -> None:
-    """Refuse a vLLM whose KV caches have a layout that our kernels have not run on.
-
-    Raises:
-        ConfigError: it is 0.29 or newer.
-    """
-    if not backends_shape_kv_caches():
-        raise ConfigError(
-            "flashrl.kv_cache=int8_per_token_head: its attention has not run on the KV caches of vLLM 0.29 and newer. "
-            f"{limits.REMEDY}"
-        )
 
 
 def require_kv_kernel(kv_cache: KVCache) -> None:
@@ -70,7 +57,6 @@ def kv_cache_arguments(kv_cache: KVCache) -> dict[str, str]:
 
     arguments = {"kv_cache_dtype": kv_cache.value}
     if kv_cache is KVCache.INT8_PER_TOKEN_HEAD and current_platform.is_cuda():
-        require_shaped_caches()
         if (other := register_attention()) is not None:
             raise ConfigError(
                 f"flashrl.kv_cache={kv_cache.value}: its attention needs vLLM's name {limits.NAME}, which another "

@@ -211,10 +211,3 @@ def cpu_select_experts() -> Callable:
         if hasattr(found, "select_experts"):
             return found.select_experts
     raise ImportError("vLLM's select_experts for CPUs is in none of the modules of 0.24 to 0.32")
-
-
-def backends_shape_kv_caches() -> bool:
-    """Whether attention backends say which shape a KV cache has; since vLLM 0.29 the cache's specification does."""
-    from vllm.v1.attention.backend import AttentionBackend
-
-    return hasattr(AttentionBackend, "get_kv_cache_shape")

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from flashrl_verl.attention import require_kv_kernel, require_shaped_caches
+from flashrl_verl.attention import require_kv_kernel
 from flashrl_verl.quantization.formats import INT8_UNROTATED
 from flashrl_verl.quantization.gemm import LinearKernel, device_kernel, linear_kernel
 from flashrl_verl.quantization.numerics import WeightFormat, as_bytes, rotate_weight
@@ -125,7 +125,6 @@ def check_attention(places: Sequence[torch.device]) -> Iterator[Finding]:
         ConfigError: nothing computes with an INT8 KV cache here; the message says what to set instead.
     """
     require_kv_kernel(KVCache.INT8_PER_TOKEN_HEAD)
-    require_shaped_caches()
     for place in places:
         seen = [attention_error(*case, place) for case in _ATTENTION]
         text = f"a head's output is {max(seen):.1e} from float64 (at most {ATTENTION_LIMIT:g})"
