@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from omegaconf import DictConfig
 
 from flashrl_verl.errors import ConfigError, refuse
@@ -22,6 +23,7 @@ _LOOKED_AT = 20_000
 """Rows of a file whose prompts are looked at."""
 _LFS = b"version https://git-lfs"
 _REWARD = "reward.custom_reward_function"
+_CHECKPOINT = "actor_rollout_ref.actor.checkpoint"
 _SAVED = {"model": 4, "optimizer": 8, "hf_model": 2}
 """Bytes a parameter of what a checkpoint holds: FP32 masters, two moments, BF16."""
 
@@ -39,9 +41,10 @@ def check_files(cfg: DictConfig) -> None:
         ConfigError: one message with every key and path that is missing; else the first file that will not do.
     """
     remedy = "paths that exist on every node (~ is not expanded in the model's); `flashrl data --help` lists data"
-    if get(cfg, "quickstart.assets") is not None:
+    missing, assets = missing_paths(cfg), get(cfg, "quickstart.assets")
+    if assets is not None and all(assets in path for path in missing):
         remedy = "quickstart.assets=<folder>/assets of an earlier `flashrl quickstart --output <folder>`"
-    if missing := missing_paths(cfg):
+    if missing:
         here = f"not found on this machine (relative paths start at {Path.cwd()})"
         raise ConfigError(f"{', '.join(missing)} {here}. Remedy: {remedy}.")
     if not get(cfg, "data.custom_cls.path"):  # the user's own class reads what it likes
@@ -53,6 +56,7 @@ def check_files(cfg: DictConfig) -> None:
         _check_reward(Path(path), get(cfg, f"{_REWARD}.name"))
     _check_model(cfg, Path(get(cfg, MODEL, "")))
     _check_checkpoints(cfg)
+    _check_resume(cfg)
 
 
 def model_config(cfg: DictConfig) -> dict[str, Any]:
@@ -77,7 +81,7 @@ def _files(cfg: DictConfig, key: str) -> list[str]:
 def _paths(cfg: DictConfig, root: Path) -> Iterator[tuple[str, str]]:
     for key in () if get(cfg, "data.custom_cls.path") else DATA:
         yield from ((key, os.path.expanduser(text)) for text in _files(cfg, key) if "://" not in text)
-    others = (f"{_REWARD}.path", "custom_reward_function.path", "data.custom_cls.path", "trainer.resume_from_path")
+    others = (f"{_REWARD}.path", "data.custom_cls.path", "trainer.resume_from_path")
     yield from ((key, text) for key in others if (text := get(cfg, key)) and "://" not in text)  # hdfs://, pkg://
     model = get(cfg, MODEL, "")
     of_two = len(Path(model).parts) == 2  # as names of the model hub are; others of them have one
@@ -88,12 +92,17 @@ def _paths(cfg: DictConfig, root: Path) -> Iterator[tuple[str, str]]:
 
 def _check_data(cfg: DictConfig, key: str, files: list[Path]) -> None:
     prompt, remedy, rows = get(cfg, "data.prompt_key", "prompt"), "`flashrl data --help` makes such files", 0
-    needed = [prompt, "reward_model", get(cfg, "data.reward_fn_key", "data_source")]
+    own_manager = get(cfg, "reward.reward_manager.source", "register") != "register"
+    needed = [prompt] if own_manager else [prompt, "reward_model", "data_source"]
+    if not files:
+        refuse(key, None, "verl always reads it", "a file; trainer.test_freq=-1 leaves that of val_files unused")
     for file in files:
         if file.open("rb").read(len(_LFS)) == _LFS:
             refuse(key, str(file), "it is a pointer of Git LFS, not the file", f"`git lfs pull` in {file.parent}")
-        if file.suffix != ".parquet":
-            rows += 1 << 60  # JSON: as many as it may have
+        if file.suffix not in (".parquet", ".jsonl", ".json"):
+            refuse(key, str(file), "verl reads .parquet, .jsonl and .json", remedy)
+        if file.suffix == ".json":
+            rows += 1 << 60  # as many as it may have: it may be one object a line, or a list
             continue
         count, names, messages, longest = _prompts(key, file, prompt)
         rows += count
@@ -114,25 +123,41 @@ def _prompts(key: str, file: Path, column: str) -> tuple[int, list[str], bool, s
     """Rows, names of columns, whether prompts are messages, and the text of the longest."""
     import pyarrow as pa
     from pyarrow import compute, parquet
+    from pyarrow import json as json_lines
 
     try:
-        opened = parquet.ParquetFile(file)
-        schema, count = opened.schema_arrow, opened.metadata.num_rows
+        if file.suffix == ".jsonl":
+            table = json_lines.read_json(file)
+            schema, count = table.schema, len(table)
+        else:
+            opened = parquet.ParquetFile(file)
+            schema, count = opened.schema_arrow, opened.metadata.num_rows
         if column not in schema.names or not count:
             return count, schema.names, True, ""
         if not pa.types.is_list(schema.field(column).type) and not pa.types.is_large_list(schema.field(column).type):
             return count, schema.names, False, ""
-        prompts = next(opened.iter_batches(_LOOKED_AT, columns=[column])).column(0)
+        if file.suffix == ".jsonl":
+            prompts = table.column(column).combine_chunks()
+        else:
+            prompts = next(opened.iter_batches(_LOOKED_AT, columns=[column])).column(0)
     except (pa.ArrowException, OSError) as error:
-        raise ConfigError(f"{key}={file} is no parquet file: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"{key}={file} is no {file.suffix[1:]} file: {' '.join(str(error).split())}") from error
+    if "reward_model" in schema.names:
+        held = schema.field("reward_model").type
+        if not pa.types.is_struct(held) or "ground_truth" not in [field.name for field in held]:
+            reason = f"its column reward_model is {held}, and the reward reads ground_truth in it"
+            refuse(key, str(file), reason, "`flashrl data --help` makes such files")
     item = prompts.type.value_type
     if not pa.types.is_struct(item) or not {"role", "content"} <= {field.name for field in item}:
         return count, schema.names, False, ""
     texts = compute.struct_field(prompts.flatten(), "content")
     if not pa.types.is_string(texts.type) or not len(texts):  # parts of text and pictures
         return count, schema.names, True, ""
-    lengths = compute.utf8_length(texts)
-    return count, schema.names, True, texts[compute.index(lengths, compute.max(lengths)).as_py()].as_py()
+    lengths, ends = compute.fill_null(compute.utf8_length(texts), 0).to_numpy(), prompts.offsets.to_numpy()
+    ends = ends - ends[0]
+    of_prompts = np.add.reduceat(np.append(lengths, 0), ends[:-1]) * (np.diff(ends) > 0)
+    at = int(of_prompts.argmax())  # all messages of a conversation
+    return count, schema.names, True, " ".join(text or "" for text in texts[ends[at] : ends[at + 1]].to_pylist())
 
 
 def _tokens(cfg: DictConfig, text: str) -> int:
@@ -166,6 +191,12 @@ def _check_model(cfg: DictConfig, model: Path) -> None:
         return
     if not model_config(cfg):
         refuse(MODEL, str(model), "the folder has no config.json", "a folder in Hugging Face's format")
+    if "quantization_config" in model_config(cfg):
+        refuse(MODEL, str(model), "its weights are quantized, and are trained in BF16", "the model that it was made of")
+    if any(path.name == "huggingface" and path.parent.name == "actor" for path in (model, model.resolve())):
+        if not [*model.glob("*.safetensors")]:
+            remedy = f"the folder that `flashrl export {model.parent.parent} --format bf16 --output <folder>` makes"
+            refuse(MODEL, str(model), "a checkpoint's folder has no weights", remedy)
     weights = [path for ending in ("*.safetensors", "*.bin") for path in model.glob(ending)]
     if not weights:
         refuse(MODEL, str(model), "the folder has no weights (*.safetensors)", "the whole download")
@@ -193,13 +224,42 @@ def _check_model(cfg: DictConfig, model: Path) -> None:
         refuse("data.max_response_length", get(cfg, f"{ROLLOUT}.response_length"), reason, "less, or a longer model")
 
 
+def _check_resume(cfg: DictConfig) -> None:
+    """What verl would resume from, if that is on this machine."""
+    mode, folder = get(cfg, "trainer.resume_mode"), Path(get(cfg, "trainer.default_local_dir", "."))
+    tracker = folder / "latest_checkpointed_iteration.txt"
+    if mode == "auto" and tracker.is_file():
+        step = tracker.read_text().strip()
+        found = folder / f"global_step_{step}"
+        if not step.isdecimal() or not found.is_dir():
+            reason = f"{tracker} says {step!r}, and there is no such checkpoint: the run would start from scratch"
+            refuse("trainer.resume_mode", mode, reason, f"disable, or remove {tracker}")
+    elif mode == "resume_path" and (path := get(cfg, "trainer.resume_from_path")) and Path(path).is_dir():
+        found = Path(path)
+    else:
+        return
+    contents = get(cfg, f"{_CHECKPOINT}.load_contents", [])
+    if "model" not in contents:
+        reason = f"{found} would be resumed from without its weights"
+        refuse(
+            f"{_CHECKPOINT}.load_contents", contents, reason, "[model,optimizer,extra], or trainer.resume_mode=disable"
+        )
+    ranks = get(cfg, "trainer.nnodes") * get(cfg, "trainer.n_gpus_per_node")
+    if (found / "actor").is_dir() and not (found / "actor" / f"model_world_size_{ranks}_rank_0.pt").is_file():
+        reason = f"{found} was not saved whole by {ranks} ranks"
+        refuse("trainer.resume_mode", mode, reason, "as many GPUs as saved it, an earlier checkpoint, or disable")
+    last, step = get(cfg, "trainer.total_training_steps"), found.name.removeprefix("global_step_")
+    if last is not None and step.isdecimal() and int(step) >= last:
+        refuse("trainer.total_training_steps", last, f"{found} has as many steps already", f"more than {step}")
+
+
 def _check_checkpoints(cfg: DictConfig) -> None:
     if (path := get(cfg, "trainer.resume_from_path")) and "global_step_" not in path:
         refuse("trainer.resume_from_path", path, "it is no checkpoint of a step", "<run>/global_step_<n>")
     model, folder = Path(get(cfg, MODEL, "")), Path(get(cfg, "trainer.default_local_dir", "."))
     if get(cfg, "trainer.save_freq", -1) <= 0 or not model.is_dir() or "://" in str(folder):
         return
-    contents = get(cfg, "actor_rollout_ref.actor.checkpoint.save_contents", [])
+    contents = get(cfg, f"{_CHECKPOINT}.save_contents", [])
     parameters = sum(path.stat().st_size for path in model.glob("*.safetensors")) / 2  # in BF16
     needed = parameters * sum(_SAVED.get(name, 0) for name in contents) / get(cfg, "trainer.nnodes")
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())

@@ -49,6 +49,8 @@ VARLEN = "varlen"
 """Our attention in the trainer (``trainer/varlen_attention.py``)."""
 
 _DEFAULTS = "_generated_ppo_trainer.yaml"
+_LEGACY = ("custom_reward_function.", "reward_model.", "sandbox_fusion.")
+"""Nodes of verl's older configurations."""
 MODEL_NODE = "actor_rollout_ref.model"
 ATTENTION = f"{MODEL_NODE}.override_config.attn_implementation"
 FLASH = "flash_attention_2"
@@ -231,6 +233,8 @@ _VOID = {
     f"{ROLLOUT}.multi_turn.num_repeat_rollouts": (None, f"{ROLLOUT}.n"),
     "algorithm.use_pf_ppo": (False, None),
     "data.return_raw_input_ids": (False, None),
+    "algorithm.filter_groups.max_num_gen_batches": (0, "flashrl.max_num_gen_batches"),
+    "data.reward_fn_key": ("data_source", None),
     "trainer.balance_batch": (True, None),
     "trainer.esi_redundant_time": (0, None),
 }
@@ -255,6 +259,17 @@ def _rules_of_void_keys(cfg: DictConfig) -> Iterator[Rule]:
         if get(cfg, switch):
             reason = f"{switch}=true would run the reference policy and change nothing"
             yield Rule(coefficient, none_of(0), reason, f"0.001, or {switch}=false")
+    reason = "FSDP saves at once, and verl then writes no latest_checkpointed_iteration.txt to resume by"
+    yield Rule(f"{ACTOR}.checkpoint.async_save", one_of(None, False), reason, "false")
+    if get(cfg, "trainer.val_only"):
+        yield Rule("trainer.val_before_train", one_of(True), "trainer.val_only=true validates there only", "true")
+    if not get(cfg, "critic.enable", get(cfg, "algorithm.adv_estimator") == "gae"):
+        reason = "there is no critic, and for as many steps nothing would be trained"
+        yield Rule("trainer.critic_warmup", one_of(None, 0), reason, "0")
+    manager, source = (get(cfg, f"reward.reward_manager.{name}") for name in ("name", "source"))
+    if source == "register" and manager != "dapo":
+        reason = f"reward.reward_manager.name={manager} does not read it"
+        yield Rule(f"{_OVERLONG}.enable", one_of(None, False), reason, "false, or reward.reward_manager.name=dapo")
     if (mode := get(cfg, "trainer.resume_mode")) != "resume_path":
         reason = f"trainer.resume_mode={mode} does not read it"
         yield Rule("trainer.resume_from_path", one_of(None), reason, "null, or trainer.resume_mode=resume_path")
@@ -267,11 +282,22 @@ def _rules_of_numbers(cfg: DictConfig) -> Iterator[Rule]:
     for key in (*counts, *(f"{ROLLOUT}.{name}" for name in of_rollout)):
         yield Rule(key, positive_integer, "it has to be a whole number", "1 or more")
     yield Rule(f"{ACTOR}.optim.lr", within(0, 1e9), "a learning rate is a number from 0 on", "1.0e-6")
+    reason = "it is a share of the steps"
+    yield Rule(f"{ACTOR}.optim.lr_warmup_steps_ratio", lambda v: v is None or within(0, 1)(v), reason, "0.0")
+    schedules = ("constant", "cosine")
+    yield Rule(
+        f"{ACTOR}.optim.lr_scheduler_type", one_of(None, *schedules), "verl knows no other", " or ".join(schedules)
+    )
+    key, parts = f"{ACTOR}.checkpoint.save_contents", {"model", "optimizer", "extra", "hf_model"}
+    reason = f"checkpoints hold {', '.join(sorted(parts))}"
+    yield Rule(key, lambda names: names is None or {*names} <= parts, reason, "[model,optimizer,extra]")
     yield Rule(f"{ROLLOUT}.gpu_memory_utilization", within(0.01, 1), "it is a share of a GPU's memory", "0.8")
     reason = "vLLM takes 0.01 for less, and the trainer divides its logits by it"
     yield Rule(f"{ROLLOUT}.temperature", within(0.01, 1e9), reason, "1.0")
     if get(cfg, "algorithm.filter_groups.enable") or get(cfg, "algorithm.adv_estimator") in ROW_ESTIMATORS:
         yield Rule(f"{ROLLOUT}.n", none_of(1), "a group of one is never filtered, and has no baseline", "16")
+        reason = "V1 looks for it among what the reward returns"
+        yield Rule("algorithm.filter_groups.metric", none_of("seq_reward", "seq_final_reward"), reason, "acc or reward")
     prompt, response = (get(cfg, f"{ROLLOUT}.{name}") for name in ("prompt_length", "response_length"))
     longest = prompt + response
     if get(cfg, f"{ROLLOUT}.max_model_len") is not None:
@@ -279,7 +305,9 @@ def _rules_of_numbers(cfg: DictConfig) -> Iterator[Rule]:
         yield Rule(f"{ROLLOUT}.max_model_len", within(longest, math.inf), reason, f"{longest}, or null")
     if get(cfg, f"{_OVERLONG}.enable"):
         reason = f"it is the end of a response's {response} tokens, in which the penalty grows"
-        yield Rule(f"{_OVERLONG}.len", within(1, response - 1), reason, f"1 or more, or {_OVERLONG}.enable=false")
+        yield Rule(
+            f"{_OVERLONG}.len", within(1, response - 1), reason, f"1 to {response - 1}, or {_OVERLONG}.enable=false"
+        )
 
 
 def _rules_of_weights(cfg: DictConfig) -> Iterator[Rule]:
@@ -405,6 +433,15 @@ def _rules_of_batches(cfg: DictConfig) -> Iterator[Rule]:
         yield Rule(_MINI_BATCH, lambda size: prompts % size == 0, reason, f"<a divisor of {prompts}>")
     data_parallel = ranks // get(cfg, ulysses)
     reason = f"times {ROLLOUT}.n={samples} it cannot be shared evenly by {data_parallel} ranks"
+    longest = get(cfg, f"{ROLLOUT}.prompt_length") + get(cfg, f"{ROLLOUT}.response_length")
+    for key, dynamic in (
+        (f"{ACTOR}.ppo_max_token_len_per_gpu", f"{ACTOR}.use_dynamic_bsz"),
+        (f"{ROLLOUT}.log_prob_max_token_len_per_gpu", f"{ROLLOUT}.log_prob_use_dynamic_bsz"),
+    ):
+        if get(cfg, dynamic):
+            least, size = -(-longest // get(cfg, ulysses)), get(cfg, key)
+            reason = f"a longest sequence has {longest} tokens, and the step that samples one would end the run"
+            yield Rule(key, lambda size: size is None or size >= least, reason, f"<{least} or more>")  # noqa: B023
     multiple = f"<a multiple of {data_parallel // math.gcd(data_parallel, samples)}>"
     yield Rule(_MINI_BATCH, lambda size: size * samples % data_parallel == 0, reason, multiple)
     whole = math.lcm(data_parallel, mini_batch * samples)  # to a multiple of which verl fills the batch up
@@ -434,6 +471,10 @@ def _check_groups(cfg: DictConfig) -> None:
         if near := get_close_matches(key, GROUPS, n=1, cutoff=0.83):  # one wrong letter in six
             meant = f"{near[0]}={words(get(cfg, key))}"
             refuse(key, get(cfg, key), "nothing reads it", f"{meant} without a +, or another name for the key")
+        if key in ("model", "actor", "rollout", "ref", "worker", "optim"):
+            refuse(
+                key, get(cfg, key), "nothing reads it", f"the key below actor_rollout_ref, or another name than {key}"
+            )
 
 
 def _check_kinds(cfg: DictConfig) -> None:
@@ -448,7 +489,16 @@ def _check_kinds(cfg: DictConfig) -> None:
             else:
                 yield f"{prefix}{name}", value
 
+    known = [*defaults["trainer"]]
+    for name, value in get(cfg, "trainer", {}).items():
+        if name not in known:
+            near = " or ".join(get_close_matches(name, known)) or "remove it"
+            refuse(f"trainer.{name}", value, "verl knows no such key", near)
     for key, default in visit("", defaults):
+        if key.startswith(_LEGACY) and get(cfg, key) not in (None, default):
+            refuse(
+                key, get(cfg, key), "verl's V1 entry point does not read it", f"its namesake below reward, not {key}"
+            )
         if type(default) in (bool, int, float) and not key.startswith(f"{CORRECTION}."):
             value = get(cfg, key)
             if isinstance(value, str) or (isinstance(default, bool) and type(value) not in (bool, type(None))):

@@ -88,6 +88,9 @@ class CheckedRewardManager(RewardManagerBase):
         scored, failed, example = self._failures
         if problem is None:
             self._failures = Failures(scored + 1, failed, example)
+            result.get("reward_extra_info", {}).pop(
+                "reward", None
+            )  # verl's name for the reward itself: it adds both up
             return result
         self._failures = Failures(scored + 1, failed + 1, f"{problem}. {self._described(data[-1])}")
         extra = {"acc": 0.0} | ({self._metric: 0.0} if self._metric else {})
@@ -177,5 +180,6 @@ class RewardWatch:
         raise RewardError(
             f"the reward ({self._reward}) failed for {self._failed} of {self._scored} responses, {why}. Of one of them "
             f"{self._example}. Remedy: a reward function that returns a finite number for every response, such as 0 "
-            "for what it cannot judge in time"
+            "for what it cannot judge in time; of a data_source that verl does not know, one of your own "
+            "(reward.custom_reward_function.path)"
         )

@@ -2,6 +2,7 @@
 """Local files that a run cannot use are refused before Ray starts, and those that it can pass."""
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -82,13 +83,26 @@ def refused(cfg, **settings) -> str:
         ([row(["2 + 2"])] * 4, "its column prompt is text, and verl takes messages"),
         ([{"question": "2 + 2"}] * 4, "it has no column prompt, reward_model, data_source, but question"),
         ([*[row(messages("2"))] * 4, row(messages("a " * 9))], "has 9 tokens, and verl cuts"),
+        ([row(messages("a " * 5) * 2), *[row(messages("2"))] * 4], "has 10 tokens, and verl cuts"),
+        ([row(messages("2"), reward_model="4")] * 4, "the reward reads ground_truth in it"),
     ],
 )
 def test_data_that_will_not_do_is_refused(run, rows, said):
     cfg, folder = run
     table = pyarrow.Table.from_pylist(rows or [row(messages(""))]).slice(0, len(rows))
     parquet.write_table(table, folder / "c.parquet")
-    settings = {DATA[0]: str(folder / "c.parquet"), "data.filter_overlong_prompts": False}
+    (folder / "c.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    for name in ("c.parquet", *["c.jsonl"] * bool(rows)):
+        assert said in refused(cfg, **{DATA[0]: str(folder / name), "data.filter_overlong_prompts": False})
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"), [({DATA[1]: None}, "verl always reads it"), ({DATA[0]: "a.csv"}, "verl reads")]
+)
+def test_files_of_other_kinds_and_none_are_refused(run, monkeypatch, settings, said):
+    cfg, folder = run
+    monkeypatch.chdir(folder)
+    (folder / "a.csv").write_text("a")
     assert said in refused(cfg, **settings)
 
 
@@ -132,6 +146,36 @@ def test_a_model_that_is_not_whole_is_refused(run, names, said):
         for path in (folder / "model").glob(name):
             path.unlink()
     assert said in refused(cfg)
+
+
+def test_a_quantized_model_and_a_checkpoints_folder_are_refused(run):
+    cfg, folder = run
+    there = folder / "global_step_3" / "actor" / "huggingface"
+    shutil.copytree(folder / "model", there)
+    (there / "model.safetensors").unlink()
+    assert "flashrl export" in refused(cfg, **{MODEL: str(there)})
+    path = folder / "model" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": "awq"}}))
+    assert "its weights are quantized" in refused(cfg, **{MODEL: str(folder / "model")})
+
+
+def test_what_a_run_would_resume_from_is_looked_at(run):
+    cfg, folder = run
+    saved = folder / "new" / "checkpoints"
+    step = saved / "global_step_3"
+    (step / "actor").mkdir(parents=True)
+    tracker = saved / "latest_checkpointed_iteration.txt"
+    tracker.write_text("4")
+    OmegaConf.update(cfg, "trainer.resume_mode", "auto")
+    assert "the run would start from scratch" in refused(cfg)
+    tracker.write_text("3")
+    assert "was not saved whole by" in refused(cfg)
+    ranks = cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node
+    (step / "actor" / f"model_world_size_{ranks}_rank_0.pt").touch()
+    check_files(cfg)
+    assert "has as many steps already" in refused(cfg, **{"trainer.total_training_steps": 3})
+    OmegaConf.update(cfg, "trainer.total_training_steps", 4)
+    assert "without its weights" in refused(cfg, **{f"{ACTOR}.checkpoint.load_contents": ["hf_model"]})
 
 
 def test_a_model_with_too_few_positions_is_refused(run):

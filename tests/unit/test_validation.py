@@ -107,6 +107,24 @@ CASES = [
     ({f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.kl_loss_coef": 0.0}, f"{ACTOR}.kl_loss_coef=0.001"),
     ({"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": 0}, "algorithm.use_kl_in_reward=false"),
     ({"trainer.resume_from_path": "a/global_step_2"}, "trainer.resume_mode=resume_path"),
+    ({f"{ACTOR}.checkpoint.async_save": True}, f"{ACTOR}.checkpoint.async_save=false"),
+    ({"trainer.val_only": True, "trainer.val_before_train": False}, "trainer.val_before_train=true"),
+    ({"trainer.critic_warmup": 20}, "trainer.critic_warmup=0"),
+    (
+        {f"{OVERLONG}.len": 8, "reward.reward_manager.name": "naive", f"{OVERLONG}.enable": True},
+        f"{OVERLONG}.enable=false",
+    ),
+    ({f"{ACTOR}.optim.lr_warmup_steps_ratio": 10}, f"{ACTOR}.optim.lr_warmup_steps_ratio=0.0"),
+    ({f"{ACTOR}.optim.lr_scheduler_type": "linear"}, f"{ACTOR}.optim.lr_scheduler_type=constant"),
+    ({f"{ACTOR}.checkpoint.save_contents": ["models"]}, "[model,optimizer,extra]"),
+    ({"algorithm.filter_groups.metric": "seq_reward"}, "algorithm.filter_groups.metric=acc"),
+    *(
+        ({dynamic: True, key: 1000}, f"{key}=<1024 or more>")
+        for key, dynamic in (
+            (f"{ACTOR}.ppo_max_token_len_per_gpu", f"{ACTOR}.use_dynamic_bsz"),
+            (f"{ROLLOUT}.log_prob_max_token_len_per_gpu", f"{ROLLOUT}.log_prob_use_dynamic_bsz"),
+        )
+    ),
     # monitors that have no key
     ({f"{ROLLOUT}.prometheus.enable": True}, f"{ROLLOUT}.prometheus.enable=false"),
     ({"trainer.logger": ["console", "rl_insight"]}, "trainer.logger=[console]"),
@@ -260,6 +278,18 @@ def test_speculation_is_refused_unless_by_n_grams_on_a_gpu(speculation, hardware
 
 
 # ---- by verl's own defaults and classes ----
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("trainer.val_generations", "verl knows no such key. Remedy: log_val_generations"),
+        ("custom_reward_function.path", "does not read it. Remedy: its namesake below reward"),
+        ("model", "nothing reads it. Remedy: the key below actor_rollout_ref"),
+    ],
+)
+def test_a_key_in_a_place_where_nothing_reads_it_is_refused(key, said):
+    assert said in refusal(changed({key: "x"}))
 
 
 @pytest.mark.parametrize(
