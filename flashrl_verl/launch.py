@@ -44,34 +44,47 @@ READ = (
 # ---- whether it can hold the run ----
 
 
-def check_gpus(nodes: int, gpus_per_node: int, cluster: Sequence[float]) -> None:
-    """Refuse a run that no node can take its share of.
+_CPUS_PER_RANK = 3
+"""That verl reserves beside each GPU: its resource pools' ``max_colocate_count``."""
+
+
+def check_resources(nodes: int, gpus_per_node: int, cluster: Sequence[tuple[float, float]]) -> None:
+    """Refuse a run that no node can take its share of. Ray would wait for it without an end.
 
     Args:
         nodes: trainer.nnodes.
         gpus_per_node: trainer.n_gpus_per_node; verl reserves them on one node each, so a sum over nodes is not enough.
-        cluster: GPUs of every node that is alive, as Ray counts them (on the CPU platform they are logical ones).
+        cluster: GPUs and CPUs of every node that is alive, as Ray counts them (on the CPU platform GPUs are logical).
 
     Raises:
         ConfigError: there are too few; the message has both keys and what the cluster has.
     """
-    if sum(int(gpus) // gpus_per_node for gpus in cluster) >= nodes:
-        return
-    counts = " + ".join(f"{gpus:g}" for gpus in sorted(cluster, reverse=True)) or "0"
-    raise ConfigError(
-        f"trainer.nnodes={nodes} with trainer.n_gpus_per_node={gpus_per_node} is refused: the Ray cluster has "
-        f"{sum(cluster):g} GPUs on {len(cluster)} node(s) ({counts}), which leaves workers without a place. Remedy: "
-        "trainer.nnodes and trainer.n_gpus_per_node that fit; or start the missing nodes first (`ray status` shows who "
-        "has joined; an autoscaling cluster takes ray.autoscaler.sdk.request_resources); or hardware=cpu for the toy."
-    )
+    asked = f"trainer.nnodes={nodes} with trainer.n_gpus_per_node={gpus_per_node} is refused: the Ray cluster has"
+    if sum(int(gpus) // gpus_per_node for gpus, _ in cluster) < nodes:
+        counts = " + ".join(f"{gpus:g}" for gpus, _ in sorted(cluster, reverse=True)) or "0"
+        raise ConfigError(
+            f"{asked} {sum(gpus for gpus, _ in cluster):g} GPUs on {len(cluster)} node(s) ({counts}), which leaves "
+            "workers without a place. Remedy: trainer.nnodes and trainer.n_gpus_per_node that fit; or start the missing "
+            "nodes first (`ray status` shows who has joined; an autoscaling cluster takes "
+            "ray.autoscaler.sdk.request_resources); or hardware=cpu for the toy."
+        )
+    cpus = _CPUS_PER_RANK * gpus_per_node
+    if sum(min(int(gpus) // gpus_per_node, int(has) // cpus) for gpus, has in cluster) < nodes:
+        counts = " + ".join(f"{has:g}" for _, has in cluster)
+        raise ConfigError(
+            f"{asked} {counts} CPUs, and verl reserves {_CPUS_PER_RANK} a GPU, {cpus} a node. Remedy: "
+            f"ray_kwargs.ray_init.num_cpus=null or at least {cpus + 1} on a cluster of its own (Ray only counts them), "
+            "`ray start --num-cpus=<more>` on one that runs; or fewer GPUs."
+        )
 
 
 def check_cluster(cfg: DictConfig) -> None:
-    """``check_gpus`` with the running cluster. Ray has to be initialized."""
+    """``check_resources`` with the running cluster. Ray has to be initialized."""
     import ray
 
-    cluster = [node["Resources"].get("GPU", 0.0) for node in ray.nodes() if node["Alive"]]
-    check_gpus(cfg.trainer.nnodes, cfg.trainer.n_gpus_per_node, cluster)
+    offered = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    cluster = [(node.get("GPU", 0.0), node.get("CPU", 0.0)) for node in offered]
+    check_resources(cfg.trainer.nnodes, cfg.trainer.n_gpus_per_node, cluster)
 
 
 def checked_runner(runner: Any, cfg: DictConfig, **options: Any) -> SimpleNamespace:

@@ -7,6 +7,7 @@ Not part of ``validate_config``: a dry run may be made elsewhere.
 import netrc
 import os
 import re
+import socket
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -42,6 +43,7 @@ def settle_packages(cfg: DictConfig) -> None:
     """
     _check_loggers(cfg)
     _check_engine_names(cfg)
+    _check_variables()
     liger, packed = (f"{MODEL_NODE}.use_liger", f"{MODEL_NODE}.use_remove_padding")
     if get(cfg, liger) and find_spec("liger_kernel") is None:
         refuse(liger, True, "liger-kernel is not installed in this environment", f"pip install it, or {liger}=false")
@@ -86,6 +88,21 @@ def _check_loggers(cfg: DictConfig) -> None:
             if name == "wandb" and _in_netrc(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")):
                 continue
             refuse(key, name, f"{name} has no key here", f"{variable}=<key>, `{name} login`, or {mode}={offline}")
+
+
+def _check_variables() -> None:
+    name = "VLLM_ATTENTION_BACKEND"
+    envs = Path(next(iter(find_spec("vllm").submodule_search_locations))) / "envs.py"
+    if os.environ.get(name) and name not in envs.read_text():
+        remedy = f"unset {name}, and +{ENGINE}.attention_backend=<name>"
+        refuse(name, os.environ[name], f"vLLM {version('vllm')} does not read it any more", remedy)
+    host, _, port = os.environ.get("RAY_ADDRESS", "").rpartition(":")
+    if host and port.isdecimal() and "://" not in host:  # Ray tries for minutes where nobody answers
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+        except OSError as error:
+            remedy = "start the cluster (`ray start --head`), or unset RAY_ADDRESS for one of the run's own"
+            refuse("RAY_ADDRESS", f"{host}:{port}", f"nobody answers there ({error})", remedy)
 
 
 def _in_netrc(url: str) -> bool:

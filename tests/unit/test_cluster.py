@@ -9,7 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from flashrl_verl.errors import ConfigError
-from flashrl_verl.launch import LOG_PATHS, check_gpus, prepare
+from flashrl_verl.launch import LOG_PATHS, check_resources, prepare
 
 RUNTIME_ENV = "ray_kwargs.ray_init.runtime_env"
 
@@ -28,11 +28,18 @@ RUNTIME_ENV = "ray_kwargs.ray_init.runtime_env"
     ],
 )
 def test_a_run_that_no_node_can_take_its_share_of_is_refused_with_both_keys_and_the_count(nodes, gpus, cluster, said):
+    cluster = [(gpus, 64.0) for gpus in cluster]
     if said is None:
-        check_gpus(nodes, gpus, cluster)
+        check_resources(nodes, gpus, cluster)
     else:
         with pytest.raises(ConfigError, match=said):
-            check_gpus(nodes, gpus, cluster)
+            check_resources(nodes, gpus, cluster)
+
+
+def test_a_run_that_would_wait_for_cpus_is_refused():
+    check_resources(1, 8, [(8.0, 24.0)])
+    with pytest.raises(ConfigError, match=r"has 23 CPUs, and verl reserves 3 a GPU, 24 a node.*num_cpus=null"):
+        check_resources(1, 8, [(8.0, 23.0)])
 
 
 # ---- what every node gets ----

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the environment lacks is said before Ray starts."""
 
+import socket
+
 import pytest
 import refusals
 from omegaconf import OmegaConf
@@ -64,6 +66,18 @@ def test_arguments_that_vllm_lacks_are_refused_and_those_it_has_are_not():
     for name in ("kv_cache_memory_byte_s", "swap_spaces"):
         with pytest.raises(ConfigError, match=f"{name}=1 is refused: vLLM .* has no such argument"):
             settle_packages(changed({ENGINE: {name: 1}}, "cpu"))
+
+
+def test_a_variable_that_vllm_does_not_read_and_a_cluster_that_is_not_there_are_refused(monkeypatch):
+    monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "XFORMERS")
+    with pytest.raises(ConfigError, match="VLLM_ATTENTION_BACKEND=XFORMERS is refused.*attention_backend"):
+        settle_packages(changed({}, "cpu"))
+    monkeypatch.delenv("VLLM_ATTENTION_BACKEND")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{free.getsockname()[1]}")
+        with pytest.raises(ConfigError, match="nobody answers there"):
+            settle_packages(changed({}, "cpu"))
 
 
 def test_without_flash_attn_the_trainer_takes_pytorchs_own_and_says_so(monkeypatch, capsys):
