@@ -64,8 +64,8 @@ def check_resources(nodes: int, gpus_per_node: int, cluster: Sequence[tuple[floa
         counts = " + ".join(f"{gpus:g}" for gpus, _ in sorted(cluster, reverse=True)) or "0"
         raise ConfigError(
             f"{asked} {sum(gpus for gpus, _ in cluster):g} GPUs on {len(cluster)} node(s) ({counts}), which leaves "
-            "workers without a place. Remedy: trainer.nnodes and trainer.n_gpus_per_node that fit; or start the missing "
-            "nodes first (`ray status` shows who has joined; an autoscaling cluster takes "
+            "workers without a place. Remedy: trainer.nnodes and trainer.n_gpus_per_node that fit; or start the "
+            "missing nodes first (`ray status` shows who has joined; an autoscaling cluster takes "
             "ray.autoscaler.sdk.request_resources); or hardware=cpu for the toy."
         )
     cpus = _CPUS_PER_RANK * gpus_per_node
