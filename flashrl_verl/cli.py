@@ -71,11 +71,7 @@ def report(
     console.print(reports.table(runs))
     beside = paths[0] if paths[0].is_dir() else paths[0].parent
     folder = output.expanduser() if output else beside if len(paths) == 1 else Path("outputs/report")
-    try:
-        written = reports.draw(runs, folder)
-    except OSError as error:
-        raise ConfigError(f"{error.filename or folder}: {error.strerror or error}. Choose another --output") from error
-    console.print(f"plots: {written}", highlight=False, soft_wrap=True)
+    console.print(f"plots: {reports.draw(runs, folder)}", highlight=False, soft_wrap=True)
 
 
 app.command()(data)
@@ -101,7 +97,7 @@ def run(application: typer.Typer) -> None:
     try:
         with environment_needed():
             application()
-    except FlashRLError as error:
+    except (FlashRLError, OSError) as error:  # no such file, no space, no rights, ...
         typer.secho(f"{type(error).__name__}: {error}", fg="red", err=True)
         sys.exit(1)
 

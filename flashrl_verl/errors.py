@@ -21,10 +21,6 @@ class ConfigError(FlashRLError, ValueError):
     """The configuration contradicts itself, verl, vLLM or the hardware; raised before anything is loaded."""
 
 
-class DataError(FlashRLError):
-    """A data file cannot be had, read or written, or holds what it must not; nothing of it was used or changed."""
-
-
 class RefitError(FlashRLError):
     """A weight update did not arrive whole in the rollout engine; the engine's weights must not be sampled from."""
 

@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """`flashrl data`: a published data set as the parquet files that verl trains and validates on.
 
-Hugging Face `datasets` loads it, from the hub or from this machine. Copies of a prompt go, and answers are written as
-verl's rewards compare them.
+They are read from the Hugging Face hub or from a folder. Copies of a prompt go, and answers are written as verl's
+rewards compare them.
 """
 
 from __future__ import annotations
 
-import glob
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -18,11 +16,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flashrl_verl.errors import ConfigError, DataError
+from flashrl_verl.errors import ConfigError, FlashRLError
 from flashrl_verl.trainer.atomic_write import write_whole
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    from pyarrow.parquet import ParquetFile
 
 Row = dict[str, Any]
 
@@ -57,11 +55,9 @@ def from_gsm8k(row: Row) -> Row:
     """
     found = re.search(r"#### (-?[0-9.,]+)", row["answer"])  # verl's own expression
     if found is None:
-        raise ValueError('an answer that does not end in "#### " and a number')
-    answer = found.group(1).replace(",", "")
-    float(answer)  # or it is dots and commas alone
+        raise FlashRLError(f'an answer does not end in "#### " and a number, but: {row["answer"][-100:]!r}')
     prompt = [{"role": "user", "content": f"{row['question']} {GSM8K_INSTRUCTION}"}]
-    return _verl_row("openai/gsm8k", prompt, "math", "rule", answer)
+    return _verl_row("openai/gsm8k", prompt, "math", "rule", found.group(1).replace(",", ""))
 
 
 def from_gsm8k_boxed(row: Row) -> Row:
@@ -89,20 +85,14 @@ class Published:
     hub_id: str
     revision: str
     """Commit that is loaded: a branch could change between two runs."""
-    config: str | None = None
-    """On the hub, for a repository that has several."""
-    hub_split: str
     path: str
     """Of the split's file in the repository."""
-    columns: tuple[str, ...]
     convert: Callable[[Row], Row]
     keep_duplicates: bool
     """Whether copies of a prompt stay, those with another answer too."""
     output: str
     """Name of the prepared file: what the experiments' `data.train_files` or `data.val_files` say."""
 
-
-_MATH_COLUMNS = ("data_source", "prompt", "ability", "reward_model")
 
 CATALOG = {
     # 1,791,700 rows: every prompt 100 times or more, 7 of them with two different answers
@@ -112,9 +102,7 @@ CATALOG = {
             split="train",
             hub_id="BytedTsinghua-SIA/DAPO-Math-17k",
             revision="65877096c24ffa7abc4e4fa5edb95cf3413a5674",
-            hub_split="train",
             path="data/dapo-math-17k.parquet",
-            columns=_MATH_COLUMNS,
             convert=from_math,
             keep_duplicates=False,
             output="dapo-math-17k.parquet",
@@ -126,9 +114,7 @@ CATALOG = {
             split="test",
             hub_id="BytedTsinghua-SIA/AIME-2024",
             revision="aa49075e24ad594b79fdf0bdcefa735c2181be67",
-            hub_split="train",
             path="data/aime-2024.parquet",
-            columns=_MATH_COLUMNS,
             convert=from_math,
             keep_duplicates=True,
             output="aime-2024.parquet",
@@ -140,10 +126,7 @@ CATALOG = {
                 split=split,
                 hub_id="openai/gsm8k",
                 revision="740312add88f781978c0658806c59bc2815b9866",
-                config="main",
-                hub_split=split,
                 path=f"main/{split}-00000-of-00001.parquet",
-                columns=("question", "answer"),
                 convert=convert,
                 keep_duplicates=True,
                 output=f"{name}-{split}.parquet",
@@ -158,138 +141,65 @@ Name = Enum("Name", {name: name for name in CATALOG}, type=str)
 """For the command line."""
 
 
-# ---- loading ----
-
-_ENDINGS = (".parquet", ".jsonl", ".json")
+# ---- reading and preparing ----
 
 
-def load(wanted: Published, source: Path | None = None) -> tuple[Dataset, str]:
-    """Load a split.
+def read(wanted: Published, source: Path | None = None) -> ParquetFile:
+    """Open a split's file.
 
     Args:
         wanted: of the catalog.
-        source: a file, or a folder with the files as published; None for the hub.
-
-    Returns:
-        Its rows, and in words where they are from.
+        source: a folder with the files as published; None for the hub.
 
     Raises:
-        DataError: it cannot be had, or lacks a column.
+        FlashRLError: it cannot be had.
     """
-    import datasets
+    from huggingface_hub import hf_hub_download
+    from pyarrow import parquet
 
-    if source is not None:
-        path = _local_file(source, wanted)
-        kind = "parquet" if path.suffix == ".parquet" else "json"
-        words: Row = {"path": kind, "data_files": glob.escape(str(path)), "split": "train"}
-        name, remedy = str(path), "a whole file, parquet or one JSON object a line"
-    else:
-        words = {"path": wanted.hub_id, "name": wanted.config, "revision": wanted.revision, "split": wanted.hub_split}
-        name = f"{wanted.hub_id} at {wanted.revision}"
-        remedy = (
-            f"where there is a network, `hf download {wanted.hub_id} --repo-type dataset --revision {wanted.revision} "
-            "--local-dir FOLDER`; then here --source FOLDER"
-        )
-    if not sys.stderr.isatty():
-        datasets.disable_progress_bars()
     try:
-        rows = datasets.load_dataset(**words)
-    except Exception as error:  # the hub's client, the file system and pyarrow have no class of errors in common
-        cause = error.__cause__ or error
-        reason = " ".join(str(cause).split())[:300].rstrip(".") or "no rows in it"
-        raise DataError(f"{name} was not loaded: {type(cause).__name__}: {reason}. Remedy: {remedy}.") from error
-    missing = [column for column in wanted.columns if column not in rows.column_names]
-    if missing:
-        raise DataError(f"{name} has no column {', '.join(missing)}: its columns are {', '.join(rows.column_names)}.")
-    return rows.select_columns(list(wanted.columns)), name
+        if source is None:
+            file = hf_hub_download(wanted.hub_id, wanted.path, repo_type="dataset", revision=wanted.revision)
+        else:
+            file = source / wanted.path
+        return parquet.ParquetFile(file)
+    except Exception as error:  # noqa: BLE001 - the hub's client, the file system and pyarrow have no class in common
+        raise FlashRLError(
+            f"{source or wanted.hub_id}: {wanted.path} was not read: {type(error).__name__}: "
+            f"{' '.join(str(error).split())[:300]}. Remedy: where there is a network, `hf download {wanted.hub_id} "
+            f"--repo-type dataset --revision {wanted.revision} --local-dir FOLDER`; then here --source FOLDER."
+        ) from error
 
 
-def _local_file(path: Path, wanted: Published) -> Path:
-    if path.is_file():
-        return path
-    names = [wanted.path, Path(wanted.path).name, *(wanted.split + ending for ending in _ENDINGS)]
-    for name in names:
-        if (path / name).is_file():
-            return path / name
-    raise DataError(f"--source {path} has no {wanted.split} file: none of {', '.join(names)}.")
-
-
-# ---- preparing ----
-
-
-def prepare(rows: Dataset, wanted: Published, where: str) -> tuple[list[Row], list[str]]:
+def prepare(file: ParquetFile, wanted: Published) -> tuple[list[Row], str]:
     """Make verl's rows of those that stay, in their order. Copies of a prompt share their `index`.
 
     Args:
-        rows, where: as `load` returns them.
-        wanted: what they are.
+        file: as `read` returns it.
+        wanted: what it is.
 
     Returns:
-        The rows, and what was made of how many in words.
-
-    Raises:
-        DataError: a row that is not as published, or none that stays.
+        The rows, and in words what was made of how many.
     """
     from tqdm import tqdm
 
     made: list[Row] = []
     prompts: dict[tuple, dict[str, Row]] = {}  # by prompt, then by answer: equal rows are one object
-    every = 0.1 if sys.stderr.isatty() else 10.0  # seconds
-    for number, row in enumerate(tqdm(rows, f"reading {where}", leave=False, mininterval=every, delay=every)):
-        try:
-            example = wanted.convert(row)
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataError(
-                f"row {number} of {where}, from 0, is not as published: {type(error).__name__}: {error}. Nothing was "
-                "written. Remedy: mend or remove it, and name the file in --source."
-            ) from error
+    rows = (row for batch in file.iter_batches() for row in batch.to_pylist())
+    for row in tqdm(rows, f"reading {wanted.hub_id}", file.metadata.num_rows, leave=False, disable=None):
+        example = wanted.convert(row)
         prompt = tuple((message["role"], message["content"]) for message in example["prompt"])
         made.append(prompts.setdefault(prompt, {}).setdefault(example["reward_model"]["ground_truth"], example))
     kept = [examples for examples in prompts.values() if wanted.keep_duplicates or len(examples) == 1]
-    if not kept:
-        raise DataError(f"{where}: none of its {len(rows):,} rows stays; nothing was written.")
     for index, examples in enumerate(kept):
         for example in examples.values():
             example["extra_info"] = {"split": wanted.split, "index": index}
-    dropped = {}
     if not wanted.keep_duplicates:
-        conflicting = sum("extra_info" not in example for example in made)
-        dropped["rows, because copies of their prompt have different answers"] = conflicting
-        dropped["copies of a prompt"] = len(made) - conflicting - len(kept)
         made = [example for examples in kept for example in examples.values()]
-    counts = f"{len(made):,} rows, {len(kept):,} prompts, from {len(rows):,} rows of {where}"
-    return made, [counts, *(f"dropped: {count:,} {what}" for what, count in dropped.items() if count)]
-
-
-def write(path: Path, rows: list[Row]) -> None:
-    """Write rows as parquet, whole or not at all. All data sets get the same columns: verl can mix their files.
-
-    Raises:
-        DataError: no space, no rights, ...; what was there before is unchanged.
-    """
-    import pyarrow
-    from pyarrow import parquet
-
-    text = pyarrow.string()
-    schema = pyarrow.schema(
-        {
-            "data_source": text,
-            "prompt": pyarrow.list_(pyarrow.struct({"role": text, "content": text})),
-            "ability": text,
-            "reward_model": pyarrow.struct({"style": text, "ground_truth": text}),
-            "extra_info": pyarrow.struct({"split": text, "index": pyarrow.int64()}),
-        }
-    )
-    content = pyarrow.BufferOutputStream()
-    parquet.write_table(pyarrow.Table.from_pylist(rows, schema), content, compression="zstd")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, content.getvalue())
-    except OSError as error:
-        raise DataError(
-            f"{path} could not be written: {error.strerror or error}. What was there before is unchanged. Remedy: make "
-            "room or allow writing there, or choose another --output."
-        ) from error
+    words = f"{len(made):,} rows, {len(kept):,} prompts, from {file.metadata.num_rows:,} rows"
+    if several := len(prompts) - len(kept):
+        words += f"; {several:,} prompts with several answers are left out"
+    return made, words
 
 
 # ---- the command ----
@@ -299,7 +209,7 @@ def data(
     name: Annotated[Name, typer.Argument(help="The data set.", show_default=False)],
     source: Annotated[
         Path | None,
-        typer.Option(exists=True, help="A file (.parquet, .jsonl, .json) or folder here; else the Hugging Face hub."),
+        typer.Option(exists=True, file_okay=False, help="A folder with the files as published; else the hub."),
     ] = None,
     output: Annotated[Path, typer.Option(help="Folder for the parquet files.")] = Path("data"),
 ) -> None:
@@ -307,22 +217,19 @@ def data(
 
     Of dapo-math-17k each prompt stays once, and none with several answers. gsm8k asks for the answer after ####,
     gsm8k-boxed in \\boxed{}, as Qwen2.5-Coder gives it; the reward looks for what the prompt asks.
-
-    A folder for --source has the files as published, or train.jsonl and test.jsonl (or .parquet). Their columns are
-    question and answer (gsm8k and gsm8k-boxed), or data_source, prompt, ability and reward_model (the others).
     """
-    splits = CATALOG[name.value]
-    if source is not None and source.is_file() and len(splits) > 1:
-        raise ConfigError(f"--source {source} is one file, and {name.value} has {len(splits)}. Name their folder")
-    paths = [output.expanduser() / wanted.output for wanted in splits]
-    for wanted, path in zip(splits, paths, strict=True):
-        if source is not None and path.exists() and _local_file(source, wanted).samefile(path):
-            raise ConfigError(f"{path} is the source and the output. Choose another --output.")
+    import pyarrow
+    from pyarrow import parquet
 
     made = []  # all splits are read and checked before the first is written
-    for wanted in splits:
-        rows, where = load(wanted, source)
-        made.append(prepare(rows, wanted, where))
-    for path, (rows, words) in zip(paths, made, strict=True):
-        write(path, rows)
-        typer.echo(f"{path}: " + "\n  ".join(words))
+    for wanted in CATALOG[name.value]:
+        path = output.expanduser() / wanted.output
+        if source is not None and path.resolve() == (source / wanted.path).resolve():
+            raise ConfigError(f"{path} is the source and the output. Choose another --output.")
+        made.append((path, *prepare(read(wanted, source), wanted)))
+    output.expanduser().mkdir(parents=True, exist_ok=True)
+    for path, rows, words in made:
+        content = pyarrow.BufferOutputStream()
+        parquet.write_table(pyarrow.Table.from_pylist(rows), content, compression="zstd")
+        write_whole(path, content.getvalue())
+        typer.echo(f"{path}: {words}")
