@@ -7,14 +7,11 @@ the hardware.
 
 from __future__ import annotations
 
-import json
-import shlex
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.quickstart.assets import make_assets
@@ -28,8 +25,6 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
     from rich.console import Console
 
-RECORD = "run.json"
-"""What `flashrl report` says of the run beside its metrics."""
 LATEST = "latest_checkpointed_iteration.txt"
 """verl's record of the last whole checkpoint, in trainer.default_local_dir."""
 
@@ -88,10 +83,7 @@ def check(config: QuickstartConfig) -> tuple[list[str], DictConfig]:
         raise ConfigError(f"{config.output} holds a run already. Remedy: --resume, or a new folder: --output DIR.")
     if config.resume and saved is not None and saved >= total:
         raise ConfigError(f"The run in {config.output} has its {total} steps. Remedy: more, by --steps N.")
-    try:
-        config.output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--output {config.output}: {error.strerror}. Choose another directory.") from error
+    config.output.mkdir(parents=True, exist_ok=True)
     return overrides, composed
 
 
@@ -114,7 +106,7 @@ def run_quickstart(config: QuickstartConfig, console: Console) -> int:
     Raises:
         FlashRLError: the command line, the configuration or the assets are at fault; nothing was trained.
     """
-    began, output = time.monotonic(), config.output
+    output = config.output
     say(console, f"quickstart in {output}: checking the configuration")
     overrides, composed = check(config)
     total, log = composed.trainer.total_training_steps, output / LOG
@@ -129,7 +121,6 @@ def run_quickstart(config: QuickstartConfig, console: Console) -> int:
             code = follow(command, output, total, console)
         except Stopped as stopped:
             code = stopped.exit_code
-    _write_record(config, composed, command, time.monotonic() - began)
     last = last_row(output / METRICS)
     if code == 0 and (last is None or last["step"] < total):
         say(console, f"The training ended before step {total} without an error.", style="bold red")
@@ -147,19 +138,3 @@ def run_quickstart(config: QuickstartConfig, console: Console) -> int:
     else:
         say(console, f"the trained model: flashrl eval {output}, or flashrl export {output} --format int8")
     return code if code >= 0 else 128 - code  # Popen says -n of a process that signal n ended
-
-
-def _write_record(config: QuickstartConfig, composed: DictConfig, command: list[str], seconds: float) -> None:
-    from omegaconf import OmegaConf
-
-    file = config.output / RECORD
-    earlier = json.loads(file.read_text())["seconds"]["total"] if file.is_file() else 0.0
-    record: dict[str, Any] = {
-        "command": shlex.join(command),
-        "precision": str(composed.flashrl.precision),
-        "correction": OmegaConf.to_container(composed.algorithm.rollout_correction, resolve=True),
-        "seed": config.seed,
-        "total_steps": composed.trainer.total_training_steps,
-        "seconds": {"total": earlier + seconds},
-    }
-    file.write_text(json.dumps(record, indent=2) + "\n")

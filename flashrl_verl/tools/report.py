@@ -44,7 +44,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#000000", "#CC79A7", "#E69F00", "#5
 """That the colour-blind can tell apart: Okabe and Ito's (https://jfly.uni-koeln.de/color), without yellow."""
 LINES = ("-", "--", "-.", ":")
 """7 colours and 4 lines have no common factor, so 28 runs differ."""
-METRICS_FILE, RUN_FILE, PICTURE = "metrics.jsonl", "run.json", "report.png"
+METRICS_FILE, PICTURE = "metrics.jsonl", "report.png"
 MISSING = "-"
 
 
@@ -57,8 +57,6 @@ class Metrics:
 
     rows: dict[int, dict[str, float]]
     """Step to metrics. verl's logger writes NaN and infinities as null; they are NaN here."""
-    unreadable: int = 0
-    """Lines that are no record: a torn one at the end is what an interrupted run leaves."""
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
         """Steps that logged `key`, and its values there, NaN included."""
@@ -89,8 +87,8 @@ class Metrics:
 def read_metrics(path: Path) -> Metrics:
     """Read verl's JSON lines, `{"step": n, "data": {...}}`.
 
-    A step may occur twice, after a resume: its lines are merged and the later value of a metric wins. Lines that cannot
-    be read are counted, not fatal. Values that are not numbers are left out.
+    A step may occur twice, after a resume: its lines are merged and the later value of a metric wins. Lines that are no
+    record, as the torn one that an interrupted run leaves, and values that are not numbers are left out.
 
     Raises:
         FlashRLError: the file is not there.
@@ -100,27 +98,23 @@ def read_metrics(path: Path) -> Metrics:
             f"{path} is not there: no such run was started, it logged nothing, or trainer.logger lacks `file`."
         )
     rows: dict[int, dict[str, float]] = {}
-    unreadable = 0
     for line in path.read_bytes().splitlines():
         try:
             record = json.loads(line)
             step, data = int(record["step"]), dict(record["data"])
         except (ValueError, KeyError, TypeError):
-            unreadable += 1
             continue
         numbers = {key: math.nan if value is None else value for key, value in data.items()}
         rows.setdefault(step, {}).update({k: float(v) for k, v in numbers.items() if isinstance(v, int | float)})
-    return Metrics(rows=dict(sorted(rows.items())), unreadable=unreadable)
+    return Metrics(rows=dict(sorted(rows.items())))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One metrics file, and what is known of its run."""
+    """One metrics file, and its name."""
 
     name: str
     metrics: Metrics
-    facts: dict[str, Any]
-    """`run.json` beside the metrics, which the quickstart writes; empty for other runs."""
 
 
 def load(*paths: Path) -> list[Run]:
@@ -137,12 +131,9 @@ def load(*paths: Path) -> list[Run]:
         metrics = read_metrics(file)
         if not metrics.rows:
             raise FlashRLError(
-                f"{file} holds no step ({metrics.unreadable} lines are no record of verl's): the run ended before its "
-                "first validation or step, or this is another file."
+                f"{file} holds no step: the run ended before its first validation or step, or this is another file."
             )
-        record = file.with_name(RUN_FILE)
-        facts = json.loads(record.read_text()) if file.name == METRICS_FILE and record.is_file() else {}
-        runs.append(Run(name=str(path) if names.count(name) > 1 else name, metrics=metrics, facts=facts))
+        runs.append(Run(name=str(path) if names.count(name) > 1 else name, metrics=metrics))
     return runs
 
 
@@ -182,7 +173,7 @@ def table(runs: Sequence[Run]) -> Table:
 def _cells(runs: Sequence[Run]) -> Iterator[tuple[str, Callable[[Run], str]]]:
     yield "run", lambda run: run.name
     yield "rollout", _rollout
-    yield "steps", _steps
+    yield "steps", lambda run: f"{max(run.metrics.rows)}"
     for key in _held_out(runs) or [SCORE]:
         match = HELD_OUT.fullmatch(key)
         what = {"acc": "accuracy", "reward": "reward"}[match["what"]] if match else "training score"
@@ -198,19 +189,14 @@ def _held_out(runs: Sequence[Run]) -> list[str]:
 
 def _rollout(run: Run) -> str:
     """What the engine held, by its own count of layers: no run is called INT8 because INT8 was chosen."""
-    layers, chosen = run.metrics.last("flashrl/quantized_layers"), run.facts.get("precision")
+    layers = run.metrics.last("flashrl/quantized_layers")
     if layers is None:
         return MISSING
-    precision = f"{chosen if chosen not in (None, 'bf16') else '8-bit'}, {layers:.0f} layers" if layers else "bf16"
+    precision = f"8-bit, {layers:.0f} layers" if layers else "bf16"
     precision += ", rotated" if run.metrics.last("flashrl/rotated_weights") else ""
     precision += ", 8-bit KV" if run.metrics.last("flashrl/kv_cache_bits") == 8 else ""
     mixed = run.metrics.last("flashrl/bf16_replicas") if layers else 0
     return precision + (f", {mixed:.0f} in bf16" if mixed else "")
-
-
-def _steps(run: Run) -> str:
-    torn = run.metrics.unreadable
-    return f"{max(run.metrics.rows)}" + (f", {torn} lines unreadable" if torn else "")
 
 
 def _first_last(key: str) -> Callable[[Run], str]:
@@ -226,19 +212,11 @@ def _reduced(key: str, reduce: Reduce, form: str) -> Callable[[Run], str]:
 
 def draw(runs: Sequence[Run], folder: Path) -> Path:
     """Write `report.png`: accuracy by step and by seconds, mismatch, response length, seconds of a step by phase.
+    Returns its path."""
+    # The object interface: pyplot would choose a backend for the whole process.
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
 
-    Returns:
-        Its path.
-
-    Raises:
-        FlashRLError: matplotlib is not installed.
-    """
-    try:
-        # The object interface: pyplot would choose a backend for the whole process.
-        from matplotlib import colormaps
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise FlashRLError(f"no picture can be drawn: {error}. Remedy: pip install 'matplotlib>=3.8'.") from error
     folder.mkdir(parents=True, exist_ok=True)
     figure = Figure(figsize=(15, 8), layout="constrained")
     (accuracy, by_seconds, mismatch), (length, phases, legend) = figure.subplots(2, 3)

@@ -54,4 +54,3 @@ def test_a_quickstart_that_is_stopped_leaves_no_process_and_resumes_to_its_end(t
     steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert steps == sorted(steps) and {*steps} == {*range(5)}
     assert (folder / "report.png").is_file()
-    assert json.loads((folder / "run.json").read_text())["seconds"]["total"] > time.monotonic() - stopped
