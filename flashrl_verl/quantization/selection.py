@@ -85,7 +85,7 @@ class LayerSelection:
         missing = [part for part in parts if part not in named]
         if named and missing:
             raise ConfigError(
-                f"flashrl.ignore (--ignore) names {listed([p for p in parts if p in named])}, but not "
+                f"flashrl.ignore names {listed([p for p in parts if p in named])}, but not "
                 f"{listed(missing)}; vLLM keeps them in one weight, {name}. Name all of them, or {name}, or none"
             )
         return bool(named)

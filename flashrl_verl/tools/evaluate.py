@@ -103,11 +103,11 @@ def _digest(*values: Any) -> str:
 
 def recipe_words(checkpoint: Checkpoint, precision: Precision, sampling: dict[str, Any], model: Path) -> list[str]:
     """What the recipe is started with to validate ``model``, the checkpoint's weights, and to train nothing."""
-    words, kept = [], checkpoint.path.parent
-    if checkpoint.sharded and (kept / "config.yaml").is_file():
-        words = ["--config-path", str(kept), "--config-name", "config"]
+    words = []
+    if (kept := checkpoint.config) is not None:
+        words = ["--config-path", str(kept.parent), "--config-name", kept.stem]
     words += ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=stdout"]
-    flashrl = dict(checkpoint.settings or {}) | {"precision": precision.value, "bf16_replica_fraction": 0.0}
+    flashrl: dict[str, Any] = {"precision": precision.value, "bf16_replica_fraction": 0.0}
     if precision is not Precision.INT8:
         flashrl["rotation"] = None
     if precision is Precision.BF16:

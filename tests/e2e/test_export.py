@@ -44,7 +44,8 @@ def test_an_8_bit_export_gives_the_rollouts_greedy_tokens_in_plain_vllm(tmp_path
     sent = dict(cast_for_rollout(weights.items(), torch.bfloat16))
     settings = {"precision": precision, "ignore": ("re:.*o_proj",), "rotation": False if precision == "int8" else None}
     tokens, log_probs = rollout(checkpoint / "actor" / "huggingface", sent, settings)
-    answer = served(checkpoint, tmp_path, "--format", precision, "--ignore", "re:.*o_proj")
+    (checkpoint / "config.yaml").write_text("flashrl: {ignore: ['re:.*o_proj']}")
+    answer = served(checkpoint, tmp_path, "--format", precision)
     same = [one == other for one, other in zip(answer["tokens"], tokens, strict=True)]
     # On a CPU vLLM multiplies with oneDNN and the rollout in float32, so that a tie may fall on the other side (34 of
     # 40 are alike without VNNI).

@@ -21,7 +21,6 @@ from flashrl_verl.settings import FlashRLConfig
 from flashrl_verl.tools.export.checkpoint import find
 from flashrl_verl.tools.export.eight_bit import INDEX, locate, quantize
 from flashrl_verl.tools.export.merge import merge
-from flashrl_verl.trainer import run_settings
 
 
 @pytest.fixture(scope="module")
@@ -88,10 +87,10 @@ def test_codes_and_scales_are_an_independent_recomputation_and_compressed_tensor
     from compressed_tensors.quantization import QuantizationConfig
     from compressed_tensors.quantization.lifecycle.forward import dequantize
 
-    # What the run kept in BF16, and what the command line says over it.
+    # What the run kept in BF16.
     checkpoint, folder = shutil.copytree(of_two[0], tmp_path / "global_step_2"), tmp_path / "out"
-    run_settings.save(checkpoint, FlashRLConfig(ignore=("re:.*down_proj",), keep_last_layers=2))
-    words = ["export", checkpoint, "--format", precision, "--output", folder, "--keep-last-layers", 1]
+    (checkpoint / "config.yaml").write_text("flashrl: {ignore: ['re:.*down_proj'], keep_last_layers: 1}")
+    words = ["export", checkpoint, "--format", precision, "--output", folder]
     app(list(map(str, words)), standalone_mode=False)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_2", "out"]
     weights = of_two[1]
@@ -170,7 +169,6 @@ def test_a_weight_that_is_not_finite_or_a_file_that_is_not_whole_is_named(merged
 @pytest.mark.parametrize(
     "layers, said",
     [
-        ({"ignore": ("model.layers.0.mlp.dwn_proj",)}, "matches no layer"),
         ({"ignore": ("re:.*q_proj",)}, "Name all of them"),
         ({"keep_first_layers": 2}, "leave nothing to quantize"),
     ],

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from flashrl_verl.errors import ConfigError
-from flashrl_verl.trainer import run_settings
 
 LATEST = "latest_checkpointed_iteration.txt"
 """verl's record of the last whole checkpoint, beside the checkpoints."""
@@ -30,8 +29,6 @@ class Checkpoint:
     """The actor's FSDP shards, or the Hugging Face folder."""
     step: int | None
     """Training step; None for a Hugging Face folder."""
-    settings: dict[str, Any] | None
-    """The run's record of its quantization (``trainer/run_settings.py``)."""
 
     @property
     def sharded(self) -> bool:
@@ -45,6 +42,12 @@ class Checkpoint:
         return folder.parent if folder.name == "checkpoints" else folder
 
     @property
+    def config(self) -> Path | None:
+        """The run's configuration, where the checkpoint has it."""
+        file = self.path.parent / "config.yaml"
+        return file if self.sharded and file.is_file() else None
+
+    @property
     def name(self) -> str:
         """For a folder made of it: run and step, or the Hugging Face folder's own."""
         return f"{self.run.name}-step{self.step}" if self.sharded else self.path.name
@@ -55,13 +58,12 @@ class Checkpoint:
         return [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
 
 
-def find(path: Path, step: int | None = None) -> Checkpoint:
+def find(path: Path) -> Checkpoint:
     """Find the weights.
 
     Args:
-        path: ``trainer.default_local_dir`` or the folder above it, ``global_step_N``, its ``actor``, or a Hugging
-            Face folder.
-        step: of a run's checkpoints; None takes the last.
+        path: ``trainer.default_local_dir`` or the folder above it, of which the last checkpoint is taken,
+            ``global_step_N``, its ``actor``, or a Hugging Face folder.
 
     Raises:
         ConfigError: there are none, or of a kind that cannot be read; the message says what to name.
@@ -70,23 +72,20 @@ def find(path: Path, step: int | None = None) -> Checkpoint:
     if not path.is_dir():
         raise ConfigError(f"{path} is not a folder. Name a run, <run>/global_step_<N>, or a Hugging Face folder")
     if (path / "config.json").is_file():
-        return _hugging_face(path, step)
+        return _hugging_face(path)
     folder = path.parent if path.name == "actor" else path
     if not _STEP.fullmatch(folder.name):
-        folder = _of_run(folder, step)
-    found = int(_STEP.fullmatch(folder.name)[1])
-    if step not in (None, found):
-        raise ConfigError(f"--step {step}, but {path} is step {found}. Leave --step out, or name the run's folder")
+        folder = _last_of_run(folder)
     actor = folder / "actor"
     if not (actor / "fsdp_config.json").is_file():
         raise ConfigError(
             f"{actor} has no fsdp_config.json, so verl's FSDP actors did not save it. Convert it first: python -m "
             "verl.model_merger merge --backend megatron, and name the folder that makes"
         )
-    return Checkpoint(path=actor, step=found, settings=run_settings.load(folder))
+    return Checkpoint(path=actor, step=int(_STEP.fullmatch(folder.name)[1]))
 
 
-def _of_run(run: Path, step: int | None) -> Path:
+def _last_of_run(run: Path) -> Path:
     found = [p for p in (*run.glob("global_step_*"), *run.glob("checkpoints/global_step_*")) if _STEP.fullmatch(p.name)]
     steps = {int(_STEP.fullmatch(path.name)[1]): path for path in found}
     if not steps:
@@ -94,17 +93,14 @@ def _of_run(run: Path, step: int | None) -> Path:
             f"{run} holds no checkpoint (global_step_<N>) and is no Hugging Face folder (no config.json). A run saves "
             "checkpoints with trainer.save_freq=<every so many steps>"
         )
-    if step is None:
-        latest = next(iter(steps.values())).parent / LATEST  # a newer folder may be half written
-        step = int(latest.read_text()) if latest.is_file() else max(steps)
+    latest = next(iter(steps.values())).parent / LATEST  # a newer folder may be half written
+    step = int(latest.read_text()) if latest.is_file() else max(steps)
     if step not in steps:
         raise ConfigError(f"{run} has no checkpoint of step {step}. It has {', '.join(map(str, sorted(steps)))}")
     return steps[step]
 
 
-def _hugging_face(path: Path, step: int | None) -> Checkpoint:
-    if step is not None:
-        raise ConfigError(f"--step {step} is for a run with several checkpoints, and {path} is a Hugging Face folder")
+def _hugging_face(path: Path) -> Checkpoint:
     quantized = json.loads((path / "config.json").read_text()).get("quantization_config")
     if quantized:
         raise ConfigError(
@@ -112,7 +108,7 @@ def _hugging_face(path: Path, step: int | None) -> Checkpoint:
         )
     if not list(path.glob("*.safetensors")):
         raise ConfigError(f"{path} holds no *.safetensors. Save the model with safetensors first")
-    return Checkpoint(path=path, step=None, settings=run_settings.load(path))
+    return Checkpoint(path=path, step=None)
 
 
 def require_new(output: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from omegaconf import OmegaConf
 
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.settings import FlashRLConfig, Precision
@@ -20,36 +21,22 @@ def export(
     format: Annotated[Precision, typer.Option(help="BF16, or the rollout's 8-bit codes as compressed-tensors.")] = (
         Precision.BF16
     ),
-    step: Annotated[int | None, typer.Option(help="Of a run's checkpoints; else the last.")] = None,
     output: Annotated[
         Path | None, typer.Option(help="Folder to make; else outputs/export/<name>-<format>.", show_default=False)
-    ] = None,
-    ignore: Annotated[
-        list[str] | None,
-        typer.Option(help="A layer, or re:pattern, that stays in BF16; repeatable. Else as the run had it."),
-    ] = None,
-    keep_first_layers: Annotated[
-        int | None, typer.Option(min=0, help="First decoder layers that stay in BF16. Else as the run had it.")
-    ] = None,
-    keep_last_layers: Annotated[
-        int | None, typer.Option(min=0, help="Last decoder layers that stay in BF16. Else as the run had it.")
     ] = None,
 ) -> None:
     """Export a checkpoint for serving: a Hugging Face folder in BF16, or INT8 or FP8 that plain vLLM loads.
 
     BF16 is verl's merger; routers of MoE models keep the trainer's precision. FP8 has the rollout's own codes and
-    scales, INT8 those of a rollout without rotation, which plain vLLM does not know.
+    scales, INT8 those of a rollout without rotation, which plain vLLM does not know. Layers that the run kept in BF16
+    stay in it.
     """
     from flashrl_verl.tools.export.checkpoint import find, require_new
 
-    found = find(checkpoint, step)
+    found = find(checkpoint)
     folder = (output or Path("outputs/export") / f"{found.name}-{format.value}").expanduser().resolve()
     require_new(folder)
-    said = {"ignore": ignore, "keep_first_layers": keep_first_layers, "keep_last_layers": keep_last_layers}
-    said = {key: value for key, value in said.items() if value is not None}
     if format is Precision.BF16:
-        if said:
-            raise ConfigError(f"--{next(iter(said)).replace('_', '-')} is for --format int8 or fp8. Leave it out")
         if not found.sharded:
             raise ConfigError(f"{found.path} is a Hugging Face folder already. Serve it as it is, or name --format")
         from flashrl_verl.tools.export.merge import merge
@@ -57,8 +44,8 @@ def export(
         merge(found, folder)
         typer.echo(f"{folder}: BF16 of step {found.step}")
         return
-    recorded = {key: (found.settings or {}).get(key, default) for key, default in _NOTHING_KEPT.items()}
-    settings = FlashRLConfig.from_mapping({"precision": format.value, **recorded, **said})
+    run = FlashRLConfig.from_mapping(OmegaConf.load(found.config).flashrl if found.config else {})
+    kept = {key: getattr(run, key) for key in ("ignore", "keep_first_layers", "keep_last_layers")}
     from flashrl_verl.tools.export.eight_bit import quantize
 
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -69,11 +56,10 @@ def export(
 
             source = Path(scratch) / "bf16"
             merge(found, source)
-        layers = quantize(source, folder, settings)
-    kept = ", ".join(f"{key}={getattr(settings, key)}" for key in _NOTHING_KEPT)
+        layers = quantize(source, folder, FlashRLConfig(precision=format, **kept))
     typer.echo(
-        f"{folder}: {len(layers.quantized)} matrices of the checkpoint in {format.value}, "
-        f"{len(layers.kept)} in BF16 ({kept})"
+        f"{folder}: {len(layers.quantized)} matrices of the checkpoint in {format.value}, {len(layers.kept)} in BF16 "
+        f"({', '.join(f'{key}={value}' for key, value in kept.items())})"
     )
     typer.echo(f"Serve it: vllm serve {folder}")
     if format is Precision.INT8:
@@ -81,6 +67,3 @@ def export(
             "Its layers are not rotated, which plain vLLM cannot do: further from the trainer than INT8 rollouts are. "
             "As those: export --format bf16, and serve that with this package (docs/evaluation.md)"
         )
-
-
-_NOTHING_KEPT = {"ignore": [], "keep_first_layers": 0, "keep_last_layers": 0}

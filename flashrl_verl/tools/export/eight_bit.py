@@ -59,7 +59,7 @@ def quantize(source: Path, output: Path, settings: FlashRLConfig, shard_size: in
         What was quantized.
 
     Raises:
-        ConfigError: the layers to keep match nothing, or the output is there already; nothing was written.
+        ConfigError: the layers to keep leave nothing, or the output is there already; nothing was written.
         FlashRLError: the source is damaged, or holds NaN or Inf; nothing is left behind.
     """
     fmt = weight_format(settings.precision, rotation=False)
@@ -185,7 +185,7 @@ def survey(folder: Path, settings: FlashRLConfig, names: Collection[str]) -> Lay
         names: the checkpoint's tensors.
 
     Raises:
-        ConfigError: an entry of ``ignore`` matches nothing or a part of a fused layer, or nothing is left to quantize.
+        ConfigError: an entry of ``ignore`` matches a part of a fused layer, or nothing is left to quantize.
         FlashRLError: a layer of vLLM's has no name in the checkpoint.
     """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -220,13 +220,8 @@ def survey(folder: Path, settings: FlashRLConfig, names: Collection[str]) -> Lay
                 name = module.layer_name if isinstance(module, RoutedExperts) else name
                 saved = _saved_as(name, config.parts(module, name), names)
                 (quantized if config.quantizes(module, name) else kept).extend(saved)
-    config.selection.keeps(HEAD, [], 1 << 30)  # an entry that names it is of use: what it asks for is what happens
-    if unused := config.selection.unused():
-        raise ConfigError(
-            f"--ignore {' '.join(unused)} matches no layer of {folder}. Names are those of the checkpoint"
-        )
     if not quantized:
-        raise ConfigError(f"--ignore and the kept layers leave nothing to quantize in {folder}. Take --format bf16")
+        raise ConfigError(f"flashrl.ignore and the kept layers leave nothing to quantize in {folder}. --format bf16")
     return Layers(quantized=tuple(quantized), kept=tuple(dict.fromkeys([*kept, HEAD])))
 
 

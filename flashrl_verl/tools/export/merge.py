@@ -7,7 +7,6 @@ experts reach the rollout unrounded (``refit/wire.py``), so they are taken from 
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import torch
@@ -18,7 +17,6 @@ from verl.model_merger.fsdp_model_merger import FSDPModelMerger
 from flashrl_verl.errors import ConfigError, FlashRLError
 from flashrl_verl.refit.wire import wire_dtype
 from flashrl_verl.tools.export.checkpoint import Checkpoint, new_folder
-from flashrl_verl.trainer import run_settings
 
 
 class _Merger(FSDPModelMerger):
@@ -69,9 +67,6 @@ def merge(checkpoint: Checkpoint, output: Path) -> None:
             _Merger(config).merge_and_save()
             for file in scratch.glob("*.safetensors"):
                 file.chmod(0o644)  # safetensors' 0600 would hide the weights from whoever serves them
-            record = checkpoint.path.parent / run_settings.FILE
-            if record.is_file():
-                shutil.copy(record, scratch)
         except FlashRLError:
             raise
         except Exception as error:  # noqa: BLE001 - a damaged file may raise anything
