@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from flashrl_verl.errors import ConfigError, FlashRLError, environment_needed
-from flashrl_verl.tools.check.command import check
+from flashrl_verl.tools.check import check
 from flashrl_verl.tools.console import new_console
 from flashrl_verl.tools.data import data
 from flashrl_verl.tools.evaluate import evaluate

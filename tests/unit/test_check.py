@@ -49,18 +49,6 @@ def test_a_gpu_that_another_program_uses_is_a_warning_and_one_that_shares_the_ho
 # ---- kernels ----
 
 
-def test_a_wrong_scale_in_storage_is_an_error(monkeypatch):
-    quantize = arithmetic.quantize_rows_into
-
-    def wrongly(weight, codes, scales, fmt):
-        quantize(weight, codes, scales, fmt)
-        scales[7] *= 1.0001
-
-    monkeypatch.setattr(arithmetic, "quantize_rows_into", wrongly)
-    found = only(arithmetic.check_format(INT8, [HERE]))
-    assert found.level == "error" and "rows of 5120 are not exact" in found.text and "do not train" in found.remedy
-
-
 @pytest.mark.parametrize("fmt", [INT8, FP8], ids=lambda fmt: fmt.name)
 @pytest.mark.parametrize("factor", [1.0, 1.12, float("nan")])
 def test_a_product_with_one_wrong_scale_or_nan_is_an_error(monkeypatch, fmt, factor):
