@@ -95,10 +95,12 @@ def validate_by_verl(cfg: DictConfig) -> None:
     Raises:
         ConfigError: verl knows no such name, or refuses the configuration; its own words.
     """
+    import torch
     from hydra.errors import HydraException
     from verl.experimental.reward_loop.reward_manager.registry import REWARD_MANAGER
     from verl.trainer.config.algorithm import RolloutCorrectionConfig
     from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
+    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_rejection_mask
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import validate_config as verls
     from verl.utils.tracking import Tracking
@@ -119,6 +121,13 @@ def validate_by_verl(cfg: DictConfig) -> None:
         if not hasattr(import_module(module), str(optimizer)):
             refuse(f"{ACTOR}.optim.optimizer", optimizer, f"{module} has no such optimizer", "AdamW, or another of it")
     _refuse_unknown(CORRECTION, get(cfg, CORRECTION, {}), RolloutCorrectionConfig)
+    criteria, key = get(cfg, f"{CORRECTION}.rollout_rs"), f"{CORRECTION}.rollout_rs_threshold"
+    if criteria is not None:
+        try:  # on a token
+            compute_rollout_rejection_mask(torch.zeros(1, 1), torch.ones(1, 1), criteria, get(cfg, key))
+        except (ValueError, TypeError, ZeroDivisionError) as error:
+            reason, remedy = f"with rollout_rs={criteria} verl says: {error}", f"{CORRECTION}.rollout_rs=null"
+            refuse(key, get(cfg, key), reason, f"correction=geo_rs, or {remedy}")
     for node in (ACTOR, ROLLOUT, "algorithm"):
         _refuse_unknown(node, get(cfg, node, {}))
     try:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl's ``algorithm.rollout_correction`` node, typed and checked: levels and bounds of weights, rejection, bypass."""
+"""verl's ``algorithm.rollout_correction`` node, typed and checked: levels and bounds of weights, rejection, bypass.
+
+What rejects is handed to verl as it is written, and checked by ``validate_by_verl``.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NoReturn
+from typing import Any
 
 from flashrl_verl.errors import ConfigError, refuse
 from flashrl_verl.settings import CORRECTION
@@ -29,29 +32,6 @@ class LossType(str, Enum):
     """Policy gradient, weighted by pi_theta / pi_rollout."""
 
 
-RATIO_CRITERIA = ("token_k1", "seq_sum_k1", "seq_mean_k1")
-DIVERGENCE_CRITERIA = (
-    *("token_k2", "token_k3", "seq_sum_k2", "seq_sum_k3"),
-    *("seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3"),
-)
-"""verl's criteria: a token's estimate of the divergence, or its response's sum, mean or maximum, with
-l = log(pi_old / pi_rollout): k1 is -l, k2 is l^2 / 2, k3 is e^l - 1 - l (Schulman 2020,
-http://joschu.net/blog/kl-approx.html)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rejection:
-    """One criterion by which tokens or whole responses leave the loss."""
-
-    option: str
-    """One of the criteria above, as in ``rollout_rs``."""
-    upper: float
-    """k1: the largest ratio pi_rollout / pi_old that is kept (its geometric mean for ``seq_mean``); k2 and k3: the
-    largest divergence; > 0."""
-    lower: float | None = None
-    """k1: the smallest ratio, > 0; None for k2 and k3, which are never negative."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class CorrectionSettings:
     """How rollout tokens are weighted and rejected: verl's `algorithm.rollout_correction`, typed and validated."""
@@ -65,8 +45,10 @@ class CorrectionSettings:
     """None: cap at `upper` (TIS). In (0, upper]: zero the weights outside [lower, upper] (IcePop)."""
     batch_normalize: bool = False
     """Divide the weights by their mean over the whole batch."""
-    rejections: tuple[Rejection, ...] = ()
-    """A token stays in the loss if every one of them keeps it."""
+    rejections: str | None = None
+    """verl's criteria, with commas between them: a token stays in the loss if every one of them keeps it."""
+    rejection_thresholds: str | float | None = None
+    """Their bounds as verl takes them: one for all, or one for each with commas."""
     bypass: LossType | None = None
     """None: decoupled mode, where the trainer computes pi_old and `correct_shard` the weights. Otherwise pi_old is
     pi_rollout, and verl's ``bypass_mode`` loss applies everything above to pi_theta / pi_rollout by itself."""
@@ -96,28 +78,15 @@ class CorrectionSettings:
             upper=upper,
             lower=lower,
             batch_normalize=level is not None and bool(node.get("rollout_is_batch_normalize", cls.batch_normalize)),
-            rejections=_parse_rejections(node.get("rollout_rs"), node.get("rollout_rs_threshold")),
+            rejections=node.get("rollout_rs"),
+            rejection_thresholds=node.get("rollout_rs_threshold"),
             bypass=_parse_loss_type(node.get("loss_type")) if node.get("bypass_mode") else None,
         )
 
     @property
     def threshold(self) -> str:
         """The bounds of a weight as verl spells them: '2.0', or '0.5_5.0'."""
-        return _spell(self.lower, self.upper)
-
-    @property
-    def rejection_options(self) -> str:
-        """The criteria as verl spells them: 'token_k1,seq_mean_k3'."""
-        return ",".join(rejection.option for rejection in self.rejections)
-
-    @property
-    def rejection_thresholds(self) -> str:
-        """Their bounds as verl spells them: '0.5_2.0,0.02'."""
-        return ",".join(_spell(rejection.lower, rejection.upper) for rejection in self.rejections)
-
-
-def _spell(lower: float | None, upper: float) -> str:
-    return repr(upper) if lower is None else f"{lower!r}_{upper!r}"
+        return repr(self.upper) if self.lower is None else f"{self.lower!r}_{self.upper!r}"
 
 
 def _parse_threshold(spec: Any) -> tuple[float, float | None]:
@@ -147,41 +116,6 @@ def _bounds(spec: Any) -> list[float]:
     except ValueError:
         return []
     return bounds if all(0 < bound < math.inf for bound in bounds) and bounds == sorted(bounds) else []
-
-
-def _parse_rejections(options: Any, thresholds: Any) -> tuple[Rejection, ...]:
-    """Reads verl's comma-separated criteria and their thresholds: one for all, or one for each that differs."""
-    if options is None:
-        return ()
-    names = list(dict.fromkeys(name.strip() for name in str(options).split(",") if name.strip()))
-    known = (*RATIO_CRITERIA, *DIVERGENCE_CRITERIA)
-    if not names or not set(names) <= set(known):
-        key, reason = f"{CORRECTION}.rollout_rs", f"it is not a list, with commas, of {', '.join(known)}"
-        refuse(key, options, reason, f"correction=geo_rs, or {key}=null for no rejection")
-    specs = [] if thresholds is None else [spec.strip() for spec in str(thresholds).split(",") if spec.strip()]
-    if len(specs) not in (1, len(names)):
-        _refuse_rejection_threshold(thresholds, f"{len(names)} criteria take 1 or {len(names)} thresholds, with commas")
-    specs = specs * len(names) if len(specs) == 1 else specs
-    return tuple(_parse_rejection(name, spec) for name, spec in zip(names, specs, strict=True))
-
-
-def _parse_rejection(option: str, spec: str) -> Rejection:
-    ratios, bounds = option in RATIO_CRITERIA, _bounds(spec)
-    if ratios and len(bounds) == 1 and bounds[0] >= 1:
-        bounds = [1.0 / bounds[0], bounds[0]]
-    if len(bounds) != 1 + ratios:
-        kind = (
-            "ratios lower_upper with 0 < lower <= upper, or an upper one of at least 1"
-            if ratios
-            else "one positive number"
-        )
-        _refuse_rejection_threshold(spec, f"{option} takes {kind}")
-    return Rejection(option=option, upper=bounds[-1], lower=bounds[0] if ratios else None)
-
-
-def _refuse_rejection_threshold(value: Any, reason: str) -> NoReturn:
-    key = f"{CORRECTION}.rollout_rs_threshold"
-    refuse(key, value, reason, f'{key}="0.999_1.001" (with seq_mean_k1) or {key}=0.01 (with seq_mean_k3)')
 
 
 def _parse_loss_type(value: Any) -> LossType:

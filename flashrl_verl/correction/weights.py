@@ -75,4 +75,4 @@ def rejection_mask(log_ratio: torch.Tensor, mask: torch.Tensor, settings: Correc
         return None
     if not mask.any():  # verl raises
         return mask
-    return compute_rollout_rejection_mask(log_ratio, mask, settings.rejection_options, settings.rejection_thresholds)[0]
+    return compute_rollout_rejection_mask(log_ratio, mask, settings.rejections, settings.rejection_thresholds)[0]

@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict
 
 from flashrl_verl.correction.batch import attach_correction
-from flashrl_verl.correction.settings import CorrectionSettings, Level, Rejection
+from flashrl_verl.correction.settings import CorrectionSettings, Level
 
 
 def jagged(values: torch.Tensor) -> torch.Tensor:
@@ -24,9 +24,7 @@ VARIANTS = {
     "IcePop": (CorrectionSettings(level=Level.TOKEN, lower=0.5, upper=5.0), lambda w: w * (w >= 0.5) * (w <= 5.0)),
     # Tokens are rejected by pi_rollout / pi_old.
     "TIS and rejection": (
-        CorrectionSettings(
-            level=Level.TOKEN, upper=2.0, rejections=(Rejection(option="token_k1", lower=0.25, upper=1.6),)
-        ),
+        CorrectionSettings(level=Level.TOKEN, upper=2.0, rejections="token_k1", rejection_thresholds="0.25_1.6"),
         lambda w: w.clamp(max=2.0) * (1 / w >= 0.25) * (1 / w <= 1.6),
     ),
     "none": (CorrectionSettings(level=None), torch.ones_like),

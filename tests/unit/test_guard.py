@@ -9,7 +9,7 @@ import torch
 from omegaconf import OmegaConf
 
 from flashrl_verl.correction.batch import correct_shard
-from flashrl_verl.correction.settings import CorrectionSettings, Level, Rejection
+from flashrl_verl.correction.settings import CorrectionSettings, Level
 from flashrl_verl.errors import GuardError
 from flashrl_verl.settings import ASYNC, GuardConfig, Precision
 from flashrl_verl.tools.recipe_process import compose
@@ -41,7 +41,7 @@ BEYOND = {
 """Limit -> its setting, a value at the default limit that is still accepted, and the first that is not."""
 
 
-ALL = CorrectionSettings(level=Level.TOKEN, rejections=(Rejection(option="token_k2", upper=1.0),))
+ALL = CorrectionSettings(level=Level.TOKEN, rejections="token_k2", rejection_thresholds=1.0)
 """Every limit has its metric with it."""
 
 

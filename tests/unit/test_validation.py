@@ -352,6 +352,9 @@ def test_what_is_merely_unusual_is_accepted(settings):
         ({"algorithm.rollout_correction.rollout_is_treshold": 3}, "rollout_is_threshold"),
         ({f"{ACTOR}.optim.optimizer": "AdamV"}, "torch.optim has no such optimizer. Remedy"),
         ({f"{ACTOR}.loss_agg_mode": "mean"}, "verl refuses the configuration"),
+        ({**REJECTION, f"{CORRECTION}.rollout_rs": "token_k5"}, "Invalid rollout_rs option: token_k5"),
+        ({**REJECTION, f"{CORRECTION}.rollout_rs_threshold": 0}, "correction=geo_rs"),
+        ({**REJECTION, f"{CORRECTION}.rollout_rs_threshold": "2.0_0.5"}, "must be lower <= upper"),
     ],
 )
 def test_names_that_verl_does_not_know_are_refused_before_ray_starts(settings, remedy):
