@@ -121,7 +121,7 @@ from flashrl_verl.upstream.versions import Status, check_versions
 
 findings = check_versions()
 print("\n".join(str(finding) for finding in findings))
-sys.exit(any(finding.status in (Status.MISSING, Status.UNFINISHED) for finding in findings))
+sys.exit(any(finding.status is Status.MISSING for finding in findings))
 PY
 }
 

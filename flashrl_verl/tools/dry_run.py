@@ -9,7 +9,7 @@ from hydra.initialize import get_gh_backup, restore_gh_from_backup
 from omegaconf import DictConfig, OmegaConf
 
 from flashrl_verl.errors import words
-from flashrl_verl.upstream.versions import require_verl, verl_configs
+from flashrl_verl.upstream.versions import require, verl_configs
 
 
 def report(cfg: DictConfig) -> str:
@@ -27,7 +27,7 @@ def verl_defaults(model_engine: str = "dp") -> DictConfig:
     Raises:
         ConfigError: verl is not installed.
     """
-    require_verl()
+    require("verl")
     state = get_gh_backup()  # Hydra keeps one state per process, and a dry run is inside hydra.main
     GlobalHydra.instance().clear()
     try:

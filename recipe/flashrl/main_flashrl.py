@@ -47,7 +47,7 @@ def train(cfg: DictConfig) -> None:
         ConfigError: The configuration contradicts itself, verl or this environment, or names a path that is not there.
         FlashRLError: verl does not load the plugin; it would hide that.
     """
-    versions.require_vllm()
+    versions.require("vllm")
     settings = validation.validate_config(cfg)
     prepare(cfg, ship_code=settings.ship_code)
     input_files.check_files(cfg)
@@ -94,7 +94,7 @@ def dry_run(cfg: DictConfig) -> None:
 def main() -> None:
     """Compose the configuration from the command line and run, or describe, the training."""
     try:
-        versions.require_verl()  # before Hydra, whose own message about verl's missing configuration helps nobody
+        versions.require("verl")  # before Hydra, whose own message about verl's missing configuration helps nobody
     except FlashRLError as error:
         sys.exit(f"{type(error).__name__}: {error}")
     task = dry_run if "--dry-run" in sys.argv else train

@@ -51,7 +51,7 @@ def test_setup_refuses_before_it_makes_or_clears_anything(tmp_path, word, variab
 def test_a_relative_output_of_the_quickstart_starts_where_the_caller_is(tmp_path):
     (tmp_path / "taken").write_text("mine")
     process = bash(ROOT / "scripts" / "quickstart.sh", "--output", "taken", cwd=tmp_path, FLASHRL_SKIP_SETUP="1")
-    assert process.returncode == 1 and process.stderr.startswith(f"ConfigError: --output {tmp_path}/taken: ")
+    assert process.returncode == 1 and f"FileExistsError: [Errno 17] File exists: '{tmp_path}/taken'" in process.stderr
 
 
 # ---- set-up with a Python that installs nothing ----
