@@ -24,6 +24,7 @@ INSTALL_REQUIRES = [
     "pyzmq>=26",
     "orjson>=3.10",
     "psutil>=6",
+    "wrapt>=1.15",
 ]
 
 setup(

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Entry point ``verl.plugins``: importing this module registers everything flashrl adds to verl, in every verl process.
 
-verl swallows a plugin's errors at DEBUG level, so ``require_registered`` says loudly what is missing.
+It loads plugins at the end of ``import verl``. What belongs to a heavy module (trainers, engines) waits until that is
+imported: to import it here would cost seconds in every process and close an import cycle. verl swallows a plugin's
+errors at DEBUG level, so ``require_registered`` says loudly what is missing.
 """
 
 import os
@@ -9,6 +11,7 @@ import types
 
 from verl.workers.rollout.base import _ROLLOUT_REGISTRY
 from verl.workers.rollout.replica import RolloutReplica, RolloutReplicaRegistry
+from wrapt import register_post_import_hook
 
 from flashrl_verl.errors import FlashRLError
 from flashrl_verl.platforms import (
@@ -16,7 +19,6 @@ from flashrl_verl.platforms import (
     cpu,  # noqa: F401 - importing it registers the platform
 )
 from flashrl_verl.upstream import patches
-from flashrl_verl.upstream.import_hooks import after_import
 
 NAME = "flashrl"
 
@@ -50,9 +52,9 @@ def _patch_distributed(module: types.ModuleType) -> None:
 
 RolloutReplicaRegistry.register(NAME, _load_replica)
 _ROLLOUT_REGISTRY[(NAME, "async")] = "flashrl_verl.refit.sender.FlashRLServerAdapter"
-after_import("verl.trainer.ppo.v1", _register_trainer)
-after_import("verl.workers.engine.fsdp.transformer_impl", _register_cpu_engine)
-after_import("verl.utils.distributed", _patch_distributed)
+register_post_import_hook(_register_trainer, "verl.trainer.ppo.v1")
+register_post_import_hook(_register_cpu_engine, "verl.workers.engine.fsdp.transformer_impl")
+register_post_import_hook(_patch_distributed, "verl.utils.distributed")
 
 
 def require_registered() -> None:

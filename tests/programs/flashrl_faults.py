@@ -11,8 +11,7 @@ import signal
 from types import SimpleNamespace
 
 import torch
-
-from flashrl_verl.upstream.import_hooks import after_import
+from wrapt import register_post_import_hook
 
 KIND, STEP = os.environ["FLASHRL_TEST_FAULT"].split(":")
 STEP = int(STEP)
@@ -163,4 +162,5 @@ MODULES = {
     "noisy_log_probs": ("flashrl_verl.rollout.server", noisy_log_probs),
     "nan_update": ("flashrl_verl.trainer.worker", nan_update),
 }
-after_import(*MODULES[KIND])
+module, fault = MODULES[KIND]
+register_post_import_hook(fault, module)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""verl and vLLM load the plugins by themselves, and what is to run after an import runs once."""
+"""verl and vLLM load the plugins by themselves."""
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -9,7 +8,6 @@ import sys
 import pytest
 
 from flashrl_verl.errors import FlashRLError
-from flashrl_verl.upstream.import_hooks import after_import
 
 FRESH = """
 import torch
@@ -51,26 +49,6 @@ def test_a_plugin_that_verl_was_told_not_to_load_is_an_error(monkeypatch):
     monkeypatch.setenv("VERL_USE_EXTERNAL_PLUGINS", "another")
     with pytest.raises(FlashRLError, match="VERL_USE_EXTERNAL_PLUGINS='another'"):
         require_registered()
-
-
-@pytest.fixture
-def module(tmp_path, monkeypatch):
-    name = f"flashrl_hook_target_{tmp_path.name.replace('-', '_')}"
-    (tmp_path / f"{name}.py").write_text("VALUE = 1\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    yield name
-    sys.modules.pop(name, None)
-
-
-def test_actions_run_once_in_order_after_the_import_and_at_once_when_it_was_before(module):
-    seen = []
-    after_import(module, lambda m: seen.append(m.VALUE))
-    after_import(module, lambda m: seen.append("second"))
-    importlib.util.find_spec(module)  # asked for and not loaded
-    assert seen == []
-    importlib.reload(importlib.import_module(module))
-    after_import(module, lambda m: seen.append("third"))
-    assert seen == [1, "second", "third"]
 
 
 def test_rotated_experts_whose_inputs_vllm_quantizes_by_another_function_are_refused():

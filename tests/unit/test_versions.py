@@ -51,7 +51,8 @@ def test_an_environment_without_what_a_run_needs_is_refused_with_the_install_com
     code = (
         f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(tmp_path)!r}]\nfrom flashrl_verl import errors\nfrom "
         "flashrl_verl.upstream import versions\nfor name in ('verl', 'vllm', ''):\n    try: "
-        "print(versions.require(name) if name else versions.vllm_device())\n    except errors.ConfigError as error: print('refused:', error)\n    "
+        "print(versions.require(name) if name else versions.vllm_device())\n    "
+        "except errors.ConfigError as error: print('refused:', error)\n    "
         "except ModuleNotFoundError as error: print('passed')\n"  # it was about to import vLLM
     )
     verl, vllm, device = run_python("-I", "-S", "-c", code, cwd=tmp_path).splitlines()
