@@ -169,8 +169,8 @@ class BenchWorkerExtension(FlashRLWorkerExtension):
 def _buckets(model: str, device: torch.device) -> Iterator[list[tuple[str, torch.Tensor]]]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from benchmarks.models import sent_tensors, tensor_shapes
     from flashrl_verl.refit.sender import cast_for_rollout
-    from flashrl_verl.tools.engines.shapes import sent_tensors, tensor_shapes
 
     with torch.device("cpu"):  # vLLM's worker has made the GPU the default
         if any(Path(model).glob("*.safetensors")):

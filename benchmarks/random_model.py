@@ -15,9 +15,9 @@ from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
+from benchmarks.models import load_config
 from flashrl_verl.errors import FlashRLError
 from flashrl_verl.quickstart.progress import LOG, METRICS, follow
-from flashrl_verl.tools.engines.shapes import load_config
 from flashrl_verl.tools.log_excerpt import last_error
 from flashrl_verl.tools.process_tree import Stopped, stoppable
 from flashrl_verl.tools.recipe_process import quoted

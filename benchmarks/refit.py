@@ -62,7 +62,7 @@ def buckets_of(weights: Weights) -> Iterator[Weights]:
 def random_weights(model: str, layers: int | None) -> Weights:
     """Weights of a model's shape on the device, normal with standard deviation 0.02, behind each other in buffers of
     ``BUCKET_BYTES`` as in verl's buckets."""
-    from flashrl_verl.tools.engines.shapes import load_config, tensor_shapes
+    from benchmarks.models import load_config, tensor_shapes
 
     generator = torch.Generator(device_here()).manual_seed(0)
     weights: Weights = []
@@ -75,10 +75,10 @@ def random_weights(model: str, layers: int | None) -> Weights:
 
 def measure(variant: str, model: str, folder: str, layers: int | None, repeats: int) -> dict[str, Any]:
     """One way of updating weights."""
+    from benchmarks import models
     from benchmarks.engine import formats_of
     from flashrl_verl.plugins.vllm import register
     from flashrl_verl.quantization.config import engine_arguments
-    from flashrl_verl.tools.engines import model as engine_model
 
     register()
     ours = variant.startswith("flashrl ")
@@ -87,7 +87,7 @@ def measure(variant: str, model: str, folder: str, layers: int | None, repeats: 
     else:
         arguments = {"quantization": "fp8_per_tensor"} if "fp8" in variant else {}
     weights = random_weights(model, layers)
-    with engine_model.model(Path(folder), **arguments) as (built, vllm_config):
+    with models.model(Path(folder), **arguments) as (built, vllm_config):
         loading: list[float] = []
         make = our_update if ours else their_update
         update = make(built, vllm_config.model_config, weights, loading, variant)
@@ -156,7 +156,7 @@ def refit(
     output: Annotated[Path, typer.Option(help="Folder for refit.json and logs.")] = Path("outputs/refit"),
 ) -> None:
     """Time the weight update of a model's shape, by precision."""
-    from flashrl_verl.tools.engines.shapes import load_config
+    from benchmarks.models import load_config
 
     names = [f"flashrl {p}" for p in words_of(precision, PRECISIONS, "--precision")]
     cuda = torch.cuda.is_available()

@@ -206,7 +206,7 @@ def rollout(
 ) -> None:
     """Time rollouts of a model's shape by variant. Rerun to resume."""
     from benchmarks.engine import formats_of
-    from flashrl_verl.tools.engines.shapes import load_config
+    from benchmarks.models import load_config
 
     names = words_of(variants, option="--variants")
     for name in names:

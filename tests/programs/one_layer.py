@@ -10,10 +10,10 @@ import torch
 from transformers import Qwen3MoeConfig
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
+from benchmarks import models
 from flashrl_verl.plugins.vllm import register
 from flashrl_verl.quantization.config import engine_arguments
 from flashrl_verl.settings import FlashRLConfig, Precision
-from flashrl_verl.tools.engines import model as engine_model
 
 EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 6, 2, 256, 128
 
@@ -30,7 +30,7 @@ def model(precision: Precision) -> Iterator[torch.nn.Module]:
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
-        with engine_model.model(Path(folder), **engine_arguments(FlashRLConfig(precision=precision))) as (built, _):
+        with models.model(Path(folder), **engine_arguments(FlashRLConfig(precision=precision))) as (built, _):
             yield built
 
 

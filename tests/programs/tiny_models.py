@@ -88,8 +88,8 @@ def wire(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     adapter."""
     import engines  # noqa: F401 - chooses verl's platform, which verl reads once
 
+    from benchmarks.models import sent_tensors
     from flashrl_verl.refit.sender import cast_for_rollout
-    from flashrl_verl.tools.engines.shapes import sent_tensors
 
     named = ((name, tensor.detach().clone()) for name, tensor in sent_tensors(model))
     return dict(cast_for_rollout(named, torch.bfloat16))

@@ -12,11 +12,12 @@ from typer.testing import CliRunner
 
 import flashrl_verl
 from benchmarks.common import RESULTS
+from benchmarks.models import tensor_shapes
 from benchmarks.tables import PAGES
 from flashrl_verl.cli import app
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.settings import KVCache, Precision
-from flashrl_verl.tools.engines.shapes import load_config, tensor_shapes
+from flashrl_verl.tools.engines.shapes import load_config
 from flashrl_verl.tools.plan.measured import ROWS, rows_for
 from flashrl_verl.tools.plan.memory import GIB, Engine, Memory
 from flashrl_verl.tools.plan.shape import shape_of

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A vLLM model without an engine around it: the modules and their loaders, in this process, in milliseconds."""
+"""What vLLM's modules ask of a process in which they are built without an engine around them."""
 
 import contextlib
-import gc
 import os
 import tempfile
 from collections.abc import Iterator
@@ -44,24 +43,3 @@ def vllm_config(path: Path, **arguments: Any) -> Iterator[Any]:
     config = engine_args.create_engine_config()
     with set_current_vllm_config(config):
         yield config
-
-
-@contextlib.contextmanager
-def model(path: Path, **arguments: Any) -> Iterator[tuple[torch.nn.Module, Any]]:
-    """Build a vLLM model with dummy weights; yields it with vLLM's configuration and frees it afterwards.
-
-    Args:
-        path: folder with config.json.
-        **arguments: engine arguments, such as quantization and hf_overrides.
-    """
-    from vllm.model_executor.model_loader import get_model
-
-    with vllm_config(path, **arguments) as config, process_group():
-        built = get_model(vllm_config=config)
-        try:
-            yield built, config
-        finally:
-            del built
-            gc.collect()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()

@@ -1,19 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models by name or path, and the shapes of their tensors: nothing is downloaded."""
+"""Models by name or path: nothing is downloaded."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    PretrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+from transformers import AutoConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from flashrl_verl.errors import ConfigError
 
@@ -68,56 +58,24 @@ SHAPES = {
 """Names that ``--model`` takes besides paths."""
 
 
-def load_config(model: str, layers: int | None = None) -> PretrainedConfig:
+def load_config(model: str) -> PretrainedConfig:
     """Return the configuration of a model.
 
     Args:
-        model: a name of ``SHAPES``, a config.json, or a folder that holds one.
-        layers: decoder layers instead of the model's, for a quick look.
+        model: a name of ``SHAPES``, or a folder that holds a config.json.
 
     Raises:
-        ConfigError: it is none of these.
+        ConfigError: it is neither.
     """
     if model in SHAPES:
-        config = SHAPES[model]()
-    else:
-        path = Path(model)
-        folder = path.parent if path.name == "config.json" else path
-        if not (folder / "config.json").is_file():
-            raise ConfigError(
-                f"--model {model!r} is neither a folder with a config.json nor one of {', '.join(SHAPES)}"
-            )
-        try:
-            config = AutoConfig.from_pretrained(folder)
-        except Exception as error:  # noqa: BLE001 - transformers raises several kinds, of many lines
-            line = str(error).strip().splitlines()[0]
-            raise ConfigError(f"--model {model}: transformers cannot read {folder / 'config.json'}: {line}") from error
-        if not config.architectures:
-            raise ConfigError(
-                f'{folder / "config.json"} names no architecture; add "architectures": ["...ForCausalLM"]'
-            )
-    if layers is not None:
-        if layers > config.num_hidden_layers:
-            raise ConfigError(
-                f"--layers {layers}: {model} has {config.num_hidden_layers}; --layers takes fewer, never more"
-            )
-        config.num_hidden_layers = layers
-        if getattr(config, "layer_types", None):
-            config.layer_types = config.layer_types[:layers]
+        return SHAPES[model]()
+    if not (Path(model) / "config.json").is_file():
+        raise ConfigError(f"--model {model!r} is neither a folder with a config.json nor one of {', '.join(SHAPES)}")
+    try:
+        config = AutoConfig.from_pretrained(model)
+    except Exception as error:  # noqa: BLE001 - transformers raises several kinds, of many lines
+        line = str(error).strip().splitlines()[0]
+        raise ConfigError(f"--model {model}: transformers cannot read its config.json: {line}") from error
+    if not config.architectures:
+        raise ConfigError(f'{model}/config.json names no architecture; add "architectures": ["...ForCausalLM"]')
     return config
-
-
-def sent_tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield name and tensor of all that verl's FSDP engine sends of a model (``get_per_tensor_param``): experts one by
-    one, a tied ``lm_head`` too, which the rollout then leaves alone."""
-    from verl.utils.model import convert_weight_keys
-    from verl.workers.engine.fsdp.utils import unfuse_moe_params
-
-    yield from unfuse_moe_params(convert_weight_keys(model.state_dict(), model).items(), model.config.model_type)
-
-
-def tensor_shapes(config: PretrainedConfig) -> Iterator[tuple[str, torch.Tensor]]:
-    """``sent_tensors`` of a model of such a shape, on the meta device."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    yield from sent_tensors(model)
