@@ -113,13 +113,6 @@ def _layers(key: str, value: Any) -> tuple[str, ...]:
     return tuple(value)
 
 
-_EIGHT_BIT_TRAINER = (
-    "it was removed: it cost accuracy, lengthened a step at 1.5 billion parameters, and was not the "
-    "engine's arithmetic under tensor parallelism; rotating the INT8 linears takes away more of the mismatch"
-)
-REMOVED = {f"flashrl.{name}": _EIGHT_BIT_TRAINER for name in ("trainer_forward", "trainer_backward")}
-"""Settings that were removed, and why."""
-
 _CAP = f"{CORRECTION}.rollout_is_threshold"
 RENAMED = {
     # verl 0.5, Flash-RL's fork of it, AReaL, TRL, verl 0.6
@@ -163,8 +156,6 @@ class Settings:
         known = [f.name for f in fields(cls)]
         for name, value in values.items():
             key = f"{cls.NODE}.{name}"
-            if key in REMOVED:
-                refuse(key, value, REMOVED[key], "remove the key")
             if name not in known:
                 refuse(key, value, "there is no such setting", f"remove it, or use one of {', '.join(known)}")
         return cls(**values)

@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError
 
 from flashrl_verl.errors import ConfigError
-from flashrl_verl.settings import REMOVED, RENAMED
+from flashrl_verl.settings import RENAMED
 from flashrl_verl.upstream.versions import require, verl_configs
 from flashrl_verl.validation import GROUPS
 
@@ -66,9 +66,7 @@ def compose(overrides: Sequence[str]) -> DictConfig:
 def hydra_message(error: Exception) -> str:
     """What Hydra has against a command line, in one line, with the name that was meant."""
     said, cause = str(error).partition("\nConfig search path:")[0], error.__cause__
-    if getattr(cause, "full_key", None) in REMOVED:
-        said = f"{cause.full_key}: {REMOVED[cause.full_key]}. Remedy: remove the key"
-    elif isinstance(cause, ConfigAttributeError | ConfigKeyError):  # the first name on the way that is not there
+    if isinstance(cause, ConfigAttributeError | ConfigKeyError):  # the first name on the way that is not there
         parent = cause.full_key.rpartition(".")[0]
         near = get_close_matches(str(cause.key), [*map(str, cause.parent_node or ()), *(() if parent else GROUPS)])
         meant = f"{parent}.{near[0]}".lstrip(".") if near else "--cfg job prints all keys"

@@ -105,13 +105,6 @@ def test_settings_that_contradict_each_other_are_refused():
         FlashRLConfig.from_mapping({"bf16_replica_fraction": 0.5, "precision": "bf16"})
 
 
-@pytest.mark.parametrize("key", ["trainer_forward", "trainer_backward"])
-def test_a_removed_setting_is_refused_with_the_reason(key):
-    assert refusal(key, "int8") == "remove the key."
-    with pytest.raises(ConfigError, match=rf"flashrl\.{key}: it was removed: .*accuracy.*Remedy: remove the key"):
-        compose(["experiment=base", f"flashrl.{key}=int8"])
-
-
 def test_the_yaml_repeats_the_dataclasses_and_nothing_else(base):
     assert FlashRLConfig.from_mapping(base.flashrl) == FlashRLConfig()
     for node, settings in ((base.flashrl, FlashRLConfig), (base.flashrl.guard, GuardConfig)):
