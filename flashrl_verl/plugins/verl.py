@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Entry point ``verl.plugins``: importing this module registers everything flashrl adds to verl, in every verl process.
 
-It loads plugins at the end of ``import verl``. What belongs to a heavy module (trainers, engines) waits until that is
-imported: to import it here would cost seconds in every process and close an import cycle. verl swallows a plugin's
+verl loads plugins at the end of ``import verl``. What belongs to a heavy module (trainers, engines) waits until that is
+imported: to import it here would cost seconds in every process and close an import cycle. It swallows a plugin's
 errors at DEBUG level, so ``require_registered`` says loudly what is missing.
 """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The toy task: add two numbers. Its problems, its split, and the slip that the warm-up teaches for RL to
+"""The toy task: add two numbers. Its problems, its split, its reward, and the slip that the warm-up teaches for RL to
 unlearn.
 
 Why a slip, and not just a short warm-up? A half-trained adder is wrong in many unrelated ways, each of which
@@ -84,6 +84,16 @@ def split_problems(seed: int) -> Split:
             part += [pair, Problem(pair.b, pair.a)]
     rng.shuffle(split.train)
     return split
+
+
+def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> dict[str, float]:
+    """The reward, in the form of verl's `reward.custom_reward_function`: 1 for exactly the expected digits, else 0.
+
+    Returns:
+        `score`, what is optimized, and `acc`, by which dynamic sampling finds the groups that carry no signal.
+    """
+    correct = float(solution_str == ground_truth)
+    return {"score": correct, "acc": correct}
 
 
 def verl_rows(problems: Sequence[Problem], *, split: str) -> list[dict[str, Any]]:

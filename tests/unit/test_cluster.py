@@ -58,7 +58,7 @@ def cfg(tmp_path, monkeypatch):
             "data": {"train_files": "train.parquet", "val_files": ["train.parquet", "hdfs://nodes/val.parquet"]},
             "actor_rollout_ref": {"model": {"path": "model"}},
             "critic": {"model": {"path": "Qwen/Qwen2.5-32B"}},
-            "reward": {"custom_reward_function": {"path": "pkg://flashrl_verl.quickstart.reward"}},
+            "reward": {"custom_reward_function": {"path": "pkg://flashrl_verl.quickstart.task"}},
             "trainer": {
                 **{"default_local_dir": "checkpoints/new", "save_freq": 10, "logger": ["console", "file"]},
                 "resume_from_path": "checkpoints/run/global_step_2",
@@ -78,7 +78,7 @@ def test_local_paths_are_the_drivers_and_names_and_addresses_stay(cfg, tmp_path)
     assert list(cfg.data.val_files) == [f"{tmp_path}/train.parquet", "hdfs://nodes/val.parquet"]
     assert cfg.actor_rollout_ref.model.path == f"{tmp_path}/model"
     assert cfg.critic.model.path == "Qwen/Qwen2.5-32B"
-    assert cfg.reward.custom_reward_function.path == "pkg://flashrl_verl.quickstart.reward"
+    assert cfg.reward.custom_reward_function.path == "pkg://flashrl_verl.quickstart.task"
     assert cfg.trainer.default_local_dir == f"{tmp_path}/checkpoints/new", "made later"
     assert cfg.trainer.resume_from_path == f"{tmp_path}/checkpoints/run/global_step_2"
 
