@@ -8,6 +8,7 @@ template, and prompts that are too long are cut from the left, whatever ``data.t
 import ast
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -171,18 +172,13 @@ def _tokens(cfg: DictConfig, text: str) -> int:
 
 
 def _check_reward(path: Path, name: str) -> None:
+    text = path.read_text()
     try:
-        tree = ast.parse(path.read_text())
+        ast.parse(text)
     except (SyntaxError, ValueError) as error:
         raise ConfigError(f"{_REWARD}.path={path} is no Python: {error}") from error
-    names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
-    names |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    imported = [
-        alias for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names
-    ]
-    names |= {alias.asname or alias.name for alias in imported}
-    if name not in names and "*" not in names:
-        functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    if not re.search(rf"\b{re.escape(str(name))}\b|import \*", text):
+        functions = re.findall(r"^(?:async )?def (\w+)", text, re.M)
         refuse(f"{_REWARD}.name", name, f"{path} has no such function", " or ".join(functions) or "a function in it")
 
 

@@ -4,7 +4,6 @@
 Not part of ``validate_config``: a dry run may be made elsewhere.
 """
 
-import netrc
 import os
 import re
 import socket
@@ -12,7 +11,6 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from urllib.parse import urlparse
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -20,11 +18,8 @@ from flashrl_verl.errors import refuse
 from flashrl_verl.settings import get
 from flashrl_verl.validation import ATTENTION, ENGINE, FLASH, MODEL_NODE, VARLEN, on_gpu
 
-_LOGGERS = {
-    **{name: name for name in ("wandb", "mlflow", "swanlab", "clearml", "trackio")},
-    "tensorboard": "tensorboard",
-}
-"""verl's trackers that need a package."""
+_LOGGERS = ("wandb", "mlflow", "swanlab", "clearml", "trackio", "tensorboard")
+"""verl's trackers that need a package, of the same name."""
 _KEYS = {
     "wandb": ("WANDB_API_KEY", "WANDB_MODE", "offline"),
     "swanlab": ("SWANLAB_API_KEY", "SWANLAB_MODE", "local"),
@@ -73,9 +68,11 @@ def installed(distribution: str) -> bool:
 
 
 def _check_loggers(cfg: DictConfig) -> None:
+    from requests.utils import get_netrc_auth  # as wandb itself looks
+
     key, loggers = "trainer.logger", get(cfg, "trainer.logger") or []
     for name in [loggers] if isinstance(loggers, str) else loggers:
-        if name in _LOGGERS and find_spec(_LOGGERS[name]) is None:
+        if name in _LOGGERS and find_spec(name) is None:
             refuse(
                 key, name, f"{name} is not installed in this environment", f"pip install it, or {key}=[console,file]"
             )
@@ -85,7 +82,7 @@ def _check_loggers(cfg: DictConfig) -> None:
                 continue
             if name == "swanlab" and (Path.home() / ".swanlab").exists():
                 continue
-            if name == "wandb" and _in_netrc(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")):
+            if name == "wandb" and get_netrc_auth(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")):
                 continue
             refuse(key, name, f"{name} has no key here", f"{variable}=<key>, `{name} login`, or {mode}={offline}")
 
@@ -103,14 +100,6 @@ def _check_variables() -> None:
         except OSError as error:
             remedy = "start the cluster (`ray start --head`), or unset RAY_ADDRESS for one of the run's own"
             refuse("RAY_ADDRESS", f"{host}:{port}", f"nobody answers there ({error})", remedy)
-
-
-def _in_netrc(url: str) -> bool:
-    try:
-        file = os.environ.get("NETRC") or Path.home() / ".netrc"
-        return netrc.netrc(str(file)).authenticators(urlparse(url).hostname or "") is not None
-    except (OSError, netrc.NetrcParseError):
-        return False
 
 
 def _check_engine_names(cfg: DictConfig) -> None:
