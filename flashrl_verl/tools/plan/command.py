@@ -144,7 +144,7 @@ def _speed_ups(base: Memory, asked: dict[str, Any]) -> Group | str:
     if not rows:
         return "Speed-ups: no model of about this size was measured in such engines."
     title = "The rollout's tokens/s over BF16's, measured on H200s (docs/results/throughput.md; 1.7b: step.md)"
-    columns = "sequences x\n(prompt -> response)", "GPUs\nx GiB", "int8", "fp8", "int8 +\nINT8 KV", "model"
+    columns = "sequences x\n(prompt -> response)", "GPUs\nx GiB", "int8", "fp8", "int8 +\nINT8 KV", "nearest\nmeasured"
     table = Table(*columns, title=title, title_justify="left", box=SIMPLE_HEAD, padding=0)
     for row in rows:
         cells = ("-" if one is None else f"{one:.2f}" for one in row.speed_ups)

@@ -43,32 +43,17 @@ ROWS = [
 
 
 def rows_for(billions: float, gpus: int, gib: float) -> list[Row]:
-    """What was measured for a model of so many parameters in an engine of so many GPUs (two are taken for four) with so
-    many GiB each, a row for each workload: interpolated in the logarithm of the parameters, or of the nearest model, as
-    ``model`` says. Nothing where that has more than four times or less than a quarter of the parameters."""
+    """What was measured of the nearest models to one of so many parameters, in an engine of so many GPUs (two are taken
+    for four) with so many GiB each: a row for each workload. Nothing where the nearest has more than four times or less
+    than a quarter of the parameters."""
     there = [row for row in ROWS if (row.gpus > 1) == (gpus > 1)]
     # 94 is halfway between the smaller memories and the larger.
-    alike = [row for row in there if row.gib is None or (row.gib > 94) == (gib > 94)]
-    found: dict[tuple, list[Row]] = {}
-    for row in alike or there:
-        found.setdefault((row.gib, row.workload), []).append(row)
+    alike = [row for row in there if row.gib is None or (row.gib > 94) == (gib > 94)] or there
 
-    def off(rows: list[Row]) -> float:
-        return max(0.0, math.log(rows[0].billions / billions), math.log(billions / rows[-1].billions))
+    def off(row: Row) -> float:
+        return abs(math.log(row.billions / billions))
 
-    least = min(map(off, found.values()))
-    return [_said(billions, rows) for rows in found.values() if off(rows) <= min(least + 0.1, math.log(4))]
-
-
-def _said(billions: float, rows: list[Row]) -> Row:
-    """``rows`` are of one workload, by size."""
-    nearest = min(rows, key=lambda row: abs(math.log(row.billions / billions)))
-    if abs(nearest.billions / billions - 1) < 0.02:
-        return nearest._replace(model=f"measured: {nearest.model}")
-    if not rows[0].billions < billions < rows[-1].billions:
-        return nearest._replace(model=f"nearest: {nearest.model}")
-    low, high = next(pair for pair in zip(rows, rows[1:], strict=False) if pair[1].billions > billions)
-    share = math.log(billions / low.billions) / math.log(high.billions / low.billions)
-    both = zip(low.speed_ups, high.speed_ups, strict=True)
-    between = tuple(None if None in pair else pair[0] + share * (pair[1] - pair[0]) for pair in both)
-    return low._replace(model=f"interpolated: {low.model}, {high.model}", speed_ups=between)
+    # The nearest of a workload comes last, and stays.
+    nearest = {(row.gib, row.workload): row for row in sorted(alike, key=off, reverse=True)}.values()
+    least = min(map(off, nearest))
+    return [row for row in ROWS if row in nearest and off(row) <= min(least + 0.1, math.log(4))]
