@@ -5,7 +5,7 @@ An update of every later step relies on it: whatever the engine multiplies with 
 derived from what was), nothing moves, and what vLLM's sleep mode throws away comes back. So the engines sleep as they
 will between steps, the same weights are sent again, over poisoned storage as in every update: storage, addresses and
 greedy output must be what they were. Before it, each linear layer and a head compute with weights of 1 and of 2, which
-shows a copy that does not follow them (``stale_copies.py``).
+shows a copy that does not follow them (``rollout/worker.py``).
 """
 
 import dataclasses

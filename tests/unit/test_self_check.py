@@ -14,7 +14,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from flashrl_verl.errors import FlashRLError
 from flashrl_verl.quantization.linear import QuantizedLinearMethod
 from flashrl_verl.refit.self_check import EngineState, require_same
-from flashrl_verl.refit.stale_copies import layers_with_stale_copies
+from flashrl_verl.rollout.worker import layers_with_stale_copies
 from flashrl_verl.settings import Precision
 
 ONE = {"a.weight": (11, 0x1000), "a.scale": (12, 0x2000)}
