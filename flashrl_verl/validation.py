@@ -303,7 +303,8 @@ def _rules_of_numbers(cfg: DictConfig) -> Iterator[Rule]:
     yield Rule(f"{ROLLOUT}.gpu_memory_utilization", within(0.01, 1), "it is a share of a GPU's memory", "0.8")
     reason = "vLLM takes 0.01 for less, and the trainer divides its logits by it"
     yield Rule(f"{ROLLOUT}.temperature", within(0.01, 1e9), reason, "1.0")
-    if get(cfg, "algorithm.filter_groups.enable") or get(cfg, "algorithm.adv_estimator") in ROW_ESTIMATORS:
+    in_groups = get(cfg, "algorithm.filter_groups.enable") or get(cfg, "algorithm.adv_estimator") in ROW_ESTIMATORS
+    if in_groups and not get(cfg, "trainer.val_only"):
         yield Rule(f"{ROLLOUT}.n", none_of(1), "a group of one is never filtered, and has no baseline", "16")
         reason = "V1 looks for it among what the reward returns"
         yield Rule("algorithm.filter_groups.metric", none_of("seq_reward", "seq_final_reward"), reason, "acc or reward")

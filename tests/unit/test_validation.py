@@ -322,6 +322,7 @@ def test_a_key_that_verls_classes_lack_is_refused(key, remedy):
 
 ACCEPTED = [
     {f"{ROLLOUT}.dtype": "float16"},
+    {f"{ROLLOUT}.n": 1, "trainer.val_only": True},
     {f"{ACTOR_MODEL}.lora_rank": 8, f"{ACTOR_MODEL}.lora.merge": True},
     {"my_own": {"a": 1}},
     {f"{ROLLOUT}.top_k": 0, f"{ROLLOUT}.top_p": 1},
