@@ -151,7 +151,8 @@ class FlashRLServerAdapter(ServerAdapter):
             raise RefitError(f"weight update of step {step}: the rollout engine ended: {_cause(error)}") from error
 
     def _why_ended(self, future: ray.ObjectRef | None, step: int) -> str | None:
-        """None while the engine works on the update; the reason when its call came back before the last bucket."""
+        """None while the engine works on the update, and when its last acknowledgement is still on the way; else the
+        reason why it stopped."""
         if future is None or not ray.wait([future], timeout=0)[0]:
             return None
         try:
@@ -159,7 +160,11 @@ class FlashRLServerAdapter(ServerAdapter):
         except Exception as error:  # noqa: BLE001 - whatever ended the engine is the message
             return f"weight update of step {step}: the rollout engine ended: {_cause(error)}"
         errors = [r["error"] for r in reports if r.get("error")]
-        return f"weight update of step {step}: the rollout engine stopped receiving: {'; '.join(errors) or 'no reason'}"
+        return (
+            f"weight update of step {step}: the rollout engine stopped receiving: {'; '.join(errors)}"
+            if errors
+            else None
+        )
 
     def _raise_on_error(self, reports: list[dict]) -> None:
         errors = [f"worker {i}: {r['error']}" for i, r in enumerate(reports) if r.get("error")]

@@ -2,10 +2,11 @@
 """What the trainer sends: every tensor of every update as it is now, in the rollout's dtype."""
 
 import pytest
+import ray
 import torch
 
 from flashrl_verl.refit.receipt import Manifest
-from flashrl_verl.refit.sender import _Stopwatch, outgoing
+from flashrl_verl.refit.sender import FlashRLServerAdapter, _Stopwatch, outgoing
 
 CAST = (
     "model.layers.0.mlp.down_proj.weight",
@@ -35,3 +36,11 @@ def test_every_tensor_of_every_update_is_sent_as_it_is_now_and_stands_on_the_rec
             assert sent[name].dtype == expected.dtype and torch.equal(sent[name], expected), name
             if name != "counter":
                 master *= 1 + 2.0**-7  # one or two steps of BF16
+
+
+@pytest.mark.parametrize(("error", "said"), [(None, None), ("ValueError: no", "stopped receiving: ValueError: no")])
+def test_an_engine_that_has_loaded_all_before_its_last_answer_arrives_has_not_ended(monkeypatch, error, said):
+    monkeypatch.setattr(ray, "wait", lambda futures, timeout: (futures, []))
+    monkeypatch.setattr(ray, "get", lambda future: [{"error": error}])
+    ended = FlashRLServerAdapter._why_ended(object(), object(), 3)
+    assert (ended and ended.partition("the rollout engine ")[2]) == said
