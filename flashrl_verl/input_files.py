@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from omegaconf import DictConfig
 
 from flashrl_verl.errors import ConfigError, refuse
@@ -122,6 +121,7 @@ def _check_data(cfg: DictConfig, key: str, files: list[Path]) -> None:
 
 def _prompts(key: str, file: Path, column: str) -> tuple[int, list[str], bool, str]:
     """Rows, names of columns, whether prompts are messages, and the text of the longest."""
+    import numpy as np
     import pyarrow as pa
     from pyarrow import compute, parquet
     from pyarrow import json as json_lines

@@ -8,7 +8,7 @@ rewards compare them.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -20,7 +20,7 @@ from flashrl_verl.errors import ConfigError, FlashRLError
 from flashrl_verl.trainer.atomic_write import write_whole
 
 if TYPE_CHECKING:
-    from pyarrow.parquet import ParquetFile
+    from pyarrow import RecordBatch
 
 Row = dict[str, Any]
 
@@ -144,25 +144,29 @@ Name = Enum("Name", {name: name for name in CATALOG}, type=str)
 # ---- reading and preparing ----
 
 
-def read(wanted: Published, source: Path | None = None) -> ParquetFile:
-    """Open a split's file.
+def read(wanted: Published, source: Path | None = None) -> tuple[int, Iterable[RecordBatch]]:
+    """Open a split's file: how many rows it has, and the rows.
 
     Args:
         wanted: of the catalog.
-        source: a folder with the files as published; None for the hub.
+        source: a folder with the files as published there, or as <split>.jsonl; None for the hub.
 
     Raises:
         FlashRLError: it cannot be had.
     """
     from huggingface_hub import hf_hub_download
-    from pyarrow import parquet
+    from pyarrow import json, parquet
 
     try:
+        if source is not None and (lines := source / f"{wanted.split}.jsonl").is_file():
+            table = json.read_json(lines)
+            return len(table), table.to_batches()
         if source is None:
             file = hf_hub_download(wanted.hub_id, wanted.path, repo_type="dataset", revision=wanted.revision)
         else:
             file = source / wanted.path
-        return parquet.ParquetFile(file)
+        opened = parquet.ParquetFile(file)
+        return opened.metadata.num_rows, opened.iter_batches()
     except Exception as error:  # noqa: BLE001 - the hub's client, the file system and pyarrow have no class in common
         raise FlashRLError(
             f"{source or wanted.hub_id}: {wanted.path} was not read: {type(error).__name__}: "
@@ -171,11 +175,11 @@ def read(wanted: Published, source: Path | None = None) -> ParquetFile:
         ) from error
 
 
-def prepare(file: ParquetFile, wanted: Published) -> tuple[list[Row], str]:
+def prepare(count: int, batches: Iterable[RecordBatch], wanted: Published) -> tuple[list[Row], str]:
     """Make verl's rows of those that stay, in their order. Copies of a prompt share their `index`.
 
     Args:
-        file: as `read` returns it.
+        count, batches: as `read` returns them.
         wanted: what it is.
 
     Returns:
@@ -185,8 +189,8 @@ def prepare(file: ParquetFile, wanted: Published) -> tuple[list[Row], str]:
 
     made: list[Row] = []
     prompts: dict[tuple, dict[str, Row]] = {}  # by prompt, then by answer: equal rows are one object
-    rows = (row for batch in file.iter_batches() for row in batch.to_pylist())
-    for row in tqdm(rows, f"reading {wanted.hub_id}", file.metadata.num_rows, leave=False, disable=None):
+    rows = (row for batch in batches for row in batch.to_pylist())
+    for row in tqdm(rows, f"reading {wanted.hub_id}", count, leave=False, disable=None):
         example = wanted.convert(row)
         prompt = tuple((message["role"], message["content"]) for message in example["prompt"])
         made.append(prompts.setdefault(prompt, {}).setdefault(example["reward_model"]["ground_truth"], example))
@@ -196,7 +200,7 @@ def prepare(file: ParquetFile, wanted: Published) -> tuple[list[Row], str]:
             example["extra_info"] = {"split": wanted.split, "index": index}
     if not wanted.keep_duplicates:
         made = [example for examples in kept for example in examples.values()]
-    words = f"{len(made):,} rows, {len(kept):,} prompts, from {file.metadata.num_rows:,} rows"
+    words = f"{len(made):,} rows, {len(kept):,} prompts, from {count:,} rows"
     if several := len(prompts) - len(kept):
         words += f"; {several:,} prompts with several answers are left out"
     return made, words
@@ -209,7 +213,9 @@ def data(
     name: Annotated[Name, typer.Argument(help="The data set.", show_default=False)],
     source: Annotated[
         Path | None,
-        typer.Option(exists=True, file_okay=False, help="A folder with the files as published; else the hub."),
+        typer.Option(
+            exists=True, file_okay=False, help="A folder with the files as published, or <split>.jsonl; else the hub."
+        ),
     ] = None,
     output: Annotated[Path, typer.Option(help="Folder for the parquet files.")] = Path("data"),
 ) -> None:
@@ -226,7 +232,7 @@ def data(
         path = output.expanduser() / wanted.output
         if source is not None and path.resolve() == (source / wanted.path).resolve():
             raise ConfigError(f"{path} is the source and the output. Choose another --output.")
-        made.append((path, *prepare(read(wanted, source), wanted)))
+        made.append((path, *prepare(*read(wanted, source), wanted)))
     output.expanduser().mkdir(parents=True, exist_ok=True)
     for path, rows, words in made:
         content = pyarrow.BufferOutputStream()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`flashrl data`: what verl's dataset and rewards make of the files, copies of a prompt, wrong rows, the hub."""
 
+import json
 import random
 import re
 from pathlib import Path
@@ -167,6 +168,15 @@ def test_what_cannot_be_used_is_one_error_and_no_split_is_written(prepared):
     assert not output.exists()
     with pytest.raises(ConfigError, match="is the source and the output"):
         data("dapo-math-17k", "--source", source, "--output", source / "data")
+
+
+def test_json_lines_are_read_as_gsm8ks_authors_publish_them(tmp_path):
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text("".join(f"{json.dumps(gsm8k_row(n))}\n" for n in range(3)))
+    assert "3 rows, 3 prompts" in data("gsm8k-boxed", "--source", tmp_path, "--output", tmp_path / "out")
+    assert [row["reward_model"]["ground_truth"] for row in read(tmp_path / "out" / "gsm8k-boxed-test.parquet")] == [
+        *"012"
+    ]
 
 
 # ---- the hub ----

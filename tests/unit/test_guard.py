@@ -203,7 +203,7 @@ def test_an_asynchronous_step_without_such_a_trajectory_ends_a_row_of_bad_ones()
 
 
 def test_while_only_the_critic_trains_the_actor_may_stand_still():
-    guard = configured("trainer.critic_warmup=3")
+    guard = configured("trainer.critic_warmup=3", "critic.enable=true")
     for step in (1, 2):
         step_of(guard, step, code_change_rate=0.0, k3_kl=None)
     with pytest.raises(GuardError, match="code_change_rate"):
