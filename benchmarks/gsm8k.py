@@ -43,7 +43,6 @@ EXTRAS = {
     "unrotated": "flashrl.rotation=false",
     "int8kv": "flashrl.kv_cache=int8_per_token_head",
     "async": "trainer.v1.trainer_mode=flashrl_colocate_async",
-    "verls_order": "flashrl.sampling.even_mini_batches=false",
 }
 """Words of a variant beside precision and correction."""
 SIZES = (

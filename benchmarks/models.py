@@ -2,7 +2,6 @@
 """Models of fewer layers, the tensors that are sent of a model, and a vLLM model without an engine around it."""
 
 import contextlib
-import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -47,7 +46,7 @@ def tensor_shapes(config: PretrainedConfig) -> Iterator[tuple[str, torch.Tensor]
 
 @contextlib.contextmanager
 def model(path: Path, **arguments: Any) -> Iterator[tuple[torch.nn.Module, Any]]:
-    """Build a vLLM model with dummy weights; yields it with vLLM's configuration and frees it afterwards.
+    """Build a vLLM model with dummy weights; yields it with vLLM's configuration. For a process of its own.
 
     Args:
         path: folder with config.json.
@@ -56,11 +55,4 @@ def model(path: Path, **arguments: Any) -> Iterator[tuple[torch.nn.Module, Any]]
     from vllm.model_executor.model_loader import get_model
 
     with vllm_config(path, **arguments) as config, process_group():
-        built = get_model(vllm_config=config)
-        try:
-            yield built, config
-        finally:
-            del built
-            gc.collect()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+        yield get_model(vllm_config=config), config

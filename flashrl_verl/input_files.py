@@ -104,7 +104,7 @@ def _check_data(cfg: DictConfig, key: str, files: list[Path]) -> None:
         if file.suffix == ".json":
             rows += 1 << 60  # as many as it may have: it may be one object a line, or a list
             continue
-        count, names, messages, longest = _prompts(key, file, prompt)
+        count, names, messages, longest = _prompts(key, file, prompt, own_manager)
         rows += count
         if absent := [name for name in needed if name not in names]:
             refuse(key, str(file), f"it has no column {', '.join(absent)}, but {', '.join(names)}", remedy)
@@ -119,7 +119,7 @@ def _check_data(cfg: DictConfig, key: str, files: list[Path]) -> None:
         refuse(key, ", ".join(map(str, files)), f"{rows} rows are less than a batch of {batch}", "more data")
 
 
-def _prompts(key: str, file: Path, column: str) -> tuple[int, list[str], bool, str]:
+def _prompts(key: str, file: Path, column: str, own_manager: bool) -> tuple[int, list[str], bool, str]:
     """Rows, names of columns, whether prompts are messages, and the text of the longest."""
     import numpy as np
     import pyarrow as pa
@@ -143,7 +143,7 @@ def _prompts(key: str, file: Path, column: str) -> tuple[int, list[str], bool, s
             prompts = next(opened.iter_batches(_LOOKED_AT, columns=[column])).column(0)
     except (pa.ArrowException, OSError) as error:
         raise ConfigError(f"{key}={file} is no {file.suffix[1:]} file: {' '.join(str(error).split())}") from error
-    if "reward_model" in schema.names:
+    if "reward_model" in schema.names and not own_manager:
         held = schema.field("reward_model").type
         if not pa.types.is_struct(held) or "ground_truth" not in [field.name for field in held]:
             reason = f"its column reward_model is {held}, and the reward reads ground_truth in it"

@@ -88,12 +88,11 @@ class CheckedRewardManager(RewardManagerBase):
         scored, failed, example = self._failures
         if problem is None:
             self._failures = Failures(scored + 1, failed, example)
-            result.get("reward_extra_info", {}).pop(
-                "reward", None
-            )  # verl's name for the reward itself: it adds both up
+            # "reward" is verl's name for the reward itself, and it puts both into one list.
+            result.get("reward_extra_info", {}).pop("reward", None)
             return result
         self._failures = Failures(scored + 1, failed + 1, f"{problem}. {self._described(data[-1])}")
-        extra = {"acc": 0.0} | ({self._metric: 0.0} if self._metric else {})
+        extra = {"acc": 0.0} | ({self._metric: 0.0} if self._metric not in (None, "reward") else {})
         return {"reward_score": 0.0, "reward_extra_info": extra}
 
     def take(self) -> Failures:

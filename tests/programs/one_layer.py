@@ -20,7 +20,7 @@ EXPERTS, TOP_K, HIDDEN, INTERMEDIATE = 6, 2, 256, 128
 
 @contextlib.contextmanager
 def model(precision: Precision) -> Iterator[torch.nn.Module]:
-    """It is freed afterwards."""
+    """Small, with dummy weights."""
     register()
     config = Qwen3MoeConfig(
         architectures=["Qwen3MoeForCausalLM"], vocab_size=128, num_hidden_layers=1, hidden_size=HIDDEN,
