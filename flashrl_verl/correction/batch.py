@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from tensordict import NonTensorStack, TensorDict
+from tensordict import TensorDict
 
 from flashrl_verl.correction.metrics import TOKEN, Sums, lag_sums, metrics_of, shard_sums
 from flashrl_verl.correction.settings import CorrectionSettings
@@ -21,9 +21,6 @@ from flashrl_verl.errors import ConfigError, FlashRLError
 
 LAG = "flashrl_lag"
 """Our column: updates since the first token of a trajectory was sampled, [B, 1]. Only asynchronous runs have it."""
-
-_IMAGES = "multi_modal_inputs"
-"""verl's name of the column of what an image processor made of each row; {} where there was no image."""
 
 
 @dataclass(frozen=True)
@@ -158,35 +155,6 @@ def extend_metrics(output: TensorDict, metrics: dict[str, float]) -> TensorDict:
     merged = {**tu.get(output, "metrics"), **{name: [value] for name, value in metrics.items()}}
     tu.assign_non_tensor_data(output, "metrics", merged)
     return output
-
-
-def without_objects(data: TensorDict) -> TensorDict:
-    """Rows without the Python objects that only verl's driver and agent loops read: messages, rewards' extras, ids.
-
-    verl's engines move every micro-batch to the device with all of its columns, and tensordict (0.10) makes a new
-    Python object for each row of each of a dozen such columns, which takes longer than a small model's forward pass.
-    Images' inputs are kept, where a row has any; so is everything that is one value for all rows, and a column with a
-    tensor in it.
-
-    Args:
-        data: [B] rows; it is not changed.
-
-    Returns:
-        A TensorDict of the columns that stay, sharing their storage.
-    """
-
-    def is_dropped(key: str) -> bool:
-        column = data.get(key)
-        if not isinstance(column, NonTensorStack):
-            return False
-        rows = column.tolist()
-        if any(
-            isinstance(row, torch.Tensor) for row in rows
-        ):  # of a column that some rows lack: verl's engines shall see it
-            return False
-        return key != _IMAGES or not any(rows)
-
-    return data.exclude(*[key for key in data.keys() if is_dropped(key)])
 
 
 def _pad(jagged: torch.Tensor, filled: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from verl.utils import tensordict_utils, torch_functional
 from verl.utils.device import get_device_name
 from verl.workers.engine_workers import ActorRolloutRefWorker
 
-from flashrl_verl.correction.batch import attach_correction, extend_metrics, without_objects
+from flashrl_verl.correction.batch import attach_correction, extend_metrics
 from flashrl_verl.correction.settings import CorrectionSettings
 from flashrl_verl.fp32_head import compute_head_in_fp32
 from flashrl_verl.refit.receipt import brief
@@ -63,25 +63,8 @@ class FlashRLWorker(ActorRolloutRefWorker):
         settings = CorrectionSettings.from_config(self.config.actor.policy_loss.get("rollout_correction"))
         group = self.actor.engine.get_data_parallel_group()
         metrics = attach_correction(data, settings, group, device=get_device_name())
-        output = super().update_actor(without_objects(data))
+        output = super().update_actor(data)
         return None if output is None else extend_metrics(output, metrics)
-
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
-    def compute_log_prob(self, data: TensorDict) -> TensorDict | None:
-        """verl's, without what it does not read.
-
-        Args:
-            data: this data-parallel rank's rows.
-
-        Returns:
-            verl's output; None on ranks that it does not collect from.
-        """
-        return super().compute_log_prob(without_objects(data))
-
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="ref"))
-    def compute_ref_log_prob(self, data: TensorDict) -> TensorDict | None:
-        """As ``compute_log_prob``, by the reference policy where there is one."""
-        return super().compute_ref_log_prob(without_objects(data))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def flashrl_refit_report(self, whole: bool = False) -> dict:

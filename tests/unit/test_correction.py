@@ -11,9 +11,9 @@ import correction_cases as cases
 import pytest
 import torch
 import torch.distributed as dist
-from tensordict import NonTensorData, NonTensorStack, TensorDict
+from tensordict import TensorDict
 
-from flashrl_verl.correction.batch import LAG, attach_correction, correct_shard, without_objects
+from flashrl_verl.correction.batch import LAG, attach_correction, correct_shard
 from flashrl_verl.correction.settings import CorrectionSettings, Level
 from flashrl_verl.errors import ConfigError, FlashRLError
 from flashrl_verl.settings import Precision
@@ -193,7 +193,7 @@ def test_in_bypass_mode_the_batch_is_left_to_verls_loss():
 # ---- verl's worker ----
 
 
-@pytest.mark.parametrize("name", ["init_model", "update_actor", "compute_log_prob", "compute_ref_log_prob"])
+@pytest.mark.parametrize("name", ["init_model", "update_actor"])
 def test_what_the_worker_overrides_is_dispatched_as_verls(name):
     from verl.single_controller.base.decorator import MAGIC_ATTR
     from verl.workers.engine_workers import ActorRolloutRefWorker
@@ -210,20 +210,14 @@ def test_what_the_worker_overrides_is_dispatched_as_verls(name):
 
 
 @pytest.mark.parametrize("images", [False, True])
-def test_the_engine_gets_tensors_images_and_settings_and_no_objects_by_row(images):
+def test_the_actor_is_sent_tensors_and_images_and_no_objects_by_row(images):
+    from transfer_queue.metadata import extract_field_schema
     from verl.utils import tensordict_utils as tu
-    from verl.workers.engine.fsdp.transformer_impl import extract_multi_modal_inputs
 
-    data = TensorDict({"input_ids": jagged([torch.arange(n) for n in (2, 3, 1)])}, batch_size=[3])
-    tu.assign_non_tensor_stack(data, "raw_prompt", [{"row": i} for i in range(3)])
-    pixels = {"pixel_values": torch.ones(2, 4)} if images else {}
-    tu.assign_non_tensor_stack(data, "multi_modal_inputs", [{}, pixels, {}])
-    tu.assign_non_tensor_data(data, "global_token_num", [2, 3, 1])
-    some = [NonTensorData(None), NonTensorData(torch.ones(2)), NonTensorData(None)]
-    data["routed_experts"] = NonTensorStack.from_list(some)
-    left = without_objects(data)
-    images_left = {"multi_modal_inputs"} if images else set()
-    assert set(left.keys()) == {"input_ids", "global_token_num", "routed_experts"} | images_left
-    assert tu.get(left, "global_token_num") == [2, 3, 1] and "raw_prompt" in data
-    if images:
-        assert extract_multi_modal_inputs(left["multi_modal_inputs"])["pixel_values"].shape == (2, 4)
+    from flashrl_verl.trainer.trainer import actor_columns
+
+    data = TensorDict({"input_ids": jagged([torch.arange(n) for n in (2, 3, 1)]), "rm": torch.ones(3, 1)}, [3])
+    for name in ("raw_prompt", "multi_modal_inputs", "routed_experts"):
+        tu.assign_non_tensor_stack(data, name, [{"row": i} for i in range(3)])
+    kept = {"input_ids", "rm", "routed_experts"} | ({"multi_modal_inputs"} if images else set())
+    assert set(actor_columns(extract_field_schema(data), images=images)) == kept

@@ -21,11 +21,13 @@ def in_float64(logits, labels):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("at_once", [1, 211 * 10, 1 << 26])
-def test_log_probs_and_gradients_are_float64s(drawn, dtype, at_once, monkeypatch):
+@pytest.mark.parametrize(
+    "device, at_once", [("cpu", 1), ("cpu", 211 * 10), ("cpu", 1 << 26), pytest.param("cuda", 1, marks=pytest.mark.gpu)]
+)
+def test_log_probs_and_gradients_are_float64s(drawn, dtype, device, at_once, monkeypatch):
     monkeypatch.setattr(ours, "_ELEMENTS_AT_ONCE", at_once)
-    logits, labels = drawn[0].to(dtype).requires_grad_(), drawn[1]
-    gradient = torch.randn(labels.shape, generator=torch.Generator().manual_seed(8))
+    logits, labels = drawn[0].to(device, dtype).requires_grad_(), drawn[1].to(device)
+    gradient = torch.randn(labels.shape, generator=torch.Generator().manual_seed(8)).to(device)
     found, (exact, expected) = ours.log_probs(logits, labels), in_float64(logits, labels)
     found.backward(gradient)
     expected.backward(gradient.double())
