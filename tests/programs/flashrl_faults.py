@@ -6,7 +6,6 @@ left as they are.
 """
 
 import os
-import random
 import signal
 from types import SimpleNamespace
 
@@ -38,30 +37,20 @@ def skip_update(adapter) -> None:
     adapter.FlashRLServerAdapter.update_weights = forgetful
 
 
-def stale_tensor(refit, ranks=(0, 1)) -> None:
-    """The engine's ``ranks`` get one tensor of the update before."""
+def stale_tensor_on_rank_1(refit) -> None:
+    """The engine's second rank gets one tensor of the update before."""
     from vllm.distributed import get_tensor_model_parallel_rank
 
     load = refit.WeightRefit.load
     kept: dict[str, torch.Tensor] = {}
 
     def stale(self, weights):
-        step = self._manifest.step
+        late = self._manifest.step == STEP and get_tensor_model_parallel_rank() == 1
         fresh = {n: t.clone() for n, t in weights if n == TENSOR}
-        load(
-            self,
-            [
-                (n, kept[n] if n == TENSOR and step == STEP and get_tensor_model_parallel_rank() in ranks else t)
-                for n, t in weights
-            ],
-        )
+        load(self, [(n, kept[n] if late and n == TENSOR else t) for n, t in weights])
         kept.update(fresh)
 
     refit.WeightRefit.load = stale
-
-
-def stale_tensor_on_rank_1(refit) -> None:
-    stale_tensor(refit, ranks=(1,))
 
 
 def raise_in_receiver(refit) -> None:
@@ -106,61 +95,25 @@ def stale_kernel(linear) -> None:
     method.apply = lambda self, layer, x, bias=None: apply(self, getattr(layer, "packed", layer), x, bias)
 
 
-def nan_update(worker) -> None:
-    """The optimizer step leaves a NaN in one weight of the actor."""
-    update_actor = worker.FlashRLWorker.update_actor
-    calls = []
+def mismatch(guard) -> None:
+    """From step STEP on the guard is told of a rollout that is far from the trainer."""
+    check = guard.Guard.check
 
-    def poisoned(self, data):
-        output = update_actor(self, data)
-        calls.append(1)
-        if len(calls) == STEP:
-            parameter = dict(self.actor.engine.module.named_parameters())[TENSOR]
-            with torch.no_grad():
-                parameter.data.to_local().view(-1)[3] = float("nan")
-        return output
+    def told(self, step, metrics, **more):
+        if step >= STEP:
+            metrics = {**metrics, "rollout_corr/k3_kl": 1.0}
+        check(self, step, metrics, **more)
 
-    poisoned.__dict__.update(update_actor.__dict__)  # verl's dispatch attributes
-    worker.FlashRLWorker.update_actor = poisoned
-
-
-def noisy_log_probs(server) -> None:
-    """From step STEP on, the rollout reports log-probs that are not those it sampled with: normal noise, deviation
-    1."""
-    if not hasattr(server, "FlashRLReplica"):
-        # the engine's own process, in the middle of importing it; what follows is for the one that starts engines
-        return
-    import ray
-
-    noise = random.Random(0)
-
-    class NoisyServer(server.FlashRLHttpServer):
-        async def generate(self, prompt_ids, sampling_params, request_id, **kwargs):
-            greedy = sampling_params.get("temperature") == 0  # validation and the self-check
-            output = await super().generate(prompt_ids, sampling_params, request_id, **kwargs)
-            if not greedy and self.global_steps >= STEP - 1:  # a step samples from the weights of the one before
-                fired()
-                output.log_probs = [value + noise.gauss(0.0, 1.0) for value in output.log_probs]
-            return output
-
-    start = server.FlashRLReplica.__init__
-
-    def noisy_start(self, *args, **kwargs):
-        start(self, *args, **kwargs)
-        self.server_class = ray.remote(NoisyServer)
-
-    server.FlashRLReplica.__init__ = noisy_start
+    guard.Guard.check = told
 
 
 MODULES = {
     "skip_update": ("flashrl_verl.refit.sender", skip_update),
-    "stale_tensor": ("flashrl_verl.refit.load", stale_tensor),
     "stale_tensor_on_rank_1": ("flashrl_verl.refit.load", stale_tensor_on_rank_1),
     "raise_in_receiver": ("flashrl_verl.refit.load", raise_in_receiver),
     "kill_engine": ("flashrl_verl.refit.load", kill_engine),
     "stale_kernel": ("flashrl_verl.quantization.linear", stale_kernel),
-    "noisy_log_probs": ("flashrl_verl.rollout.server", noisy_log_probs),
-    "nan_update": ("flashrl_verl.trainer.worker", nan_update),
+    "mismatch": ("flashrl_verl.trainer.guard", mismatch),
 }
 module, fault = MODULES[KIND]
 register_post_import_hook(fault, module)
