@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which tests notice which fault: each mutant of the table is planted alone in a copy of the tree; its tests run there.
 
-    python tests/mutants.py [NAME ...] [--list] [--all]
+    python tests/mutants.py [NAME ...]
 
-A NAME may be the beginning of several. A mutant is caught by the first test that fails; with ``--all`` the rest of its
-tests run too, and all that fail are listed, fastest first. All tests are of the default suite, and are taken to pass in
-the tree as it is. Exit status: 0 all caught, 1 one survived, 2
-one could not be planted or run. Where code has moved, adapt the entry: ``old`` must stand in ``file`` exactly once.
+A NAME may be the beginning of several. A mutant is caught by the first test that fails. All tests are of the default
+suite, and are taken to pass in the tree as it is. Exit status: 0 all caught, 1 one survived, 2 one could not be planted
+or run. Where code has moved, adapt the entry: ``old`` must stand in ``file`` exactly once.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import shlex
@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -185,76 +184,51 @@ def plant(mutant: Mutant, tree: Path) -> None:
     path.write_text(text)
 
 
-def run(words: list[str], tree: Path, log: Path) -> int:
-    """A command in the copy, whose code is the one that is imported, in every process; returns its exit status."""
+def survives(mutant: Mutant, tree: Path) -> str:
+    """Empty when a test fails in the copy, whose code is the one that is imported, in every process."""
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     others = [path for path in paths if path and Path(path).resolve() != ROOT]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tree), *others])}
-    with open(log, "wb") as output:
-        process = subprocess.Popen(words, cwd=tree, env=env, stdout=output, stderr=output, start_new_session=True)
+    options = ["-q", "-x", "-p", "no:cacheprovider", "-m", "not gpu and not slow", "-rfE", "--tb=no"]
+    own = ["-c", f"import flashrl_verl as p; assert p.__file__.startswith({str(tree)!r})"]
+    for words in (own, *(["-m", "pytest", *options, *shlex.split(tests)] for tests in mutant.tests)):
+        process = subprocess.Popen([sys.executable, *words], cwd=tree, env=env, start_new_session=True)
         try:
-            return process.wait(LIMIT_S)
+            status = process.wait(LIMIT_S)
         finally:
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # what a test left running
-            except ProcessLookupError:
-                pass
-
-
-def failures(mutant: Mutant, tree: Path, go_on: bool) -> list[tuple[float, str, str]]:
-    """Seconds, id and message of the tests that fail with the mutant, fastest first."""
-    found: list[tuple[float, str, str]] = []
-    log, report = tree.parent / "log", tree.parent / "report.xml"
-    if run([sys.executable, "-c", f"import flashrl_verl as p; assert p.__file__.startswith({str(tree)!r})"], tree, log):
-        raise CannotRun(f"another flashrl_verl than the copy's would be imported: {log.read_text()[-500:]}")
-    for words in mutant.tests:
-        options = ["-q", f"--junitxml={report}", "-o", "junit_family=xunit1", "-p", "no:cacheprovider"]
-        options += ["-m", "not gpu and not slow", *([] if go_on else ["-x"])]
-        status = run([sys.executable, "-m", "pytest", *options, *shlex.split(words)], tree, log)
-        if status not in (0, 1):
-            raise CannotRun(f"pytest {words} ended with {status}: {log.read_text(errors='replace')[-1500:]}")
-        for case in ElementTree.parse(report).iter("testcase"):
-            for bad in (*case.iter("failure"), *case.iter("error")):
-                message = (bad.get("message") or "").strip().splitlines() or ["no message"]
-                found.append((float(case.get("time", 0)), f"{case.get('file')}::{case.get('name')}", message[0][:160]))
-        if found and not go_on:
-            break
-    return sorted(found)
+        if words is not own and status == 1:
+            return ""
+        if status:
+            raise CannotRun(f"{shlex.join(words)} ended with {status}")
+    return f"survived {' ; '.join(mutant.tests)}"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME")
-    for option in ("list", "all"):
-        parser.add_argument(f"--{option}", action="store_true")
     asked = parser.parse_args()
     unknown = [name for name in asked.names if not any(mutant.name.startswith(name) for mutant in MUTANTS)]
     if unknown:
         parser.error(f"no mutant is called {', '.join(unknown)}")
-    chosen = [m for m in MUTANTS if m.name.startswith(tuple(asked.names) or "")]
-    if asked.list:
-        print("\n".join(f"{mutant.name:30} {mutant.file}" for mutant in chosen))
-        return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started ends with us
-    print("| mutant | caught by | test, s | in all, s | of a CPU, s | message |\n|---|---|---|---|---|---|", flush=True)
-    status = 0
-    for mutant in chosen:
-        started, used = time.monotonic(), os.times()
+    told, worst = [], 0
+    for mutant in (m for m in MUTANTS if m.name.startswith(tuple(asked.names) or "")):
+        started = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="mutant-", ignore_cleanup_errors=True) as folder:
             tree = Path(shutil.copytree(ROOT, Path(folder).resolve() / "tree", ignore=LEFT_OUT))
             try:
                 plant(mutant, tree)
-                found = failures(mutant, tree, asked.all)
+                said = survives(mutant, tree)
+                status = int(bool(said))
             except (CannotRun, SyntaxError, subprocess.TimeoutExpired) as error:
-                found, status = [(0.0, "COULD NOT RUN", str(error))], 2
-        if not found:
-            found, status = [(0.0, "NOT CAUGHT", f"survived {' ; '.join(mutant.tests)}")], status or 1
-        whole, now = time.monotonic() - started, os.times()
-        cpu = now.children_user + now.children_system - used.children_user - used.children_system
-        for seconds, test, message in found:
-            told = message.replace("|", "/").replace("\n", " ")
-            print(f"| {mutant.name} | {test} | {seconds:.1f} | {whole:.0f} | {cpu:.0f} | {told} |", flush=True)
-    return status
+                said, status = f"COULD NOT RUN: {error}", 2
+        told.append(f"{mutant.name:30} {time.monotonic() - started:5.0f} s  {said or 'caught'}")
+        worst = max(worst, status)
+        print(told[-1], flush=True)
+    print(*told, sep="\n")
+    return worst
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import planted
 import pytest
 from local_cluster import LocalCluster
 
@@ -21,6 +20,15 @@ def register():
     gemm.emulated_multiply = lambda *words: multiply(*words) * 1.1
 """
 """Another package's vLLM plugin, after which products are wrong."""
+
+
+def planted(folder: Path, name: str, version: str, points: dict[str, str] | None = None) -> Path:
+    """A place for ``PYTHONPATH`` with a package's metadata alone; ``points``: group -> entry point."""
+    info = folder / f"{name}-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (info / "entry_points.txt").write_text("".join(f"[{g}]\n{name} = {v}\n" for g, v in (points or {}).items()))
+    return folder
 
 
 def check(tmp_path: Path, *words: str, folders: tuple[Path, ...] = (), **variables: str) -> tuple[int, list[str]]:
@@ -50,9 +58,9 @@ def test_a_sound_machine_passes(tmp_path):
 
 
 def test_faults_of_one_machine_are_all_found_in_one_call(tmp_path):
-    folder = planted.metadata(tmp_path / "path", "transformers", "5.0.0")
+    folder = planted(tmp_path / "path", "transformers", "5.0.0")
     (folder / "poisoned_kernel.py").write_text(POISON)
-    planted.metadata(folder, "poison", "1.0", points={"vllm.general_plugins": "poisoned_kernel:register"})
+    planted(folder, "poison", "1.0", points={"vllm.general_plugins": "poisoned_kernel:register"})
     code, lines = check(tmp_path, folders=(folder,), VERL_USE_EXTERNAL_PLUGINS="none")
     errors = with_level(lines, "error")
     assert code == 1 and {*errors} == {"verl plugin", "int8", "fp8"}, lines
@@ -65,7 +73,7 @@ def test_faults_of_one_machine_are_all_found_in_one_call(tmp_path):
 
 @pytest.mark.slow
 def test_of_two_nodes_the_one_with_faults_is_named(tmp_path):
-    other = planted.metadata(tmp_path / "path", "transformers", "5.0.0")
+    other = planted(tmp_path / "path", "transformers", "5.0.0")
     with LocalCluster() as cluster:
         cluster.join(variables={"PYTHONPATH": str(other), "VLLM_PLUGINS": "lora_filesystem_resolver"})
         code, lines = check(tmp_path, "--cluster", RAY_ADDRESS=cluster.address, RAY_AUTH_MODE="disabled")

@@ -68,26 +68,15 @@ def test_a_failing_receiver_ends_the_run_long_before_the_time_limit(recipe, tmp_
     assert time.time() - (tmp_path / "fired").stat().st_mtime < 60, "seconds from the fault to the end of the process"
 
 
-@pytest.mark.parametrize(
-    "fault, message",
-    [
-        # What is packed stays what it was at the start, whatever the weights are; or what the check for that made of
-        # it.
-        ("stale_kernel:1", r"self-check: 8 layers compute with a stale copy of their weights.*qkv_proj"),
-        (
-            "stale_kernel:5",
-            r"self-check failed: after poisoned weights and the same weights again.*(greedy tokens|log-probs)",
-        ),
-    ],
-)
-def test_an_engine_that_keeps_something_of_its_old_weights_is_stopped_before_the_first_step(
-    recipe, tmp_path, fault, message
-):
-    """The storage is right, what was derived from it is not."""
-    run = recipe(NO_FILTER, fault=fault)
+def test_an_engine_that_keeps_something_of_its_old_weights_is_stopped_before_the_first_step(recipe, tmp_path):
+    """The storage is right, what was derived from it is not. This is what the check for copies
+    made; a copy from the start is in test_self_check.py."""
+    run = recipe(NO_FILTER, fault="stale_kernel:5")
     assert run.returncode != 0
     assert (tmp_path / "fired").exists()
-    assert_says(message, run.output)
+    assert_says(
+        r"self-check failed: after poisoned weights and the same weights again.*(greedy tokens|log-probs)", run.output
+    )
     assert not (tmp_path / "metrics.jsonl").exists() or steps_trained(run) == []
 
 

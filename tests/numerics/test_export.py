@@ -24,6 +24,12 @@ from flashrl_verl.tools.export.merge import merge
 
 
 @pytest.fixture(scope="module")
+def of_two(tmp_path_factory):
+    """A checkpoint of two FSDP ranks, which takes seconds to make."""
+    return save(2, tmp_path_factory.mktemp("two"))
+
+
+@pytest.fixture(scope="module")
 def merged(of_two, tmp_path_factory):
     """The checkpoint of two ranks in BF16."""
     folder = tmp_path_factory.mktemp("merged") / "bf16"

@@ -76,3 +76,23 @@ def test_prompts_are_read_together_up_to_a_number_of_tokens():
     assert [(p.max_query_len, p.max_seq_len, p.total) for p in found] == [(20, 50, 70), (1, 20, 20), (90, 90, 90)]
     assert found[0].query_starts.tolist() == [0, 5, 25] and found[0].key_starts.tolist() == [0, 50, 70]
     assert groups([7, 0, 0], [1, 0, 0], first=1, at_once=100) == [], "rows that pad a batch are not read"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        ({"alibi_slopes": [0.5]}, "no ALiBi"),
+        ({"sliding_window": 4096}, "no sliding window"),
+        ({"logits_soft_cap": 30.0}, "no cap on logits"),
+        ({"kv_sharing_target_layer_name": "model.layers.0.self_attn.attn"}, "no KV cache that layers share"),
+        ({"sinks": True}, "no sinks"),
+    ],
+)
+def test_layers_of_another_kind_are_refused_with_a_remedy(given, said):
+    from flashrl_verl.attention.backend import Int8KVAttention
+    from flashrl_verl.attention.limits import REMEDY
+
+    with pytest.raises(ValueError, match=f"flashrl.kv_cache=int8_per_token_head: its attention has {said}") as refused:
+        Int8KVAttention(8, 128, 128**-0.5, 4, **given)
+    assert REMEDY in str(refused.value)

@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """`flashrl check`: each fault of a machine is one finding with its remedy, and wrong numbers are not called ok."""
 
-import dataclasses
 import shutil
 from types import SimpleNamespace
 
-import planted
 import pytest
 import torch
 
 from flashrl_verl.quantization.formats import FP8, INT8
 from flashrl_verl.tools.check import arithmetic, machine
-from flashrl_verl.upstream.versions import INSTALL_COMMAND, TESTED
 
 HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -19,15 +16,6 @@ HERE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 def only(findings):
     [finding] = findings
     return finding
-
-
-def test_an_untested_version_is_a_warning_and_a_missing_package_an_error_with_the_command(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(planted.metadata(tmp_path, "transformers", "5.0.0"))
-    gone = dataclasses.replace(TESTED["ray"], module="no_such_module", distributions=("no-such",))
-    monkeypatch.setattr(machine, "TESTED", {**TESTED, "ray": gone})
-    found = {finding.subject: finding for finding in machine.check_versions()}
-    assert (found["verl"].level, found["transformers"].level, found["ray"].level) == ("ok", "warning", "error")
-    assert "5.0.0" in found["transformers"].text and INSTALL_COMMAND in found["ray"].text
 
 
 @pytest.mark.parametrize("gpus, free, level", [(0, 4 << 30, "ok"), (0, 64 << 20, "warning"), (8, 64 << 20, "error")])
@@ -65,16 +53,10 @@ def test_a_product_with_one_wrong_scale_or_nan_is_an_error(monkeypatch, fmt, fac
 
 
 @pytest.mark.gpu
-def test_the_kernels_of_this_gpu_are_right_and_a_wrong_one_is_found(monkeypatch):
+def test_attention_of_this_gpu_is_right_and_a_wrong_one_is_found(monkeypatch):
     from flashrl_verl.attention import kernels as attention
 
-    checks = (
-        (arithmetic.check_format, INT8, [HERE]),
-        (arithmetic.check_format, FP8, [HERE]),
-        (arithmetic.check_attention, [HERE]),
-    )
-    found = [only(check(*words)) for check, *words in checks]
-    assert {finding.level for finding in found} == {"ok"}, found
+    assert only(arithmetic.check_attention([HERE])).level == "ok"
     write = attention.write
 
     def wrongly(key, value, pages, slots):

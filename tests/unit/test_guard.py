@@ -121,14 +121,6 @@ def test_a_stop_comes_before_the_checkpoint_except_for_what_only_the_refit_shows
         guard.check(1, shown(REFITTED, {"code_change_rate": 0.0}), refitted=True)
 
 
-def test_a_run_beyond_a_limit_is_unhealthy_before_the_patience_is_over():
-    guard = guard_of(action="stop", patience=3)
-    step_of(guard, 1)
-    assert guard.healthy
-    step_of(guard, 2, k3_kl=1.0)
-    assert not guard.healthy, "a checkpoint of this step is not one to resume from"
-
-
 @pytest.mark.parametrize("precision", Precision)
 def test_a_stop_names_value_limit_and_last_checkpoint_and_every_key_it_recommends_exists(precision, base, tmp_path):
     for limit in limits(precision, ALL):

@@ -11,12 +11,6 @@ from flashrl_verl.tools import intervals
 from flashrl_verl.tools.intervals import LEVEL, interval, per_problem
 
 
-@pytest.fixture
-def few_draws(monkeypatch):
-    """Enough to find out how often an interval covers, in a tenth of the time."""
-    monkeypatch.setattr(intervals, "RESAMPLES", 1000)
-
-
 def test_pass_at_k_is_the_share_of_all_subsets_with_a_correct_sample():
     for n, k in itertools.product(range(1, 9), (2, 4, 8)):
         if k <= n:
@@ -32,9 +26,10 @@ def test_pass_at_k_of_many_samples_neither_overflows_nor_loses_the_least_chance(
     assert found["pass@10000"].tolist() == [1.0, 0.0]
 
 
-def test_intervals_cover_a_known_accuracy_as_often_as_they_say(few_draws):
+def test_intervals_cover_a_known_accuracy_as_often_as_they_say(monkeypatch):
     """400 evaluations of 100 problems with 4 samples each: problems differ in difficulty (Beta(1, 1)), samples of one
     do not. 95 % of 400 has a standard error of 1.1 points; percentiles of 100 problems cover about a point less."""
+    monkeypatch.setattr(intervals, "RESAMPLES", 1000)  # enough, in a tenth of the time
     rng = np.random.default_rng(0)
     covered = naive = 0
     evaluations = 400

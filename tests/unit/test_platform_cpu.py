@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CPU platform is used when it is chosen, its one patch behaves as the ledger says, and every rank gets cores."""
+"""The CPU platform is used when it is chosen, and every rank gets cores. The runs of test_recipe.py train on it."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 from omegaconf import OmegaConf
@@ -11,30 +9,6 @@ from omegaconf import OmegaConf
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.platforms import activate
 from flashrl_verl.platforms.cores import VARIABLE, bind_ranks, share_cores
-
-CHOSEN = """
-import verl
-import verl.utils.distributed as distributed
-from verl.plugin.platform import get_platform
-patched = distributed.initialize_global_process_group_ray
-print("PLATFORM", get_platform().device_name, patched.keywords, hasattr(patched.func, "keywords"))
-import verl.workers.engine.fsdp.transformer_impl as engines
-from verl.workers.engine import EngineRegistry
-print("ENGINE", EngineRegistry.get_engine_cls("language_model", "fsdp2") is engines.FSDPEngineWithLMHead)
-import torch
-from verl.utils.checkpoint.checkpoint_manager import BaseCheckpointManager
-saved = BaseCheckpointManager.get_rng_state()
-drawn = torch.rand(3)
-BaseCheckpointManager.load_rng_state(saved)
-print("RESUMED", torch.equal(torch.rand(3), drawn))
-"""
-
-
-@pytest.mark.slow
-def test_chosen_by_name_it_trains_with_fsdp_over_gloo_resumes_and_the_patch_is_applied_once():
-    env = os.environ | {"VERL_PLATFORM": "cpu"}  # verl decides its platform once in a process
-    done = subprocess.run([sys.executable, "-c", CHOSEN], env=env, capture_output=True, text=True, timeout=400)
-    assert "PLATFORM cpu {'backend': 'gloo'} False\nENGINE True\nRESUMED True" in done.stdout, done.stderr
 
 
 def test_a_config_for_the_cpu_contradicting_the_environment_is_refused(monkeypatch):

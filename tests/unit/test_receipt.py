@@ -95,10 +95,3 @@ def test_the_order_in_which_tensors_pass_does_not_matter_and_small_ones_are_look
     monkeypatch.setattr(manifest, "add", lambda weights: (together.append(len(weights)), add(weights)))
     assert list(manifest.watch(list(weights().items())[::-1])) and together == [3, 3, 3, 1]
     assert manifest.receipt() == receipt_of(weights())
-
-
-def test_a_name_that_passes_twice_is_noted_and_the_first_counts():
-    manifest, tensors = Manifest(3), weights()
-    for name, tensor in [*tensors.items(), (NAME, tensors[NAME] + 1)]:
-        manifest.add([(name, tensor)])
-    assert manifest.repeated == [NAME] and manifest.receipt() == receipt_of(weights())

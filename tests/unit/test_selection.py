@@ -50,11 +50,6 @@ def test_some_parts_of_a_fused_layer_are_refused_with_the_missing_ones_named(pat
         kept(LayerSelection(ignore=[pattern]))
 
 
-def test_an_entry_that_names_what_is_never_quantized_is_of_use():
-    selection = LayerSelection(ignore=["re:.*conv1d", "model.layers.0.mlp.gate", "re:.*nothing"])
-    assert selection.unused(["model.layers.0.linear_attn.conv1d", "model.layers.0.mlp.gate"]) == ["re:.*nothing"]
-
-
 @pytest.mark.parametrize("first, last, numbers", [(2, 0, [0, 1]), (0, 1, [5]), (1, 2, [0, 4, 5]), (3, 3, range(6))])
 def test_the_first_and_last_layers_of_the_decoder_are_kept_whole(first, last, numbers):
     entry = f"model.layers.{numbers[0]}.mlp.down_proj"
