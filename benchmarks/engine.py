@@ -3,10 +3,7 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +13,14 @@ from flashrl_verl.errors import ConfigError, FlashRLError
 from flashrl_verl.rollout.worker import FlashRLWorkerExtension
 from flashrl_verl.settings import FlashRLConfig, KVCache, Precision
 
-_BUCKET_TENSORS = 16
-"""Tensors handed over at once; verl counts bytes instead."""
-
-
 FP8_VERL = "fp8-verl"
 """verl's own FP8 rollout: 128 x 128 blocks of the weight, 128 channels of a token."""
-
-
-KV_CACHES = ("int8kv", "int8kv-raw")
-"""With equalized keys, and with keys as they come."""
+WEIGHTS = {
+    **{precision.value: {"precision": precision} for precision in Precision},
+    "int8-unrotated": {"precision": Precision.INT8, "rotation": False},
+    FP8_VERL: {"precision": Precision.BF16},
+}
+"""Settings of FlashRL by the name of a variant, behind which ``+int8kv`` may stand."""
 
 
 def formats_of(variant: str) -> FlashRLConfig:
@@ -35,23 +30,11 @@ def formats_of(variant: str) -> FlashRLConfig:
         ConfigError: it names another format.
     """
     name, *kv_cache = variant.split("+")
-    precision, _, rotation = ("bf16" if name == FP8_VERL else name).partition("-")
-    if (
-        precision not in [member.value for member in Precision]
-        or (rotation and (precision, rotation) != ("int8", "unrotated"))
-        or len(kv_cache) > 1
-        or any(name not in KV_CACHES for name in kv_cache)
-    ):
-        names = ", ".join(member.value for member in Precision)
+    if name not in WEIGHTS or kv_cache not in ([], ["int8kv"]):
         raise ConfigError(
-            f"--variants {variant!r}: a variant is one of {names}, int8-unrotated, {FP8_VERL}, "
-            f"or one of these with +{' or +'.join(KV_CACHES)} behind it"
+            f"--variants {variant!r}: a variant is one of {', '.join(WEIGHTS)}, or one of these with +int8kv behind it"
         )
-    return FlashRLConfig(
-        precision=Precision(precision),
-        rotation=False if rotation == "unrotated" else None,
-        kv_cache=KVCache.INT8_PER_TOKEN_HEAD if kv_cache else KVCache.AUTO,
-    )
+    return FlashRLConfig(**WEIGHTS[name], kv_cache=KVCache.INT8_PER_TOKEN_HEAD if kv_cache else KVCache.AUTO)
 
 
 def start(model: str, variant: str, *, in_process: bool, **arguments: Any) -> Any:
@@ -98,8 +81,6 @@ def start(model: str, variant: str, *, in_process: bool, **arguments: Any) -> An
     if set(layers["quantized"]) != (set() if fmt is None else {fmt.storage}):
         raise FlashRLError(f"{variant}: the engine's quantized weights are {layers['quantized'] or 'none'}")
     llm.collective_rpc("bench_update_by_verl" if is_verl_fp8 else "bench_update", args=(model,))
-    if variant.endswith("-raw"):
-        llm.collective_rpc("bench_raw_keys")
     if not llm.reset_prefix_cache():
         raise FlashRLError("vLLM kept keys and values of the weights before the update. Run the command again")
     return llm
@@ -120,8 +101,8 @@ class BenchWorkerExtension(FlashRLWorkerExtension):
     """Mixed into vLLM's worker. Methods return plain data."""
 
     def bench_update(self, model: str) -> None:
-        """Two weight updates, as in a run, from a checkpoint; with random weights where the folder has none: codes that
-        nobody wrote are zeros, with which a GPU takes less power and clocks higher."""
+        """Two weight updates, as in a run."""
+        from benchmarks.models import buckets
         from flashrl_verl.refit.load import WeightRefit
 
         runner = self.model_runner
@@ -129,25 +110,20 @@ class BenchWorkerExtension(FlashRLWorkerExtension):
         refit = WeightRefit(runner.model, runner.vllm_config.model_config, device)
         for step in range(2):
             refit.begin(step)
-            for bucket in _buckets(model, device):
+            for bucket in buckets(Path(model), device):
                 refit.load(bucket)
                 del bucket  # or the next one is made while this one still takes memory
             refit.finish()
-
-    def bench_raw_keys(self) -> None:
-        """Take nothing off keys, and scale none."""
-        for layer in self.model_runner.model.modules():
-            if hasattr(layer, "key_offset"):
-                layer.key_offset.zero_()
-                layer.key_scale.fill_(1)
 
     def bench_update_by_verl(self, model: str) -> None:
         """One weight update as verl's own worker makes it, of a quantized rollout of verl's."""
         from verl.utils.vllm import vllm_quant_utils
 
+        from benchmarks.models import buckets
+
         runner = self.model_runner
         state = vllm_quant_utils.prepare_quanted_weights_for_loading(runner.model)
-        for bucket in _buckets(model, next(runner.model.parameters()).device):
+        for bucket in buckets(Path(model), next(runner.model.parameters()).device):
             vllm_quant_utils.load_quanted_weights(bucket, runner)
         vllm_quant_utils.process_quanted_weights_after_loading(runner.model, state)
         dtypes = {p.dtype for n, p in runner.model.named_parameters() if n.endswith("proj.weight")}
@@ -164,28 +140,3 @@ class BenchWorkerExtension(FlashRLWorkerExtension):
             "weight_bytes": sum(parameter.nbytes for parameter in self.model_runner.model.parameters()),
             "memory_bytes": torch.cuda.mem_get_info()[1] if cuda else None,
         }
-
-
-def _buckets(model: str, device: torch.device) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from benchmarks.models import sent_tensors, tensor_shapes
-    from flashrl_verl.refit.sender import cast_for_rollout
-
-    with torch.device("cpu"):  # vLLM's worker has made the GPU the default
-        if any(Path(model).glob("*.safetensors")):
-            weights = cast_for_rollout(
-                list(sent_tensors(AutoModelForCausalLM.from_pretrained(model, dtype="auto"))), torch.bfloat16
-            )
-        else:
-            settings = json.loads((Path(model) / "config.json").read_text())
-            weights = tensor_shapes(AutoConfig.for_model(**settings))
-    generator = torch.Generator(device).manual_seed(0)
-
-    def here(tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.is_meta:
-            return tensor.to(device)
-        return torch.empty(tensor.shape, dtype=torch.bfloat16, device=device).normal_(0, 0.02, generator=generator)
-
-    while bucket := [(name, here(tensor)) for name, tensor in itertools.islice(weights, _BUCKET_TENSORS)]:
-        yield bucket

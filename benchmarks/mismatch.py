@@ -10,8 +10,7 @@ and verl's own function of log-probs. Two sets of tokens are compared: each engi
 logs, and the BF16 engine's samples scored by all of them. Engines run eagerly, without CUDA graphs.
 
 Variants: ``bf16``; ``int8`` and ``int8-unrotated``; ``fp8`` (a scale a row and token); ``fp8-verl``, verl's own FP8
-rollout (128 x 128 blocks; on a GPU). An INT8 KV cache may follow: ``+int8kv``, and ``+int8kv-raw`` without equalized
-keys.
+rollout (128 x 128 blocks; on a GPU). An INT8 KV cache may follow: ``+int8kv``.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ import itertools
 import json
 import math
 import random
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,10 +30,6 @@ from benchmarks.common import environment, in_own_process, run, show, words_of, 
 from flashrl_verl.errors import ConfigError
 
 VARIANTS = "int8,int8-unrotated,fp8,fp8-verl"
-VARIANTS_HELP = (
-    "Of these, separated by commas, perhaps with +int8kv or +int8kv-raw behind one (see the module's docstring); "
-    "bf16 is measured in any case."
-)
 K3_KL = "rollout_corr/k3_kl"
 CORRELATION = "training/rollout_actor_probs_pearson_corr"
 ESS = "rollout_corr/rollout_is_eff_sample_size"
@@ -225,10 +221,32 @@ def prompts_of(model: str, data: Path, count: int, context: int, seed: int) -> d
     return {"prompts": prompts, "stop_token_ids": sorted(stops - {None}), "vocab_size": len(tokenizer)}
 
 
+def far_off(of: dict[str, Any]) -> str:
+    """k3 KL and its standard error."""
+    return f"{of[K3_KL]:.1e} ± {of['k3_kl_standard_error']:.0e}"
+
+
+def table(records: Iterable[dict[str, Any]]) -> list[list[str]]:
+    """Distance of every engine from the trainer; its excess over BF16's as a share of that of each FP8. Header
+    first."""
+    rows = [["model", "variant", "k3 KL, own", "k3 KL, common", "excess / fp8's", "/ fp8-verl's", "correlation", "ESS"]]
+    for record in records:
+        of = {one["variant"]: one for one in record["results"]}
+        excess = {name: one["own"][K3_KL] - of["bf16"]["own"][K3_KL] for name, one in of.items()}
+        for name, one in of.items():
+            shares = [
+                f"{excess[name] / excess[fp8]:.2f}" if name != "bf16" and fp8 in of else "-"
+                for fp8 in ("fp8", "fp8-verl")
+            ]
+            near = f"{one['own'][CORRELATION]:.5f}", f"{one['own'][ESS]:.4f}"
+            rows.append([record["model"], name, far_off(one["own"]), far_off(one["common"]), *shares, *near])
+    return rows
+
+
 def mismatch(
     model: Annotated[str, typer.Option(help="A Hugging Face folder in high precision, with a chat template.")],
     data: Annotated[Path, typer.Option(help="Problems as GSM8K publishes them: JSON lines with question and answer.")],
-    variants: Annotated[str, typer.Option(help=VARIANTS_HELP)] = VARIANTS,
+    variants: Annotated[str, typer.Option(help="Perhaps with +int8kv; bf16 is measured in any case.")] = VARIANTS,
     prompts: Annotated[int, typer.Option(min=2, help="Prompts, one sampled response each.")] = 512,
     tokens: Annotated[int, typer.Option(min=1, help="Longest response, in tokens.")] = 512,
     context: Annotated[int, typer.Option(min=0, help="Tokens of solved problems before each question.")] = 0,
@@ -267,16 +285,8 @@ def mismatch(
         one = {"variant": name, "own": compare(theirs, answer["own"]), "common": compare(common, answer["common"])}
         record["results"].append(one | {"quantized_layers": answer["quantized_layers"]})
         write_json(output / "mismatch.json", record)
-    rows = [
-        [
-            one["variant"],
-            *(f"{one[s][K3_KL]:.1e} ± {one[s]['k3_kl_standard_error']:.0e}" for s in ("own", "common")),
-            *(f"{one['own'][key]:{form}}" for key, form in ((CORRELATION, ".5f"), (ESS, ".4f"))),
-        ]
-        for one in record["results"]
-    ]
-    header = ("variant", "k3 KL, own tokens", "common tokens", "correlation", "ESS")
-    show(f"Mismatch of {record['model']} on {here['device']}, {context} tokens of context", header, rows)
+    header, *rows = table([record])
+    show(f"Mismatch on {here['device']}, {context} tokens of context", header, rows)
     print(f"written: {output / 'mismatch.json'}")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of fewer layers, the tensors that are sent of a model, and a vLLM model without an engine around it."""
+"""The tensors that are sent of a model, and a vLLM model without an engine around it."""
 
 import contextlib
 from collections.abc import Iterator
@@ -7,25 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from flashrl_verl.errors import ConfigError
-from flashrl_verl.tools.engines import shapes
 from flashrl_verl.tools.engines.model import process_group, vllm_config
 
+BUCKET_BYTES = 2 << 30
+"""Bytes of weights handed over at once, as verl's 2048 MB buckets."""
 
-def load_config(model: str, layers: int | None = None) -> PretrainedConfig:
-    """``shapes.load_config``, with ``layers`` decoder layers instead of the model's, for a quick look."""
-    config = shapes.load_config(model)
-    if layers is not None:
-        if layers > config.num_hidden_layers:
-            raise ConfigError(
-                f"--layers {layers}: {model} has {config.num_hidden_layers}; --layers takes fewer, never more"
-            )
-        config.num_hidden_layers = layers
-        if getattr(config, "layer_types", None):
-            config.layer_types = config.layer_types[:layers]
-    return config
+Weights = list[tuple[str, torch.Tensor]]
 
 
 def sent_tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
@@ -42,6 +31,32 @@ def tensor_shapes(config: PretrainedConfig) -> Iterator[tuple[str, torch.Tensor]
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     yield from sent_tensors(model)
+
+
+def buckets(folder: Path, device: torch.device) -> Iterator[Weights]:
+    """Yield what is sent of a Hugging Face folder, on the device; where it has a config.json alone, BF16 weights from a
+    normal distribution with standard deviation 0.02: codes that nobody wrote are zeros, with which a GPU takes less
+    power and clocks higher."""
+    from flashrl_verl.refit.sender import cast_for_rollout
+
+    with torch.device("cpu"):  # vLLM's worker has made the GPU the default
+        if any(folder.glob("*.safetensors")):
+            loaded = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+            weights = cast_for_rollout(list(sent_tensors(loaded)), torch.bfloat16)
+        else:
+            weights = tensor_shapes(AutoConfig.from_pretrained(folder))
+    generator = torch.Generator(device).manual_seed(0)
+    bucket: Weights = []
+    for name, tensor in weights:
+        if bucket and sum(t.nbytes for _, t in bucket) + tensor.nbytes > BUCKET_BYTES:
+            yield bucket
+            bucket = []
+        if tensor.is_meta:
+            random = torch.empty(tensor.shape, dtype=torch.bfloat16, device=device)
+            bucket.append((name, random.normal_(0, 0.02, generator=generator)))
+        else:
+            bucket.append((name, tensor.to(device)))
+    yield bucket
 
 
 @contextlib.contextmanager

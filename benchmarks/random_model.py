@@ -15,9 +15,9 @@ from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
-from benchmarks.models import load_config
-from flashrl_verl.errors import FlashRLError
+from flashrl_verl.errors import ConfigError, FlashRLError
 from flashrl_verl.quickstart.progress import LOG, METRICS, follow
+from flashrl_verl.tools.engines.shapes import load_config
 from flashrl_verl.tools.log_excerpt import last_error
 from flashrl_verl.tools.process_tree import Stopped, stoppable
 from flashrl_verl.tools.recipe_process import quoted
@@ -45,17 +45,23 @@ def make_tokenizer(size: int) -> PreTrainedTokenizerFast:
     )
 
 
-def make_model(model: str, layers: int, folder: Path) -> None:
+def make_model(model: str, layers: int | None, folder: Path) -> None:
     """Random BF16 weights and a tokenizer, made once.
 
     Args:
         model: a name of ``SHAPES``, or a folder with a config.json.
-        layers: decoder layers.
+        layers: decoder layers, where it is not all of them.
         folder: for a Hugging Face checkpoint.
     """
     if (folder / "tokenizer.json").is_file():  # what is saved last
         return
-    config = load_config(model, layers)
+    config = load_config(model)
+    if layers is not None:
+        if layers > config.num_hidden_layers:
+            raise ConfigError(f"--layers {layers}: {model} has {config.num_hidden_layers}")
+        config.num_hidden_layers = layers
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[:layers]
     config.eos_token_id, config.pad_token_id, config.bos_token_id = EOS, PAD, None
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):

@@ -10,30 +10,20 @@ Measured are the whole update, as a run does it with its checks, and the loading
 from __future__ import annotations
 
 import gc
+import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 
-from benchmarks.common import environment, in_own_process, run, show, words_of, write_json
-from flashrl_verl.settings import Precision
+from benchmarks.common import environment, in_own_process, ranged, run, show, words_of, write_json
 
-BUCKET_BYTES = 2 << 30
-"""Bytes of weights handed over at once, as verl's 2048 MB buckets."""
-PRECISIONS = [*(precision.value for precision in Precision), "int8-unrotated"]
 UPSTREAM = ("vllm bf16 load_weights", "vllm fp8_per_tensor layerwise")
 """vLLM's own ways, on a GPU."""
-
-Weights = list[tuple[str, torch.Tensor]]
-
-
-def device_here() -> torch.device:
-    """Where weights lie."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def timed(work: Callable[[], Any]) -> float:
@@ -47,33 +37,7 @@ def timed(work: Callable[[], Any]) -> float:
     return time.perf_counter() - started
 
 
-def buckets_of(weights: Weights) -> Iterator[Weights]:
-    """As verl sends them."""
-    bucket, size = [], 0
-    for name, tensor in weights:
-        if bucket and size + tensor.nbytes > BUCKET_BYTES:
-            yield bucket
-            bucket, size = [], 0
-        bucket.append((name, tensor))
-        size += tensor.nbytes
-    yield bucket
-
-
-def random_weights(model: str, layers: int | None) -> Weights:
-    """Weights of a model's shape on the device, normal with standard deviation 0.02, behind each other in buffers of
-    ``BUCKET_BYTES`` as in verl's buckets."""
-    from benchmarks.models import load_config, tensor_shapes
-
-    generator = torch.Generator(device_here()).manual_seed(0)
-    weights: Weights = []
-    for bucket in buckets_of([(n, t.bfloat16()) for n, t in tensor_shapes(load_config(model, layers))]):
-        buffer = torch.empty(sum(t.numel() for _, t in bucket), dtype=torch.bfloat16, device=device_here())
-        parts = buffer.normal_(0, 0.02, generator=generator).split([t.numel() for _, t in bucket])
-        weights += [(name, part.view(t.shape)) for (name, t), part in zip(bucket, parts, strict=True)]
-    return weights
-
-
-def measure(variant: str, model: str, folder: str, layers: int | None, repeats: int) -> dict[str, Any]:
+def measure(variant: str, folder: str, repeats: int) -> dict[str, Any]:
     """One way of updating weights."""
     from benchmarks import models
     from benchmarks.engine import formats_of
@@ -86,18 +50,19 @@ def measure(variant: str, model: str, folder: str, layers: int | None, repeats: 
         arguments = engine_arguments(formats_of(variant.removeprefix("flashrl ")))
     else:
         arguments = {"quantization": "fp8_per_tensor"} if "fp8" in variant else {}
-    weights = random_weights(model, layers)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    buckets = list(models.buckets(Path(folder), device))
     with models.model(Path(folder), **arguments) as (built, vllm_config):
         loading: list[float] = []
         make = our_update if ours else their_update
-        update = make(built, vllm_config.model_config, weights, loading, variant)
+        update = make(built, vllm_config.model_config, buckets, loading, variant)
         update()
         update()
         extra = extra_bytes(update)
         seconds = [timed(update) for _ in range(repeats)]
         return {
             "arm": variant,
-            "read_bytes": sum(tensor.nbytes for _, tensor in weights),
+            "read_bytes": sum(tensor.nbytes for bucket in buckets for _, tensor in bucket),
             "written_bytes": sum(parameter.nbytes for parameter in built.parameters()),
             "refit_seconds": seconds,
             "load_seconds": loading[-repeats:] or seconds,
@@ -105,11 +70,11 @@ def measure(variant: str, model: str, folder: str, layers: int | None, repeats: 
         }
 
 
-def our_update(built: Any, model_config: Any, weights: Weights, loading: list[float], variant: str) -> Callable:
+def our_update(built: Any, model_config: Any, buckets: list, loading: list[float], variant: str) -> Callable:
     """FlashRL's, with its checks; appends the seconds of loading alone."""
     from flashrl_verl.refit.load import WeightRefit
 
-    refit, buckets = WeightRefit(built, model_config, device_here()), list(buckets_of(weights))
+    refit = WeightRefit(built, model_config, buckets[0][0][1].device)
 
     def update() -> None:
         refit.begin(len(loading))
@@ -120,14 +85,14 @@ def our_update(built: Any, model_config: Any, weights: Weights, loading: list[fl
     return update
 
 
-def their_update(built: Any, model_config: Any, weights: Weights, loading: list[float], variant: str) -> Callable:
+def their_update(built: Any, model_config: Any, buckets: list, loading: list[float], variant: str) -> Callable:
     """vLLM's."""
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
     def update() -> None:
         if "layerwise" in variant:
             initialize_layerwise_reload(built)
-        built.load_weights(iter(weights))
+        built.load_weights(itertools.chain.from_iterable(buckets))
         if "layerwise" in variant:
             finalize_layerwise_reload(built, model_config)
 
@@ -147,37 +112,42 @@ def extra_bytes(update: Callable[[], None]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
+def table(records: Iterable[dict[str, Any]]) -> list[list[str]]:
+    """A weight update, by model and way of updating; header first."""
+    rows = [["model", "variant", "update ms", "loading ms", "extra MiB"]]
+    for record in records:
+        for one in record["results"]:
+            form = ".0f" if min(one["refit_seconds"]) > 1 else ".1f"
+            update = ranged([1e3 * s for s in one["refit_seconds"]], form)
+            loading = f"{1e3 * statistics.median(one['load_seconds']):{form}}"
+            rows.append([record["model"], one["arm"], update, loading, f"{one['extra_bytes'] / 2**20:.0f}"])
+    return rows
+
+
 def refit(
     model: Annotated[str, typer.Option(help="A name (qwen2.5-14b, tiny, ...), a config.json, or its folder.")] = "tiny",
     precision: Annotated[str, typer.Option(help="Or int8-unrotated, separated by commas.")] = "int8,fp8,bf16",
     repeats: Annotated[int, typer.Option(min=1, help="Measured updates, after two that are not.")] = 5,
-    layers: Annotated[int | None, typer.Option(min=1, help="Decoder layers instead of the model's.")] = None,
     upstream: Annotated[bool, typer.Option(help="Also vLLM's BF16 loading and layerwise FP8 reload (GPU).")] = True,
     output: Annotated[Path, typer.Option(help="Folder for refit.json and logs.")] = Path("outputs/refit"),
 ) -> None:
     """Time the weight update of a model's shape, by precision."""
-    from benchmarks.models import load_config
+    from benchmarks.engine import FP8_VERL, WEIGHTS
+    from flashrl_verl.tools.engines.shapes import load_config
 
-    names = [f"flashrl {p}" for p in words_of(precision, PRECISIONS, "--precision")]
-    cuda = torch.cuda.is_available()
+    names = [f"flashrl {p}" for p in words_of(precision, [name for name in WEIGHTS if name != FP8_VERL], "--precision")]
     path = output.resolve() / "model"
-    load_config(model, layers).save_pretrained(path)
+    load_config(model).save_pretrained(path)
     results = []
-    for name in [*names, *(UPSTREAM if upstream and cuda else ())]:
+    for name in [*names, *(UPSTREAM if upstream and torch.cuda.is_available() else ())]:
         print(f"{name}: started", flush=True)
         log = output / f"{name.replace(' ', '-')}.log"
-        results.append(in_own_process(measure, name, model, str(path), layers, repeats, log=log))
+        results.append(in_own_process(measure, name, str(path), repeats, log=log))
     here = environment()
-    called = model if layers is None else f"{model}, {layers} layers"
-    record = {"model": called, "device": here["device"], "versions": here, "results": results}
+    record = {"model": model, "device": here["device"], "versions": here, "results": results}
     write_json(output / "refit.json", record)
-    rows = []
-    for one in results:
-        update, load = (sorted(1e3 * s for s in one[f"{part}_seconds"]) for part in ("refit", "load"))
-        shown = f"{statistics.median(update):.1f} ({update[0]:.1f}-{update[-1]:.1f})", f"{statistics.median(load):.1f}"
-        rows.append([one["arm"], *shown, f"{one['extra_bytes'] / 2**20:.0f}"])
-    header = ("variant", "update ms (range)", "loading ms", "extra MiB")
-    show(f"Weight update of {called} on {here['device']}", header, rows)
+    header, *rows = table([record])
+    show(f"Weight update on {here['device']}", header, rows)
     print(f"written: {output / 'refit.json'}")
 
 

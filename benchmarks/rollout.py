@@ -5,7 +5,7 @@
 
 Random weights that a weight update loads; vLLM's ``LLM`` with CUDA graphs, no prefix cache, log-probs of what is
 sampled. With ``--spread`` lengths have a long tail. Each variant is an engine in a process of its own, one after
-another. What is measured is written at once: the same command resumes behind it.
+another. What is measured is written at once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import random
 import re
 import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
@@ -24,13 +24,12 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.common import environment, in_own_process, ranged, run, show, words_of
+from benchmarks.common import environment, in_own_process, run, show, words_of
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.trainer.atomic_write import write_whole
 
 RESULTS = "rollout.jsonl"
 ENGINE_SETTINGS = "gpu_memory_utilization", "max_num_batched_tokens", "max_num_seqs", "max_cudagraph_capture_size"
-SPEED_HEADER = ("workload", "variant", "tokens/s (range)", "x BF16", "decode x BF16", "sequences fit")
 
 
 def measure(variant: str, model: str, settings: dict[str, Any]) -> dict[str, Any]:
@@ -170,21 +169,30 @@ def rollouts_of(lines: list[Any]) -> list[Rollout]:
     return sorted(found, key=lambda one: order.index(one.workload))
 
 
-def speed_ups(one: Rollout, among: Iterable[Rollout]) -> tuple[str, str]:
-    """Of whole rollouts and of decoding, over BF16 of the same measurement."""
-    for base in among:
-        if base.variant == "bf16" and base.workload == one.workload:
-            whole = statistics.median(base.seconds) / statistics.median(one.seconds)
-            return f"{whole:.2f}", f"{base.decode_seconds / one.decode_seconds:.2f}"
-    return "-", "-"
+def speed_up(one: Rollout, base: Rollout) -> str:
+    """Of a whole rollout, over another variant's."""
+    return f"{statistics.median(base.seconds) / statistics.median(one.seconds):.2f}"
 
 
-def speeds_of(of: list[Rollout]) -> list[list[str]]:
-    """Rows under ``SPEED_HEADER``."""
-    rows = []
-    for one in of:
-        speed = ranged(one.tokens_per_second, ".0f"), *speed_ups(one, of)
-        rows.append(["{} x ({} -> {})".format(*one.workload), one.variant, *speed, f"{one.fit}"])
+def table(measured: Sequence[list[Any]]) -> list[list[str]]:
+    """Tokens/s of the first variant, and how many times these others make, by model, memory and workload; sequences
+    that fit. Header first.
+
+    Args:
+        measured: the lines of each ``rollout.jsonl``.
+    """
+    by_file = [(lines[0]["settings"], rollouts_of(lines)) for lines in measured]
+    first, *others = dict.fromkeys(one.variant for _, of in by_file for one in of)
+    rows = [["model", "memory GiB", "sequences x (prompt -> response)", f"{first}, tokens/s", *others]]
+    for settings, of in by_file:
+        for workload in dict.fromkeys(one.workload for one in of):
+            there = {one.variant: one for one in of if one.workload == workload}
+            base = there[first]
+            words = "{} x ({} -> {})".format(*workload) + (", tail" if settings.get("spread") else "")
+            row = [settings["model"], f"{base.memory_gib:.0f}", words]
+            row.append(f"{statistics.median(base.tokens_per_second):.0f} ({base.fit})")
+            row += [f"{speed_up(one, base)} ({one.fit})" if one else "-" for one in map(there.get, others)]
+            rows.append(row)
     return rows
 
 
@@ -195,7 +203,6 @@ def rollout(
     spread: Annotated[float, typer.Option(min=0, help="Of the logarithm of lognormal responses; 0: all alike.")] = 0.0,
     limit: Annotated[int | None, typer.Option(min=2, help="Tokens that cut a response off; above the mean.")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Measured rollouts of each.")] = 2,
-    layers: Annotated[int | None, typer.Option(min=1, help="Decoder layers instead of the model's.")] = None,
     gpu_memory_utilization: Annotated[float, typer.Option(help="vLLM's share of the GPU.")] = 0.9,
     tensor_parallel: Annotated[int, typer.Option(min=1, help="GPUs of an engine.")] = 1,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="vLLM's.")] = 1024,
@@ -204,14 +211,14 @@ def rollout(
         "outputs/rollout"
     ),
 ) -> None:
-    """Time rollouts of a model's shape by variant. Rerun to resume."""
+    """Time rollouts of a model's shape by variant."""
     from benchmarks.engine import formats_of
-    from benchmarks.models import load_config
+    from flashrl_verl.tools.engines.shapes import load_config
 
     names = words_of(variants, option="--variants")
     for name in names:
         formats_of(name)
-    config = load_config(model, layers)
+    config = load_config(model)
     asked = workloads_of(workloads)
     if limit is not None and limit <= (longest := max(response for _, _, response in asked)):
         raise ConfigError(f"--limit {limit} has to be above the mean response, {longest} tokens")
@@ -225,29 +232,19 @@ def rollout(
         "tensor_parallel": tensor_parallel,
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": max_num_batched_tokens,
-        "layers": layers,
         "max_cudagraph_capture_size": max(512, max_num_seqs),  # as a run's engines have it
     }
     file = output / RESULTS
-    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
-    head = {"settings": settings, "environment": environment()}
-    if lines:
-        here = head["environment"] | {"memory_bytes": lines[0]["environment"].get("memory_bytes")}
-        if lines[0] != head | {"environment": here}:
-            raise ConfigError(
-                f"{file} has results of other settings or another machine. Name another --output, or remove it"
-            )
-        head = lines[0]
-    results, path = lines[1:], output.resolve() / "model"
+    lines: list[Any] = [{"settings": settings, "environment": environment()}]
+    path = output.resolve() / "model"
     config.save_pretrained(path)
     for name in names:
-        if name not in [result["variant"] for result in results]:
-            print(f"{name}: started", flush=True)
-            results.append(in_own_process(measure, name, str(path), settings, log=output / f"{name}.log"))
-            head["environment"]["memory_bytes"] = results[-1]["memory"].pop("memory_bytes")
-            text = "".join(json.dumps(line) + "\n" for line in (head, *results))
-            write_whole(file, text.encode())
-    show(f"{model} on {head['environment']['device']}", SPEED_HEADER, speeds_of(rollouts_of([head, *results])))
+        print(f"{name}: started", flush=True)
+        lines.append(in_own_process(measure, name, str(path), settings, log=output / f"{name}.log"))
+        lines[0]["environment"]["memory_bytes"] = lines[-1]["memory"].pop("memory_bytes")
+        write_whole(file, "".join(json.dumps(line) + "\n" for line in lines).encode())
+    header, *rows = table([lines])
+    show(f"on {lines[0]['environment']['device']}", header, rows)
     print(f"written: {file}")
 
 

@@ -101,12 +101,11 @@ def test_the_standard_error_of_the_kl_is_what_drawing_responses_anew_gives():
 # ---- rollout ----
 
 
-def test_speeds_are_over_bf16_of_the_same_workload():
+def test_speeds_are_over_the_first_variant_of_the_same_workload():
     def result(variant: str, seconds: list[float]) -> dict:
         timings = [{"workload": [10, 100, 50], "seconds": seconds, "prefill_seconds": [1.0, 1.0]}]
         return {"variant": variant, "memory": {"kv_tokens": 1000}, "timings": timings}
 
-    head = {"settings": {"gpu_memory_utilization": 0.5}, "environment": {"memory_bytes": None}}
-    rows = rollout.speeds_of(rollout.rollouts_of([head, result("bf16", [4.0, 5.0]), result("int8", [2.0, 2.5])]))
-    assert [row[3:5] for row in rows] == [["1.00", "1.00"], ["2.00", "2.80"]] and {row[5] for row in rows} == {"6"}
-    assert rows[1][2] == "225 (200-250)"
+    head = {"settings": {"model": "m", "gpu_memory_utilization": 0.5}, "environment": {"memory_bytes": 4 << 30}}
+    header, row = rollout.table([[head, result("bf16", [4.0, 5.0]), result("int8", [2.0, 2.5])]])
+    assert header[3:] == ["bf16, tokens/s", "int8"] and row == ["m", "2", "10 x (100 -> 50)", "112 (6)", "2.00 (6)"]
