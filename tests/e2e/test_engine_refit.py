@@ -2,7 +2,7 @@
 """A real vLLM engine takes weight updates: its INT8 storage against a recomputation from the trainer.
 
 The engine runs in this process, so its parameters can be looked at; the trainer is a Hugging Face model with AdamW. On
-a machine with a GPU the engine is the CUDA one, with CUDA graphs and sleep mode; elsewhere it is the CPU one.
+a machine with a GPU the engine is the CUDA one, with CUDA graphs; elsewhere it is the CPU one.
 """
 
 import weakref
@@ -33,7 +33,7 @@ def trainer() -> PreTrainedModel:
 def engine(trainer, tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
     trainer.config.save_pretrained(path)
-    with start_engine(path, {"precision": "int8"}, compiled=CUDA, enable_sleep_mode=CUDA) as llm:
+    with start_engine(path, {"precision": "int8"}, compiled=CUDA) as llm:
         yield llm
 
 

@@ -46,9 +46,6 @@ def test_a_quickstart_that_is_stopped_leaves_no_process_and_resumes_to_its_end(t
     assert process.returncode == 130 and "To resume (from the checkpoint of step " in rest, rest
     assert time.monotonic() - stopped < 60 and not [p for p in started if p.is_running() and p.status() != "zombie"]
 
-    refused = quickstart(folder)
-    assert "holds a run already. Remedy: --resume" in refused.communicate(timeout=200)[0] and refused.returncode == 1
-
     resumed = quickstart(folder, "--resume")
     rest = resumed.communicate(timeout=900)[0]
     assert resumed.returncode == 0 and "step 4/4, held-out accuracy" in rest, rest

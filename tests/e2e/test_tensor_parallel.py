@@ -36,9 +36,7 @@ ONE_KV_HEAD = {"num_key_value_heads": 1}
     [(name, p, {}) for name in ("qwen2.5", "qwen3", "phi3", "qwen3-moe") for p in ("int8", "fp8")]
     + [("qwen2.5", "bf16", {}), ("qwen2.5", "int8", ONE_KV_HEAD), ("qwen2.5", "fp8", ONE_KV_HEAD)],
 )
-def test_two_ranks_hold_their_parts_exactly_and_give_one_ranks_log_probs(
-    tmp_path, name, precision, changes, record_property
-):
+def test_two_ranks_hold_their_parts_exactly_and_give_one_ranks_log_probs(tmp_path, name, precision, changes):
     models = [make(name, seed, **changes) for seed in (0, 1)]
     config, settings = models[0].config, {"precision": precision}
     config.save_pretrained(tmp_path)
@@ -57,6 +55,4 @@ def test_two_ranks_hold_their_parts_exactly_and_give_one_ranks_log_probs(
                 assert counts["experts"] == (2 * layers if moe else 0)
         two = teacher_forced(llm, SEQUENCES)
     gap = torch.cat([(torch.tensor(a) - torch.tensor(b)).abs() for a, b in zip(one, two, strict=True)])
-    record_property("mean difference", float(gap.mean()))
-    record_property("largest difference", float(gap.max()))
     assert gap.mean() < MEAN_GAP[precision]

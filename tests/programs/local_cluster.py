@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -130,9 +130,6 @@ def can_hide() -> bool:
 
 def our_folders() -> list[Path]:
     """Where this package and its metadata lie."""
-    metadata = {Path(d.locate_file(f"{d.name.replace('-', '_')}-{d.version}.dist-info")) for d in _ours()}
+    found = [d for d in importlib.metadata.distributions() if d.name == "flashrl-verl"]
+    metadata = {Path(d.locate_file(f"flashrl_verl-{d.version}.dist-info")) for d in found}
     return [Path(flashrl_verl.__file__).resolve().parent, *(folder for folder in sorted(metadata) if folder.is_dir())]
-
-
-def _ours() -> Iterator[importlib.metadata.Distribution]:
-    return (d for d in importlib.metadata.distributions() if d.name == "flashrl-verl")

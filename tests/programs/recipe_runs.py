@@ -51,9 +51,6 @@ class Run:
             steps.setdefault(entry["step"], {}).update(entry["data"])
         return steps
 
-    def steps_in_file(self) -> list[int]:
-        return [json.loads(line)["step"] for line in self.metrics_file.read_text().splitlines()]
-
 
 def make_assets(folder: Path, *, moe: bool = False, **sizes: int) -> Path:
     """An untrained toy model with its tokenizer and data, in the layout of the quickstart experiment.

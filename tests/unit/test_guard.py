@@ -81,12 +81,7 @@ def test_a_value_at_its_limit_is_accepted_and_one_past_it_or_not_finite_or_missi
         step_of(guard_of(action="stop", patience=1), 1, **{name: None})
 
 
-def test_the_default_limits_accept_twice_the_worst_healthy_run_and_catch_stale_weights():
-    """The worst of docs/LOG.md is FP8 with random weights on a GPU."""
-    healthy = dict(k3_kl=2 * 9.2e-3, correlation=1 - 2 * (1 - 0.968), code_change_rate=0.003 / 2)
-    step_of(guard_of(action="stop", patience=1), 1, **healthy)
-    with pytest.raises(GuardError, match="correlation_min"):
-        step_of(guard_of(action="stop", patience=1), 1, correlation=0.37)
+def test_a_guard_that_is_off_accepts_everything():
     step_of(guard_of(enable=False, action="stop", patience=1), 1, correlation=0.37)
 
 

@@ -60,20 +60,6 @@ def test_weights_are_those_of_tensors_that_exist(model):
     assert memory(model, INT8).weights == rest + sum(t.numel() + 4 * t.shape[0] for t in projections)
 
 
-def test_a_mixture_of_experts_memory_by_hand():
-    """Qwen3-30B-A3B in FP8 with the INT8 KV cache on one of four GPUs with 30 GiB."""
-    attention_rows, expert_rows = 32 * 128 + 2 * 4 * 128, 128 * 2 * 768
-    codes = 48 * (2048 * attention_rows + 32 * 128 * 2048 + 2048 * expert_rows + 768 * 128 * 2048)
-    rows = 48 * (attention_rows + 2048 + expert_rows + 128 * 2048)
-    router_and_norms = 48 * (128 * 2048 + 2 * 2048 + 2 * 128) + 2048
-    weights = (codes + 4 * rows + 2 * 2 * 151936 * 2048) / 4 + 2 * router_and_norms
-    layer = 65536 * (2 * 2048 * 2 + 8 * 768 / 4 * (2 * 2 + 2 + 1))  # of the eight experts of a token
-    left = 30 * 2**30 - weights - layer - 0.43 * 2**30 - 48 * 16 * 2**20
-    one = memory("qwen3-30b-a3b", FP8, INT8_KV, gib=30, tensor_parallel=4, max_num_batched_tokens=65536)
-    assert one.weights == pytest.approx(weights, rel=1e-9)
-    assert one.tokens == int(left // (48 * 2 * (128 + 4)))
-
-
 def engines_measured():
     """Engines of ``benchmarks.rollout``: file, GPUs, the plan's memory, the engine's own."""
     for file in sorted([*RESULTS.glob("rollout/**/*.jsonl"), *RESULTS.glob("throughput/**/*.jsonl")]):

@@ -3,7 +3,6 @@
 which lengths are used, and that a step always ends."""
 
 import heapq
-import math
 import random
 from statistics import fmean
 
@@ -129,20 +128,6 @@ def test_it_throws_little_away_takes_less_time_than_verl_and_prefers_no_length(m
     )
     if constant == 0.4:
         assert sum(step["seconds"] for step in ours) < 0.95 * sum(step["seconds"] for step in verl)
-
-
-@pytest.mark.parametrize("batch", [32, 128, 512])
-@pytest.mark.parametrize("constant", [0.2, 0.4])
-def test_what_is_thrown_away_goes_with_the_root_of_the_batch(monkeypatch, batch, constant):
-    """In standard deviations of how many of the groups that are started are informative (docs/results/step.md)."""
-    monkeypatch.setitem(globals(), "BATCH", batch)
-    monkeypatch.setitem(globals(), "SLOTS", batch // 4)
-    thrown_away, steps = 0.0, 2048 // batch
-    for seed in range(6):
-        engines = Engines(constant, 0.0, seed)
-        found = run_steps(buffer_of(RefillBuffer, engines, monkeypatch), engines, steps)
-        thrown_away += sum(step.get(THROWN_AWAY, 0) for step in found) / (6 * steps)
-    assert thrown_away / math.sqrt(constant * batch) == pytest.approx(1.79, abs=0.35)
 
 
 def test_the_draw_is_of_the_seed_and_not_of_the_order_in_which_groups_finished(monkeypatch):
