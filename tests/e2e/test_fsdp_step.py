@@ -76,6 +76,7 @@ def on_a_rank(rank: int, folder: Path, model: Path) -> dict:
         VERL_PLATFORM="cpu", RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_RANK="0", MASTER_ADDR="127.0.0.1",
         MASTER_PORT="0", DIST_INIT_METHOD=f"file://{folder}/store",
     )  # fmt: skip
+    from torch.distributed import destroy_process_group
     from verl.workers.engine_workers import ActorRolloutRefWorker
 
     from flashrl_verl.tools.recipe_process import compose
@@ -116,7 +117,7 @@ def on_a_rank(rank: int, folder: Path, model: Path) -> dict:
         update = functools.partial(ActorRolloutRefWorker.update_actor, worker)
         verls = run(worker, update, shard(corrected, rank, config.rollout.temperature))
         results[name] = {"ours": ours, "verls": verls, "metrics": answer.metrics}
-    torch.distributed.destroy_process_group()
+    destroy_process_group()
     return results
 
 
