@@ -10,20 +10,26 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
-from flashrl_verl.errors import ConfigError, refuse
-from flashrl_verl.settings import DATA, MODEL, ROLLOUT, get
+from flashrl_verl.errors import ConfigError, listed, refuse, words
+from flashrl_verl.settings import ACTOR, DATA, MODEL, ROLLOUT, get, has_critic
+from flashrl_verl.upstream.versions import verl_configs
 
 _LOOKED_AT = 20_000
 """Rows of a file whose prompts are looked at."""
 _LFS = b"version https://git-lfs"
 _REWARD = "reward.custom_reward_function"
-_CHECKPOINT = "actor_rollout_ref.actor.checkpoint"
+_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+"""By which verl's reward managers call a function."""
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_CHECKPOINT = f"{ACTOR}.checkpoint"
+_RESTORED = {"lr": "extra", "weight_decay": "optimizer", "betas": "optimizer"}
+"""Settings of the optimizer that a checkpoint brings with it, and in which part."""
 _SAVED = {"model": 4, "optimizer": 8, "hf_model": 2}
 """Bytes a parameter of what a checkpoint holds: FP32 masters, two moments, BF16."""
 
@@ -53,7 +59,7 @@ def check_files(cfg: DictConfig) -> None:
             if all(file.is_file() for file in files):
                 _check_data(cfg, key, files)
     if (path := get(cfg, f"{_REWARD}.path")) and path.endswith(".py"):
-        _check_reward(Path(path), get(cfg, f"{_REWARD}.name"))
+        _check_reward(cfg, Path(path), str(get(cfg, f"{_REWARD}.name")))
     _check_model(cfg, Path(get(cfg, MODEL, "")))
     _check_checkpoints(cfg)
     _check_resume(cfg)
@@ -83,17 +89,20 @@ def _paths(cfg: DictConfig, root: Path) -> Iterator[tuple[str, str]]:
         yield from ((key, os.path.expanduser(text)) for text in _files(cfg, key) if "://" not in text)
     others = (f"{_REWARD}.path", "data.custom_cls.path", "trainer.resume_from_path")
     yield from ((key, text) for key in others if (text := get(cfg, key)) and "://" not in text)  # hdfs://, pkg://
-    model = get(cfg, MODEL, "")
-    of_two = len(Path(model).parts) == 2  # as names of the model hub are; others of them have one
-    starts = model.startswith(("/", "./", "../", "~"))  # transformers takes ~ for a folder's name
-    if "://" not in model and (starts or len(Path(model).parts) > 2 or (of_two and (root / model).parent.is_dir())):
-        yield MODEL, model
+    for key in (MODEL, *["critic.model.path"] * has_critic(cfg)):
+        model = get(cfg, key, "")
+        of_two = len(Path(model).parts) == 2  # as names of the model hub are; others of them have one
+        starts = model.startswith(("/", "./", "../", "~"))  # transformers takes ~ for a folder's name
+        if "://" not in model and (starts or len(Path(model).parts) > 2 or (of_two and (root / model).parent.is_dir())):
+            yield key, model
 
 
 def _check_data(cfg: DictConfig, key: str, files: list[Path]) -> None:
-    prompt, remedy, rows = get(cfg, "data.prompt_key", "prompt"), "`flashrl data --help` makes such files", 0
+    prompt, remedy = get(cfg, "data.prompt_key", "prompt"), "`flashrl data --help` makes such files"
+    limit, filtered = get(cfg, "data.max_prompt_length"), get(cfg, "data.filter_overlong_prompts")
     own_manager = get(cfg, "reward.reward_manager.source", "register") != "register"
     needed = [prompt] if own_manager else [prompt, "reward_model", "data_source"]
+    tokens, rows, schemas = _tokens(cfg), 0, []
     if not files:
         refuse(key, None, "verl always reads it", "a file; trainer.test_freq=-1 leaves that of val_files unused")
     for file in files:
@@ -104,111 +113,154 @@ def _check_data(cfg: DictConfig, key: str, files: list[Path]) -> None:
         if file.suffix == ".json":
             rows += 1 << 60  # as many as it may have: it may be one object a line, or a list
             continue
-        count, names, messages, longest = _prompts(key, file, prompt, own_manager)
-        rows += count
-        if absent := [name for name in needed if name not in names]:
-            refuse(key, str(file), f"it has no column {', '.join(absent)}, but {', '.join(names)}", remedy)
-        if not messages:
+        schema, count, first = _read(key, file, (prompt, "data_source"))
+        if absent := [name for name in needed if name not in schema.names]:
+            refuse(key, str(file), f"it has no column {', '.join(absent)}, but {', '.join(schema.names)}", remedy)
+        if not count:
+            continue
+        if not {"role", "content"} <= _fields(getattr(schema.field(prompt).type, "value_type", None)):
             refuse(key, str(file), f"its column {prompt} is text, and verl takes messages of role and content", remedy)
-        limit, filtered = get(cfg, "data.max_prompt_length"), get(cfg, "data.filter_overlong_prompts")
-        if not filtered and (tokens := _tokens(cfg, longest)) > limit:
-            reason = f"a prompt of {file} has {tokens} tokens, and verl cuts longer ones from the left without an error"
+        if not own_manager:
+            if "ground_truth" not in _fields(held := schema.field("reward_model").type):
+                reason = f"its column reward_model is {held}, and the reward reads ground_truth in it"
+                refuse(key, str(file), reason, remedy)
+            _check_sources(cfg, key, {str(row["data_source"]) for row in first})
+        texts = [" ".join(m["content"] for m in row[prompt] if isinstance(m["content"], str)) for row in first]
+        if not filtered and (most := tokens(max(texts, key=len))) > limit:
+            reason = f"a prompt of {file} has {most} tokens, and verl cuts longer ones from the left without an error"
             refuse("data.max_prompt_length", limit, reason, "a larger one, or data.filter_overlong_prompts=true")
-    batch = get(cfg, "data.train_batch_size") if key == DATA[0] else 1
+        fits = not filtered or count > len(texts) or any(tokens(text) <= limit for text in texts)
+        rows, schemas = rows + count * fits, [*schemas, schema]
+    batch, all_files = get(cfg, "data.train_batch_size") if key == DATA[0] else 1, ", ".join(map(str, files))
     if rows < batch:
-        refuse(key, ", ".join(map(str, files)), f"{rows} rows are less than a batch of {batch}", "more data")
+        of = f" with prompts of at most {limit} tokens" if filtered else ""
+        refuse(key, all_files, f"{rows} rows{of} are less than a batch of {batch}", "more data")
+    if len(schemas) > 1:
+        _check_together(key, all_files, schemas)
 
 
-def _prompts(key: str, file: Path, column: str, own_manager: bool) -> tuple[int, list[str], bool, str]:
-    """Rows, names of columns, whether prompts are messages, and the text of the longest."""
-    import numpy as np
-    import pyarrow as pa
-    from pyarrow import compute, parquet
-    from pyarrow import json as json_lines
+def _read(key: str, file: Path, columns: Iterable[str]) -> tuple[Any, int, list[dict[str, Any]]]:
+    """Arrow's schema, the number of rows, and of the first ones those of the columns that there are."""
+    from pyarrow import ArrowException, dataset
 
     try:
-        if file.suffix == ".jsonl":
-            table = json_lines.read_json(file)
-            schema, count = table.schema, len(table)
-        else:
-            opened = parquet.ParquetFile(file)
-            schema, count = opened.schema_arrow, opened.metadata.num_rows
-        if column not in schema.names or not count:
-            return count, schema.names, True, ""
-        if not pa.types.is_list(schema.field(column).type) and not pa.types.is_large_list(schema.field(column).type):
-            return count, schema.names, False, ""
-        if file.suffix == ".jsonl":
-            prompts = table.column(column).combine_chunks()
-        else:
-            prompts = next(opened.iter_batches(_LOOKED_AT, columns=[column])).column(0)
-    except (pa.ArrowException, OSError) as error:
+        data = dataset.dataset(file, format="json" if file.suffix == ".jsonl" else "parquet")
+        first = data.head(_LOOKED_AT, columns=[name for name in columns if name in data.schema.names])
+        return data.schema, data.count_rows(), first.to_pylist()
+    except (ArrowException, OSError) as error:
         raise ConfigError(f"{key}={file} is no {file.suffix[1:]} file: {' '.join(str(error).split())}") from error
-    if "reward_model" in schema.names and not own_manager:
-        held = schema.field("reward_model").type
-        if not pa.types.is_struct(held) or "ground_truth" not in [field.name for field in held]:
-            reason = f"its column reward_model is {held}, and the reward reads ground_truth in it"
-            refuse(key, str(file), reason, "`flashrl data --help` makes such files")
-    item = prompts.type.value_type
-    if not pa.types.is_struct(item) or not {"role", "content"} <= {field.name for field in item}:
-        return count, schema.names, False, ""
-    texts = compute.struct_field(prompts.flatten(), "content")
-    if not pa.types.is_string(texts.type) or not len(texts):  # parts of text and pictures
-        return count, schema.names, True, ""
-    lengths, ends = compute.fill_null(compute.utf8_length(texts), 0).to_numpy(), prompts.offsets.to_numpy()
-    ends = ends - ends[0]
-    of_prompts = np.add.reduceat(np.append(lengths, 0), ends[:-1]) * (np.diff(ends) > 0)
-    at = int(of_prompts.argmax())  # all messages of a conversation
-    return count, schema.names, True, " ".join(text or "" for text in texts[ends[at] : ends[at + 1]].to_pylist())
 
 
-def _tokens(cfg: DictConfig, text: str) -> int:
-    """Of a text, without the template around it; 0 where the tokenizer is elsewhere."""
+def _fields(kind: Any) -> set[str]:
+    """Of Arrow's type, if it is a structure."""
+    from pyarrow import types
+
+    return {field.name for field in kind} if kind is not None and types.is_struct(kind) else set()
+
+
+def _check_sources(cfg: DictConfig, key: str, sources: set[str]) -> None:
+    """Values of ``data_source`` against verl's rewards, by their source text: to import verl settles its platform."""
+    own = get(cfg, f"{_REWARD}.path") or get(cfg, "reward.reward_model.enable")
+    if own or (key == DATA[1] and get(cfg, "trainer.test_freq") <= 0 and not get(cfg, "trainer.val_before_train")):
+        return
+    text = (verl_configs().parents[1] / "utils" / "reward_score" / "__init__.py").read_text()
+    known, beginnings = re.findall(r'"([^"\s]+)"', text), re.findall(r'startswith\("(\w+)"', text)
+    for source in sorted(sources):
+        if source not in known and not source.startswith(tuple(beginnings)):
+            reason = f"no reward of verl's knows data_source={source!r}, which {key} has"
+            refuse(f"{_REWARD}.path", None, reason, "a file with a reward function of your own, and its name")
+
+
+def _check_together(key: str, files: str, schemas: list[Any]) -> None:
+    """verl concatenates them."""
+    from datasets import Dataset, Features, concatenate_datasets
+
+    features = [Features.from_arrow_schema(schema) for schema in schemas]
+    try:
+        concatenate_datasets([Dataset.from_dict({name: [None] for name in each}, each) for each in features])
+    except ValueError as error:
+        reason = "their columns differ: " + re.sub(r" of features \{.*\} has", " has", str(error))
+        refuse(key, files, reason, "files whose columns have the same types")
+
+
+def _tokens(cfg: DictConfig) -> Callable[[str], int]:
+    """How many a text has, without the template around it; 0 where the tokenizer is elsewhere."""
     file = Path(get(cfg, "actor_rollout_ref.model.tokenizer_path") or get(cfg, MODEL, "")) / "tokenizer.json"
     if not file.is_file():
-        return 0
+        return lambda text: 0
     from tokenizers import Tokenizer
 
-    return len(Tokenizer.from_file(str(file)).encode(text, add_special_tokens=False))
+    tokenizer = Tokenizer.from_file(str(file))
+    return lambda text: len(tokenizer.encode(text, add_special_tokens=False))
 
 
-def _check_reward(path: Path, name: str) -> None:
+def _check_reward(cfg: DictConfig, path: Path, name: str) -> None:
     text = path.read_text()
     try:
-        ast.parse(text)
+        functions = {node.name: node for node in ast.parse(text).body if isinstance(node, _FUNCTIONS)}
     except (SyntaxError, ValueError) as error:
         raise ConfigError(f"{_REWARD}.path={path} is no Python: {error}") from error
-    if not re.search(rf"\b{re.escape(str(name))}\b|import \*", text):
-        functions = re.findall(r"^(?:async )?def (\w+)", text, re.M)
+    if not re.search(rf"\b{re.escape(name)}\b|import \*", text):
         refuse(f"{_REWARD}.name", name, f"{path} has no such function", " or ".join(functions) or "a function in it")
+    own_manager = get(cfg, "reward.reward_manager.source", "register") != "register"
+    if name not in functions or functions[name].decorator_list or own_manager:
+        return
+    taken = functions[name].args
+    positional, keywords = [arg.arg for arg in taken.args], [arg.arg for arg in taken.kwonlyargs]
+    needed = {arg.arg for arg in taken.posonlyargs} | {*positional[: len(positional) - len(taken.defaults)]}
+    needed |= {arg for arg, default in zip(keywords, taken.kw_defaults, strict=True) if default is None}
+    given = {*_ARGUMENTS, *get(cfg, f"{_REWARD}.reward_kwargs", {})}
+    lacking = given - {*positional, *keywords} if taken.kwarg is None else set()
+    if lacking or needed - given:
+        reason = f"verl calls it with {', '.join(_ARGUMENTS)} by name, and it is {name}({ast.unparse(taken)})"
+        refuse(f"{_REWARD}.name", name, reason, f"def {name}({', '.join(_ARGUMENTS)}, **kwargs)")
 
 
 def _check_model(cfg: DictConfig, model: Path) -> None:
     if not model.is_dir():
         return
-    if not model_config(cfg):
-        refuse(MODEL, str(model), "the folder has no config.json", "a folder in Hugging Face's format")
-    if "quantization_config" in model_config(cfg):
-        refuse(MODEL, str(model), "its weights are quantized, and are trained in BF16", "the model that it was made of")
-    if any(path.name == "huggingface" and path.parent.name == "actor" for path in (model, model.resolve())):
-        if not [*model.glob("*.safetensors")]:
-            remedy = f"the folder that `flashrl export {model.parent.parent} --format bf16 --output <folder>` makes"
-            refuse(MODEL, str(model), "a checkpoint's folder has no weights", remedy)
-    weights = [path for ending in ("*.safetensors", "*.bin") for path in model.glob(ending)]
+    whole, node, config = "the whole download", MODEL.removesuffix(".path"), model_config(cfg)
+
+    def refuse_model(reason: str, remedy: str) -> NoReturn:
+        refuse(MODEL, str(model), reason, remedy)
+
+    weights = {path.name: path for ending in ("*.safetensors", "*.bin") for path in model.glob(ending)}
+    if (model / "adapter_config.json").is_file() and not config:
+        base = _json(model / "adapter_config.json").get("base_model_name_or_path", "<its base model>")
+        refuse_model(
+            "it is a LoRA adapter", f"{base}, with {node}.lora_adapter_path={model} and {node}.lora.merge=True"
+        )
+    if not config:
+        refuse_model("the folder has no config.json", "a folder in Hugging Face's format")
+    if "quantization_config" in config:
+        refuse_model("its weights are quantized, and are trained in BF16", "the model that it was made of")
+    if len(config.get("architectures") or ()) != 1:
+        reason = "its config.json does not name one of architectures, which verl and vLLM go by"
+        refuse_model(reason, 'the original one, or in it such as "architectures": ["Qwen2ForCausalLM"]')
+    if "auto_map" in config and not any(get(cfg, f"{node}.{name}") for name in ("trust_remote_code", "external_lib")):
+        from transformers import CONFIG_MAPPING  # which takes seconds
+
+        if config.get("model_type") not in CONFIG_MAPPING:
+            refuse_model("its code comes with it, and is not to be trusted", f"also {node}.trust_remote_code=true")
+    if not weights and any(path.parts[-2:] == ("actor", "huggingface") for path in (model, model.resolve())):
+        remedy = f"the folder that `flashrl export {model.parent.parent} --format bf16 --output <folder>` makes"
+        refuse_model("a checkpoint's folder has no weights", remedy)
     if not weights:
-        refuse(MODEL, str(model), "the folder has no weights (*.safetensors)", "the whole download")
-    for path in weights:
+        refuse_model("the folder has no weights (*.safetensors)", whole)
+    if absent := {*_json(model / "model.safetensors.index.json").get("weight_map", {}).values()} - weights.keys():
+        refuse_model(f"the folder lacks {listed(sorted(absent))} of its model.safetensors.index.json", whole)
+    for name, path in weights.items():
         if path.open("rb").read(len(_LFS)) == _LFS:
-            refuse(MODEL, str(model), f"{path.name} is a pointer of Git LFS", f"`git lfs pull` in {model}")
-    tokenizer = Path(get(cfg, "actor_rollout_ref.model.tokenizer_path") or model)
+            refuse_model(f"{name} is a pointer of Git LFS", f"`git lfs pull` in {model}")
+    tokenizer = Path(get(cfg, f"{node}.tokenizer_path") or model)
     if tokenizer.is_dir():
         files = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
         if not any((tokenizer / name).is_file() for name in files):
-            refuse(MODEL, str(model), f"{tokenizer} has no tokenizer", "the whole download, or its tokenizer_path")
-        key = "actor_rollout_ref.model.custom_chat_template"
+            refuse_model(f"{tokenizer} has no tokenizer", f"{whole}, or its tokenizer_path")
+        key = f"{node}.custom_chat_template"
         own = get(cfg, key) or _json(tokenizer / "tokenizer_config.json").get("chat_template")
         if not own and not any(tokenizer.glob("chat_template*")) and not any(tokenizer.glob("additional_chat*")):
-            refuse(MODEL, str(model), "its tokenizer has no chat template, and prompts are messages", f"{key}=<Jinja>")
-    config = model_config(cfg)
+            refuse_model("its tokenizer has no chat template, and prompts are messages", f"{key}=<Jinja>")
     config = config.get("text_config", config)
     longest = sum(get(cfg, f"{ROLLOUT}.{name}") for name in ("prompt_length", "response_length"))
     positions, scaled = (
@@ -234,12 +286,18 @@ def _check_resume(cfg: DictConfig) -> None:
         found = Path(path)
     else:
         return
-    contents = get(cfg, f"{_CHECKPOINT}.load_contents", [])
+    key, contents = f"{_CHECKPOINT}.load_contents", get(cfg, f"{_CHECKPOINT}.load_contents", [])
     if "model" not in contents:
         reason = f"{found} would be resumed from without its weights"
-        refuse(
-            f"{_CHECKPOINT}.load_contents", contents, reason, "[model,optimizer,extra], or trainer.resume_mode=disable"
-        )
+        refuse(key, contents, reason, "[model,optimizer,extra], or trainer.resume_mode=disable")
+    saved = OmegaConf.load(found / "config.yaml") if (found / "config.yaml").is_file() else OmegaConf.create()
+    for name, part in _RESTORED.items():
+        setting = f"{ACTOR}.optim.{name}"
+        then, now = get(saved, setting), get(cfg, setting)
+        if part in contents and then not in (None, now):
+            others = ",".join(other for other in contents if other != part)
+            reason = f"{found} was saved with {words(then)}, and verl restores that with {part!r} of {key}"
+            refuse(setting, now, reason, f"{setting}={words(then)}, or {key}=[{others}]")
     ranks = get(cfg, "trainer.nnodes") * get(cfg, "trainer.n_gpus_per_node")
     if (found / "actor").is_dir() and not (found / "actor" / f"model_world_size_{ranks}_rank_0.pt").is_file():
         reason = f"{found} was not saved whole by {ranks} ranks"

@@ -15,7 +15,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from flashrl_verl.errors import refuse
-from flashrl_verl.settings import get
+from flashrl_verl.settings import get, has_critic
 from flashrl_verl.validation import ATTENTION, ENGINE, FLASH, MODEL_NODE, VARLEN, on_gpu
 
 _LOGGERS = ("wandb", "mlflow", "swanlab", "clearml", "trackio", "tensorboard")
@@ -51,8 +51,7 @@ def settle_packages(cfg: DictConfig) -> None:
     if not get(cfg, packed, True):
         refuse(packed, False, f"{missing}, and {VARLEN} packs", f"+{ATTENTION}=sdpa")
     critics = "critic.model.override_config.attn_implementation"
-    critic = get(cfg, "critic.enable", get(cfg, "algorithm.adv_estimator") == "gae")
-    if critic and get(cfg, critics, FLASH) == FLASH:
+    if has_critic(cfg) and get(cfg, critics, FLASH) == FLASH:
         refuse(critics, FLASH, missing, f"+{critics}=sdpa")
     OmegaConf.update(cfg, ATTENTION, VARLEN, force_add=True)
     newer = "FlashAttention 4 from Hopper on, else " if installed("flash-attn-4") else ""

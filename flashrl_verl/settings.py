@@ -35,6 +35,11 @@ def get(cfg: DictConfig, key: str, default: Any = None) -> Any:
     return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
 
 
+def has_critic(cfg: DictConfig) -> bool:
+    """Whether verl makes one."""
+    return bool(get(cfg, "critic.enable", get(cfg, "algorithm.adv_estimator") == "gae"))
+
+
 def positive_integer(value: Any) -> bool:
     """Whether it counts something that there has to be one of; True is no number here, although Python says so."""
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
@@ -325,7 +330,7 @@ class FlashRLConfig(Settings):
 
     failed_rewards_max: float = _number(0.01, lambda v: 0 <= v <= 1, "a share between 0 and 1")
     """Largest share of a step's responses whose reward may raise, or be no finite number
-    (``trainer/checked_rewards.py``); they count as 0. Of the first batch none may."""
+    (``trainer/rewards.py``); they count as 0. Of the first batch none may."""
 
     self_check: bool = _switch(True)
     """Whether a run starts by proving on its own engines that an update rewrites all they use

@@ -37,6 +37,7 @@ from flashrl_verl.settings import (
     ROLLOUT,
     FlashRLConfig,
     get,
+    has_critic,
     positive_integer,
 )
 from flashrl_verl.upstream.versions import verl_configs
@@ -49,8 +50,6 @@ VARLEN = "varlen"
 """Our attention in the trainer (``trainer/varlen_attention.py``)."""
 
 _DEFAULTS = "_generated_ppo_trainer.yaml"
-_LEGACY = ("custom_reward_function.", "reward_model.", "sandbox_fusion.")
-"""Nodes of verl's older configurations."""
 MODEL_NODE = "actor_rollout_ref.model"
 ATTENTION = f"{MODEL_NODE}.override_config.attn_implementation"
 FLASH = "flash_attention_2"
@@ -76,7 +75,7 @@ def validate_config(cfg: DictConfig) -> FlashRLConfig:
         value = get(cfg, rule.key)
         if not rule.test(value):
             refuse(rule.key, value, rule.reason, f"{rule.key}={rule.instead}")
-    _check_kinds(cfg)
+    _check_defaults(cfg)
     CorrectionSettings.from_config(get(cfg, CORRECTION))
     _check_engine_arguments(cfg)
     if settings.bf16_replica_fraction:
@@ -133,7 +132,8 @@ def validate_by_verl(cfg: DictConfig) -> None:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Disabled critic")  # as DAPO means it
-            verls(config=cfg, use_reference_policy=need_reference_policy(cfg), use_critic=need_critic(cfg))
+            without_files = OmegaConf.merge(cfg, {"critic": {"model": None}})  # verl would open the critic's
+            verls(without_files, use_reference_policy=need_reference_policy(cfg), use_critic=need_critic(cfg))
     except (AssertionError, ValueError, TypeError, KeyError, OmegaConfBaseException, HydraException) as error:
         raise ConfigError(f"verl refuses the configuration: {' '.join(str(error).split())}") from error
 
@@ -231,31 +231,9 @@ def _rules_of_backends(cfg: DictConfig) -> Iterator[Rule]:
         yield Rule(key, lambda node: node is None or isinstance(node, dict), "it has keys of its own", "null")
 
 
-_VOID = {
-    f"{ACTOR}.grad_clip": (1.0, f"{ACTOR}.optim.clip_grad"),
-    f"{ACTOR}.freeze_vision_tower": (False, None),
-    "actor_rollout_ref.nccl_timeout": (600, None),
-    f"{ROLLOUT}.do_sample": (True, f"{ROLLOUT}.temperature"),
-    f"{ROLLOUT}.repetition_penalty": (1.0, None),
-    f"{ROLLOUT}.over_sample_rate": (0, None),
-    f"{ROLLOUT}.multi_stage_wake_up": (False, None),
-    f"{ROLLOUT}.multi_turn.num_repeat_rollouts": (None, f"{ROLLOUT}.n"),
-    "algorithm.use_pf_ppo": (False, None),
-    "data.return_raw_input_ids": (False, None),
-    "algorithm.filter_groups.max_num_gen_batches": (0, "flashrl.max_num_gen_batches"),
-    "data.reward_fn_key": ("data_source", None),
-    "trainer.balance_batch": (True, None),
-    "trainer.esi_redundant_time": (0, None),
-}
-"""Keys that verl 0.9.1's V1 trainer does not read: verl's default, and the key that does what is meant. Found by
-looking for each key's name in the modules that a run imports."""
-
-
 def _rules_of_void_keys(cfg: DictConfig) -> Iterator[Rule]:
     """Settings that nothing reads, or that another one makes void."""
-    for key, (default, meant) in _VOID.items():
-        reason = "verl's V1 trainer does not read it"
-        yield Rule(key, one_of(None, default), reason, words(default) + (f", and set {meant}" if meant else ""))
+    yield Rule(f"{ROLLOUT}.repetition_penalty", one_of(None, 1.0), "verl's V1 trainer asks for 1.0", "1.0")
     greedy = f"{ROLLOUT}.val_kwargs.temperature"
     if get(cfg, greedy) == 0:
         reason = f"with {greedy}=0 every sample of a prompt is the same"
@@ -272,7 +250,7 @@ def _rules_of_void_keys(cfg: DictConfig) -> Iterator[Rule]:
     yield Rule(f"{ACTOR}.checkpoint.async_save", one_of(None, False), reason, "false")
     if get(cfg, "trainer.val_only"):
         yield Rule("trainer.val_before_train", one_of(True), "trainer.val_only=true validates there only", "true")
-    if not get(cfg, "critic.enable", get(cfg, "algorithm.adv_estimator") == "gae"):
+    if not has_critic(cfg):
         reason = "there is no critic, and for as many steps nothing would be trained"
         yield Rule("trainer.critic_warmup", one_of(None, 0), reason, "0")
     manager, source = (get(cfg, f"reward.reward_manager.{name}") for name in ("name", "source"))
@@ -322,7 +300,7 @@ def _rules_of_numbers(cfg: DictConfig) -> Iterator[Rule]:
 
 def _rules_of_weights(cfg: DictConfig) -> Iterator[Rule]:
     """Number formats that contradict ours, and weights that would not arrive whole, or not be checked."""
-    dtypes, formats = ("bfloat16", "float16"), ("dummy", "auto", "safetensors")
+    dtypes, formats = ("bfloat16", "float16", "half"), ("dummy", "auto", "safetensors")
     yield Rule(f"{ROLLOUT}.dtype", one_of(*dtypes), "weights are sent and quantized in it", " or ".join(dtypes))
     reason = "weights are quantized by vLLM's ordinary loaders, which this one bypasses"
     yield Rule(f"{ROLLOUT}.load_format", one_of(*formats), reason, " or ".join(formats))
@@ -337,9 +315,9 @@ def _rules_of_weights(cfg: DictConfig) -> Iterator[Rule]:
     drafter, reason = f"{MODEL_NODE}.mtp.enable_rollout", "the drafter's weights are not part of the checked update"
     yield Rule(f"{ROLLOUT}.mtp.enable_rollout", one_of(None, False), reason, f"false, by {drafter}=false")
     if not get(cfg, merge := f"{MODEL_NODE}.lora.merge"):
-        for name in ("lora.rank", "lora_rank"):
+        for name, none in (("lora.rank", 0), ("lora_rank", 0), ("lora_adapter_path", None)):
             reason = "an adapter would be sent, and only whole weights are quantized"
-            yield Rule(f"{MODEL_NODE}.{name}", one_of(None, 0), reason, f"0, or {merge}=True")
+            yield Rule(f"{MODEL_NODE}.{name}", one_of(None, none), reason, f"{words(none)}, or {merge}=True")
     if not get(cfg, pool := "reward.reward_model.enable_resource_pool"):
         reason = "on the training GPUs it makes verl send weights amid validation, which nobody verifies"
         yield Rule("reward.reward_model.enable", one_of(None, False), reason, f"false, or {pool}=true")
@@ -355,11 +333,11 @@ def _rules_of_weights(cfg: DictConfig) -> Iterator[Rule]:
         reason = "they multiply by lm_head's weight themselves, under FSDP2 by a shard, and never in FP32"
         yield Rule(f"{MODEL_NODE}.use_fused_kernels", one_of(None, False), reason, "false")
     if fp32:  # the same logits on both sides need the same operands
-        names = {None: "bfloat16", "bf16": "bfloat16", "fp16": "float16", "16": "float16"}  # verl's PrecisionType
+        names = {None: "bfloat16", "bf16": "bfloat16", **dict.fromkeys(("fp16", "16", "half"), "float16")}
         rollout = get(cfg, f"{ROLLOUT}.dtype")
         yield Rule(
             f"{_MIXED}.param_dtype",
-            lambda trainer: names.get(trainer, trainer) == rollout,
+            lambda trainer: names.get(trainer, trainer) == names.get(rollout, rollout),
             f"flashrl.fp32_lm_head needs the same operands on both sides, and {ROLLOUT}.dtype={rollout}",
             f"{rollout}, {ROLLOUT}.dtype as the trainer's, or flashrl.fp32_lm_head=false",
         )
@@ -487,9 +465,29 @@ def _check_groups(cfg: DictConfig) -> None:
             )
 
 
-def _check_kinds(cfg: DictConfig) -> None:
-    """A text where verl's default is a switch or a number: `flase` is true, and a text fails where it is computed
-    with."""
+_VOID = {
+    **{f"{node}.": f"reward.{node}" for node in ("custom_reward_function", "reward_model", "sandbox_fusion")},
+    f"{ACTOR}.grad_clip": f"{ACTOR}.optim.clip_grad",
+    f"{ACTOR}.freeze_vision_tower": None,
+    "actor_rollout_ref.nccl_timeout": None,
+    f"{ROLLOUT}.do_sample": f"{ROLLOUT}.temperature",
+    f"{ROLLOUT}.over_sample_rate": None,
+    f"{ROLLOUT}.multi_stage_wake_up": None,
+    f"{ROLLOUT}.multi_turn.num_repeat_rollouts": f"{ROLLOUT}.n",
+    "algorithm.use_pf_ppo": None,
+    "data.return_raw_input_ids": None,
+    "algorithm.filter_groups.max_num_gen_batches": "flashrl.max_num_gen_batches",
+    "data.reward_fn_key": None,
+    "trainer.balance_batch": None,
+    "trainer.esi_redundant_time": None,
+}
+"""Beginnings of the keys that verl 0.9.1's V1 trainer does not read, and the key that does what is meant. Found by
+looking for each key's name in the modules that a run imports."""
+
+
+def _check_defaults(cfg: DictConfig) -> None:
+    """What differs from verl's default where nothing reads it, or in its kind: `flase` is true, and a text fails where
+    it is computed with."""
     defaults = yaml.load((verl_configs() / _DEFAULTS).read_text(), yaml.CSafeLoader)  # all of verl's, in one file
 
     def visit(prefix: str, node: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -505,14 +503,13 @@ def _check_kinds(cfg: DictConfig) -> None:
             near = " or ".join(get_close_matches(name, known)) or "remove it"
             refuse(f"trainer.{name}", value, "verl knows no such key", near)
     for key, default in visit("", defaults):
-        if key.startswith(_LEGACY) and get(cfg, key) not in (None, default):
-            refuse(
-                key, get(cfg, key), "verl's V1 entry point does not read it", f"its namesake below reward, not {key}"
-            )
+        value, is_switch = get(cfg, key), isinstance(default, bool)
+        if value not in (None, default) and (void := [name for name in _VOID if key.startswith(name)]):
+            instead = f", and set {meant}" if (meant := _VOID[void[0]]) else ""
+            refuse(key, value, "verl's V1 trainer does not read it", f"{key}={words(default)}{instead}")
         if type(default) in (bool, int, float) and not key.startswith(f"{CORRECTION}."):
-            value = get(cfg, key)
-            if isinstance(value, str) or (isinstance(default, bool) and type(value) not in (bool, type(None))):
-                kind = "true or false" if isinstance(default, bool) else "a number"
+            if isinstance(value, str) or (is_switch and type(value) not in (bool, type(None))):
+                kind = "true or false" if is_switch else "a number"
                 refuse(key, value, f"it has to be {kind}", f"{key}={words(default)}, verl's default")
 
 

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator
 import ray
 import torch
 from verl.utils.device import get_device_name
-from verl.utils.torch_dtypes import PrecisionType
 from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
 from flashrl_verl.errors import RefitError
@@ -124,7 +123,7 @@ class FlashRLServerAdapter(ServerAdapter):
             use_shm=self.use_shm,
         )
         manifest, gather = Manifest(step), _Stopwatch(get_device_name())
-        await sender.async_send_weights(outgoing(weights, PrecisionType.to_dtype(self.config.dtype), manifest, gather))
+        await sender.async_send_weights(outgoing(weights, getattr(torch, self.config.dtype), manifest, gather))
         reports = await self._await_reports(future, step) if future is not None else []
         self._raise_on_error(reports)
         self.sent_receipt, self.reports = manifest.receipt(), reports

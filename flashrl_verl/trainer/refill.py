@@ -18,11 +18,10 @@ import time
 from collections.abc import Sequence
 
 from transfer_queue import KVBatchMeta
-from verl.trainer.ppo.v1.replay_buffer import _accumulate_eviction_metrics
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, _accumulate_eviction_metrics
 from verl.utils.skip import SkipManager
 
 from flashrl_verl.errors import DynamicSamplingError
-from flashrl_verl.trainer.first_rewards import WatchedBuffer
 
 STARTED = "training/filter_groups/started_samples"
 THROWN_AWAY = "training/filter_groups/discarded_surplus_samples"
@@ -77,14 +76,14 @@ class LastStep:
         return more
 
 
-class RefillBuffer(WatchedBuffer):
+class RefillBuffer(ReplayBuffer):
     """verl's synchronous buffer; see the module. Without a filter of groups, and in validation, it is verl's.
 
     Args:
         seed: of the draw of a batch from the groups that finished.
         max_prompts: that a step may start; infinite for no bound. The prompt after the last is asked for only when
             nothing runs and a batch is still not there, so that `refill_fn` refuses it.
-        kwargs: verl's, and `FirstRewards`'s.
+        kwargs: verl's.
 
     Raises:
         DynamicSamplingError: from `sample`: none of the groups that were drawn has a trajectory.

@@ -21,7 +21,7 @@ import transfer_queue as tq
 from omegaconf import DictConfig, OmegaConf, open_dict
 from tensordict import TensorDict
 from verl.trainer.ppo.utils import Role
-from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
@@ -38,8 +38,6 @@ from flashrl_verl.refit.self_check import require_same, sleeps_between_steps
 from flashrl_verl.rollout.replicas import describe, precisions
 from flashrl_verl.run_environment import settle_packages
 from flashrl_verl.trainer.atomic_write import write_whole
-from flashrl_verl.trainer.checked_rewards import RewardWatch, check_rewards
-from flashrl_verl.trainer.first_rewards import WatchedAsyncBuffer, WatchedBuffer, describe_unrewarded
 from flashrl_verl.trainer.guard import Guard
 from flashrl_verl.trainer.metrics import (
     MetricsFile,
@@ -53,6 +51,7 @@ from flashrl_verl.trainer.metrics import (
 )
 from flashrl_verl.trainer.mini_batches import even_order, length_variation
 from flashrl_verl.trainer.refill import RefillBuffer
+from flashrl_verl.trainer.rewards import RewardWatch, check_rewards
 from flashrl_verl.trainer.worker_watch import WorkerWatch
 from flashrl_verl.upstream.versions import Status, check_versions
 from flashrl_verl.validation import validate_config
@@ -121,18 +120,11 @@ class FlashRLMixin:
         self.trainer_mode = self.MODE
         replay_buffer = super()._build_replay_buffer()
         assert hasattr(replay_buffer, "poll_interval"), "verl renamed the replay buffer's poll interval"
-        if type(replay_buffer) in (ReplayBuffer, ReplayBufferAsync):  # or it is the user's own
-            batch = self.config.data.train_batch_size
+        if type(replay_buffer) is ReplayBuffer and self.flashrl.sampling.refill:  # or it is the user's own
             # verl keeps every argument under its own name.
             arguments = {name: getattr(replay_buffer, name) for name in inspect.signature(ReplayBuffer).parameters}
-            arguments |= {"first_batch": batch, "tell": self._tell_unrewarded}
-            if type(replay_buffer) is ReplayBufferAsync:
-                replay_buffer = WatchedAsyncBuffer(**arguments)
-            elif not self.flashrl.sampling.refill:
-                replay_buffer = WatchedBuffer(**arguments)
-            else:
-                limit = self.flashrl.max_num_gen_batches * batch or math.inf
-                replay_buffer = RefillBuffer(seed=self._seed, max_prompts=limit, **arguments)
+            limit = self.flashrl.max_num_gen_batches * self.config.data.train_batch_size or math.inf
+            replay_buffer = RefillBuffer(seed=self._seed, max_prompts=limit, **arguments)
         replay_buffer.poll_interval = _POLL_INTERVAL_S
         return replay_buffer
 
@@ -180,10 +172,12 @@ class FlashRLMixin:
         workers = [*agent_loop_manager.agent_loop_workers, *self.actor_rollout_wg.workers]
         workers += self.reward_loop_manager.reward_loop_workers
         watch = WorkerWatch(workers, self._how_to_resume())
+        own = self.config.reward.custom_reward_function
         self._rewards = RewardWatch(
             self.reward_loop_manager.reward_loop_workers,
-            self._own_reward() or "verl's",
+            f"{own.name} of {own.path}" if own.path else "verl's",
             self.flashrl.failed_rewards_max,
+            self.config.data.train_batch_size * self.config.actor_rollout_ref.rollout.n,
         )
         poll = self.replay_buffer._wait_for_next_poll
 
@@ -228,8 +222,9 @@ class FlashRLMixin:
         if limit and self._prompts_this_step > limit * batch:
             metric = self.config.algorithm.filter_groups.metric
             why = "the policy solves all or none of them, or they have failed, which the first error in the log says"
-            if "train" in getattr(self.replay_buffer, "told", ()):
-                why = "no response of the first batch had a reward, of which a warning in the log shows one"
+            self._rewards.ask(whole=True)
+            if self._rewards.unrewarded:
+                why = "no response had a reward, of which a warning in the log shows one"
             raise DynamicSamplingError(
                 f"step {self.global_steps}: dynamic sampling drew more than {limit} x {batch} prompts and still lacks "
                 f"a batch of groups whose {metric!r} differs within the group: {why}. Check the reward and the data, "
@@ -254,6 +249,10 @@ class FlashRLMixin:
         metrics[f"{logging_prefix}/balanced_min"] = float(tokens.min())
         metrics[f"{logging_prefix}/balanced_max"] = float(tokens.max())
         return batch
+
+    def on_validate_end(self) -> None:
+        super().on_validate_end()
+        self._rewards.end_validation()
 
     def on_sample_end(self) -> None:
         super().on_sample_end()
@@ -315,13 +314,6 @@ class FlashRLMixin:
         schema = kv_batch_meta2batch_meta(batch).field_schema
         batch.fields = actor_columns(schema, images=self.processor is not None)
         return batch
-
-    def _tell_unrewarded(self, partition_id: str, responses: int, row: dict) -> None:
-        log.warning(describe_unrewarded(partition_id, responses, row, self._own_reward(), self.tokenizer.decode))
-
-    def _own_reward(self) -> str | None:
-        own = self.config.reward.custom_reward_function
-        return f"{own.name} of {own.path}" if own.path else None
 
     def _how_to_resume(self) -> str:
         folder, every = self.config.trainer.default_local_dir, self.config.trainer.save_freq

@@ -4,6 +4,7 @@
 import asyncio
 import math
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,8 +15,8 @@ from verl import DataProto
 from verl.trainer.ppo.reward import load_reward_manager
 
 from flashrl_verl.errors import RewardError
-from flashrl_verl.trainer import checked_rewards
-from flashrl_verl.trainer.checked_rewards import METRIC, Failures, RewardWatch, check_rewards
+from flashrl_verl.trainer import rewards
+from flashrl_verl.trainer.rewards import METRIC, RewardWatch, Seen, check_rewards
 
 
 class Letters:
@@ -94,10 +95,11 @@ def test_what_is_no_number_counts_as_0_and_is_told_with_the_response(kind, name)
     reward, said = WRONG[kind]
     manager = manager_of(reward, name)
     assert score(manager) == {"reward_score": 0.0, "reward_extra_info": {"acc": 0.0}}
-    scored, failed, example = manager.take()
-    assert (scored, failed) == (1, 1) and re.search(said, example)
-    assert "Its prompt ends: 'ab'. Its response ends: 'cd'. It should have come to '42'" in example
-    assert manager.take() == (0, 0, "")
+    seen = manager.take()
+    assert (seen.scored, seen.failed) == (1, 1) and re.search(said, seen.failure)
+    shown = "Its data_source is mine. Its prompt ends: 'ab'. Its response ends: 'cd'. It should have come to '42'"
+    assert seen.failure.endswith(shown) and seen.first == shown
+    assert manager.take() == Seen()
 
 
 @pytest.mark.parametrize("kind", RIGHT)
@@ -106,23 +108,47 @@ def test_a_number_passes_as_verls_manager_made_it(kind):
     manager = manager_of(reward)
     result = score(manager)
     assert result["reward_score"] == number and result["reward_extra_info"]["acc"] == number
-    assert manager.take() == (1, 0, "")
+    seen = manager.take()
+    assert seen[:5] == (1, 0, "", number, number) and seen.first
+
+
+def watch_of(monkeypatch, answers: list[Seen], limit: float) -> RewardWatch:
+    """Over two workers that answer in turn."""
+    left = iter(answers)
+    worker = SimpleNamespace(__ray_call__=SimpleNamespace(remote=lambda function: next(left)))
+    monkeypatch.setattr(rewards.ray, "get", list)
+    return RewardWatch([worker, worker], "mine", limit, batch=16)
 
 
 def test_the_first_batch_has_no_failure_and_later_ones_no_more_than_the_limit(monkeypatch):
-    answers = iter([(8, 0, ""), (100, 0, ""), (100, 1, "a"), (100, 2, "b"), (8, 0, ""), (8, 1, "c")])
-
-    class Worker:
-        class __ray_call__:
-            @staticmethod
-            def remote(function):
-                return Failures(*next(answers))
-
-    monkeypatch.setattr(checked_rewards.ray, "get", list)
-    watch = RewardWatch([Worker, Worker], "mine", 0.01)
+    answers = [Seen(8), Seen(100), Seen(100, 1, "a"), Seen(100, 2, "b")]
+    watch = watch_of(monkeypatch, answers, 0.01)
     assert watch.end_step() == {METRIC: 0.0}  # 108 of the first batch
     with pytest.raises(RewardError, match="3 of 200 responses, more than flashrl.failed_rewards_max=0.01.* b. Remedy"):
         watch.end_step()
-    watch = RewardWatch([Worker, Worker], "mine", 1.0)
+    watch = watch_of(monkeypatch, [Seen(8), Seen(8, 1, "c")], 1.0)
     with pytest.raises(RewardError, match="1 of 16 responses, of the first batch none may. Of one of them c"):
         watch.end_step()
+
+
+def test_that_no_response_has_had_a_reward_is_said_once(monkeypatch, caplog):
+    def none(scored: int, first: str) -> Seen:
+        return Seen(scored, 0, "", 0.0, 0.0, first)
+
+    watch = watch_of(monkeypatch, [none(8, "a"), none(7, "b"), none(9, "c"), none(8, "d"), *[Seen()] * 2], 1.0)
+    watch.ask()  # 15 of a batch of 16 may be unlucky
+    assert not caplog.records and watch.unrewarded
+    watch.ask()
+    watch.ask(whole=True)
+    assert [record.getMessage()[:38] for record in caplog.records] == ["none of 32 responses has had a reward ("]
+    assert "(mine)" in caplog.text and "One of them: a." in caplog.text
+
+    caplog.clear()
+    of_two_kinds = [none(8, "a"), none(0, "")._replace(least=-1.0, most=-1.0)]
+    rewarded = [none(8, "a"), Seen(8, 0, "", 1.0, 1.0, "b"), none(9, "c"), none(9, "d")]
+    for answers in (of_two_kinds, rewarded):
+        watch = watch_of(monkeypatch, answers, 1.0)
+        watch.end_validation()
+        assert not caplog.records and not watch.unrewarded
+    watch.ask()  # what validation had says nothing of training
+    assert watch.unrewarded and "none of 18 responses" in caplog.text
