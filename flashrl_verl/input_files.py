@@ -227,9 +227,7 @@ def _check_model(cfg: DictConfig, model: Path) -> None:
     weights = {path.name: path for ending in ("*.safetensors", "*.bin") for path in model.glob(ending)}
     if (model / "adapter_config.json").is_file() and not config:
         base = _json(model / "adapter_config.json").get("base_model_name_or_path", "<its base model>")
-        refuse_model(
-            "it is a LoRA adapter", f"{base}, with {node}.lora_adapter_path={model} and {node}.lora.merge=True"
-        )
+        refuse_model("it is a LoRA adapter", f"{base}, or both merged (merge_and_unload of peft)")
     if not config:
         refuse_model("the folder has no config.json", "a folder in Hugging Face's format")
     if "quantization_config" in config:

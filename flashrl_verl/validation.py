@@ -315,9 +315,11 @@ def _rules_of_weights(cfg: DictConfig) -> Iterator[Rule]:
     drafter, reason = f"{MODEL_NODE}.mtp.enable_rollout", "the drafter's weights are not part of the checked update"
     yield Rule(f"{ROLLOUT}.mtp.enable_rollout", one_of(None, False), reason, f"false, by {drafter}=false")
     if not get(cfg, merge := f"{MODEL_NODE}.lora.merge"):
-        for name, none in (("lora.rank", 0), ("lora_rank", 0), ("lora_adapter_path", None)):
+        for name in ("lora.rank", "lora_rank"):
             reason = "an adapter would be sent, and only whole weights are quantized"
-            yield Rule(f"{MODEL_NODE}.{name}", one_of(None, none), reason, f"{words(none)}, or {merge}=True")
+            yield Rule(f"{MODEL_NODE}.{name}", one_of(None, 0), reason, f"0, or {merge}=True")
+    if not get(cfg, rank := f"{MODEL_NODE}.lora_rank"):
+        yield Rule(f"{MODEL_NODE}.lora_adapter_path", one_of(None), f"without {rank} verl loads none", "null")
     if not get(cfg, pool := "reward.reward_model.enable_resource_pool"):
         reason = "on the training GPUs it makes verl send weights amid validation, which nobody verifies"
         yield Rule("reward.reward_model.enable", one_of(None, False), reason, f"false, or {pool}=true")
@@ -466,7 +468,10 @@ def _check_groups(cfg: DictConfig) -> None:
 
 
 _VOID = {
-    **{f"{node}.": f"reward.{node}" for node in ("custom_reward_function", "reward_model", "sandbox_fusion")},
+    **{
+        f"{node}.": f"its namesake below reward.{node}"
+        for node in ("custom_reward_function", "reward_model", "sandbox_fusion")
+    },
     f"{ACTOR}.grad_clip": f"{ACTOR}.optim.clip_grad",
     f"{ACTOR}.freeze_vision_tower": None,
     "actor_rollout_ref.nccl_timeout": None,

@@ -45,7 +45,11 @@ def run(tmp_path):
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     words.save(str(model / "tokenizer.json"))
     (model / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
-    (tmp_path / "reward.py").write_text("import math\nfrom math import floor as taken\nown = lambda **_: 1.0\n")
+    arguments = "data_source, solution_str, ground_truth"
+    functions = {"own": f"{arguments}, extra_info=None", "any_more": f"{arguments}, **more", "of_two": "answer, truth"}
+    functions |= {"lacks": arguments, "asks": f"{arguments}, extra_info, penalty"}
+    lines = [f"def {name}({taken}):\n    return 1.0\n" for name, taken in functions.items()]
+    (tmp_path / "reward.py").write_text("import math\nfrom math import floor as taken\n" + "".join(lines))
     settings = {
         DATA[0]: [
             save(tmp_path / "a.parquet", [row(messages("2 + 2"))] * 3),
@@ -115,7 +119,45 @@ def test_a_file_that_is_no_data_is_refused(run, content, said):
     assert said in refused(cfg)
 
 
-@pytest.mark.parametrize(("name", "said"), [("taken", None), ("compute", "has no such function")])
+def test_prompts_of_which_the_filter_leaves_none_are_refused(run):
+    cfg, folder = run
+    OmegaConf.update(cfg, "data.filter_overlong_prompts", True)
+    save(folder / "a.parquet", [row(messages("a " * 9))] * 9)
+    assert "1 rows with prompts of at most 8 tokens are less than a batch of 4" in refused(cfg)
+    save(folder / "a.parquet", [*[row(messages("a " * 9))] * 9, row(messages("2"))])  # not counted
+    check_files(cfg)
+
+
+def test_files_that_verl_cannot_put_together_are_refused(run):
+    cfg, folder = run
+    of_pandas = pyarrow.Table.from_pylist([row(messages("2"))] * 4)
+    names = of_pandas.column_names
+    at = names.index("data_source")
+    of_pandas = of_pandas.set_column(at, names[at], of_pandas[names[at]].cast(pyarrow.large_string()))
+    parquet.write_table(of_pandas, folder / "b.parquet")
+    assert "the key data_source has unexpected type - Value('large_string')" in refused(cfg)
+    save(folder / "b.parquet", [row(messages("2"), difficulty=3)])  # a column more becomes null
+    check_files(cfg)
+
+
+def test_a_data_source_of_verls_own_or_of_files_that_are_not_judged_passes(run):
+    cfg, folder = run
+    OmegaConf.update(cfg, f"{REWARD}.path", None)
+    for name, source in (("a", "math_dapo"), ("b", "aime_of_1983")):
+        save(folder / f"{name}.parquet", [row(messages("2"), data_source=source)] * 4)
+    assert f"data_source='mine', which {DATA[1]} has" in refused(cfg)
+    OmegaConf.update(cfg, "trainer.val_before_train", False)
+    OmegaConf.update(cfg, "trainer.test_freq", -1)
+    check_files(cfg)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        *(("taken", None), ("compute", "has no such function"), ("any_more", None)),
+        *(("lacks", "it is lacks(data_source"), ("asks", "extra_info, penalty)"), ("of_two", "it is of_two(answer, ")),
+    ],
+)
 def test_a_reward_is_looked_for_in_its_file(run, name, said):
     cfg, _ = run
     OmegaConf.update(cfg, f"{REWARD}.name", name)
@@ -159,6 +201,30 @@ def test_a_quantized_model_and_a_checkpoints_folder_are_refused(run):
     assert "its weights are quantized" in refused(cfg, **{MODEL: str(folder / "model")})
 
 
+def test_an_adapter_missing_shards_and_code_that_is_not_trusted_are_refused(run):
+    cfg, folder = run
+    model, trust = folder / "model", "actor_rollout_ref.model.trust_remote_code"
+    config = json.loads((model / "config.json").read_text())
+
+    def changed_config(**others) -> None:
+        (model / "config.json").write_text(json.dumps(config | others))
+
+    changed_config(auto_map={"AutoConfig": "own.Config"})  # of a model that transformers has itself
+    check_files(cfg)
+    changed_config(auto_map={"AutoConfig": "own.Config"}, model_type="own")
+    assert f"{trust}=true" in refused(cfg)
+    check_files(OmegaConf.merge(cfg, OmegaConf.from_dotlist([f"{trust}=true"])))
+    changed_config(architectures=None)
+    assert "does not name one of architectures" in refused(cfg)
+    changed_config()
+    index = {"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "the folder lacks model-00002-of-00002.safetensors" in refused(cfg)
+    (model / "config.json").unlink()
+    (model / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "Qwen/Qwen2.5-7B"}))
+    assert "is refused: it is a LoRA adapter. Remedy: Qwen/Qwen2.5-7B" in refused(cfg)
+
+
 def test_what_a_run_would_resume_from_is_looked_at(run):
     cfg, folder = run
     saved = folder / "new" / "checkpoints"
@@ -173,9 +239,19 @@ def test_what_a_run_would_resume_from_is_looked_at(run):
     ranks = cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node
     (step / "actor" / f"model_world_size_{ranks}_rank_0.pt").touch()
     check_files(cfg)
+    (step / "config.yaml").write_text(OmegaConf.to_yaml(cfg))
+    check_files(cfg)
+    contents = f"{ACTOR}.checkpoint.load_contents"
+    for name, value, part in (("lr", 3e-7, "extra"), ("weight_decay", 0.2, "optimizer")):
+        other = OmegaConf.merge(cfg, OmegaConf.from_dotlist([f"{ACTOR}.optim.{name}={value}"]))
+        assert f"optim.{name}={value} is refused" in (message := refused(other)) and f"with '{part}' of" in message
+        OmegaConf.update(
+            other, contents, [each for each in cfg.actor_rollout_ref.actor.checkpoint.load_contents if each != part]
+        )
+        check_files(other)
     assert "has as many steps already" in refused(cfg, **{"trainer.total_training_steps": 3})
     OmegaConf.update(cfg, "trainer.total_training_steps", 4)
-    assert "without its weights" in refused(cfg, **{f"{ACTOR}.checkpoint.load_contents": ["hf_model"]})
+    assert "without its weights" in refused(cfg, **{contents: ["hf_model"]})
 
 
 def test_a_model_with_too_few_positions_is_refused(run):

@@ -140,7 +140,7 @@ def test_that_no_response_has_had_a_reward_is_said_once(monkeypatch, caplog):
     assert not caplog.records and watch.unrewarded
     watch.ask()
     watch.ask(whole=True)
-    assert [record.getMessage()[:38] for record in caplog.records] == ["none of 32 responses has had a reward ("]
+    assert [record.getMessage()[:39] for record in caplog.records] == ["none of 32 responses has had a reward ("]
     assert "(mine)" in caplog.text and "One of them: a." in caplog.text
 
     caplog.clear()

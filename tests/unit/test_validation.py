@@ -85,6 +85,7 @@ CASES = [
     ({MODE: ASYNC, f"{CORRECTION}.rollout_rs": "token_k1,seq_mean_k1"}, "correction=tis"),
     ({MODE: ASYNC, THRESHOLD: None}, f"{THRESHOLD}=8"),
     ({f"{ACTOR_MODEL}.lora_rank": 8}, f"{ACTOR_MODEL}.lora.merge=True"),
+    ({f"{ACTOR_MODEL}.lora_adapter_path": "a"}, f"{ACTOR_MODEL}.lora_adapter_path=null"),
     ({f"{ACTOR_MODEL}.lora.rank": 8}, f"{ACTOR_MODEL}.lora.merge=True"),
     ({f"{ACTOR_MODEL}.mtp.enable_rollout": True}, f"{ACTOR_MODEL}.mtp.enable_rollout=false"),
     (
@@ -283,12 +284,27 @@ def test_speculation_is_refused_unless_by_n_grams_on_a_gpu(speculation, hardware
     ("key", "said"),
     [
         ("trainer.val_generations", "verl knows no such key. Remedy: log_val_generations"),
-        ("custom_reward_function.path", "does not read it. Remedy: its namesake below reward"),
+        ("custom_reward_function.path", "Remedy: custom_reward_function.path=null, and set its namesake below"),
         ("model", "nothing reads it. Remedy: the key below actor_rollout_ref"),
     ],
 )
 def test_a_key_in_a_place_where_nothing_reads_it_is_refused(key, said):
     assert said in refusal(changed({key: "x"}))
+
+
+def test_keys_that_verls_trainer_does_not_read_are_refused_unless_they_have_its_default():
+    for key in validation._VOID:
+        key += (
+            "path"
+            if key.endswith("function.")
+            else "enable"
+            if key == "reward_model."
+            else "url"
+            if key.endswith(".")
+            else ""
+        )
+        found = re.search(f"{key}=unusual is refused: .*Remedy: {key}=([^,]*)[,.]", refusal(changed({key: "unusual"})))
+        validate_config(changed({key: yaml.safe_load(found[1])}))
 
 
 @pytest.mark.parametrize(
@@ -320,7 +336,7 @@ def test_a_key_that_verls_classes_lack_is_refused(key, remedy):
 # ---- what is accepted ----
 
 ACCEPTED = [
-    {f"{ROLLOUT}.dtype": "float16"},
+    {f"{ROLLOUT}.dtype": "half"},
     {f"{ROLLOUT}.n": 1, "trainer.val_only": True},
     {f"{ACTOR_MODEL}.lora_rank": 8, f"{ACTOR_MODEL}.lora.merge": True},
     {"my_own": {"a": 1}},
@@ -329,7 +345,7 @@ ACCEPTED = [
     {f"{ROLLOUT}.val_kwargs.top_p": 0.7, f"{ROLLOUT}.val_kwargs.top_k": 20, f"{ROLLOUT}.val_kwargs.temperature": 0},
     {**NO_WEIGHTS, f"{ROLLOUT}.top_p": 0.9, f"{ROLLOUT}.calculate_log_probs": False},
     {"flashrl.fp32_lm_head": True, MIXED: {"reduce_dtype": "fp32"}},
-    {"flashrl.fp32_lm_head": True, MIXED: {"param_dtype": "fp16"}, f"{ROLLOUT}.dtype": "float16"},
+    {"flashrl.fp32_lm_head": True, MIXED: {"param_dtype": "fp16"}, f"{ROLLOUT}.dtype": "half"},
     {"trainer.nnodes": 2, "trainer.n_gpus_per_node": 8, f"{ROLLOUT}.tensor_model_parallel_size": 4, FRACTION: 0.25},
 ]
 
