@@ -120,10 +120,9 @@ class CheckedRewardManager(RewardManagerBase):
         width, row = prompts.shape[-1], item.non_tensor_batch
         of_tokens = (prompts[mask[:width].bool()], responses[mask[width:].bool()])
         prompt, response = (self.tokenizer.decode(ids)[-_SHOWN:] for ids in of_tokens)
-        return (
-            f"Its data_source is {row.get('data_source')}. Its prompt ends: {prompt!r}. Its response ends: "
-            f"{response!r}. It should have come to {(row.get('reward_model') or {}).get('ground_truth')!r}"
-        )
+        truth = (row.get("reward_model") or {}).get("ground_truth")
+        shown = f"Its prompt ends: {prompt!r}. Its response ends: {response!r}. It should have come to {truth!r}"
+        return f"{shown}, of data_source {row.get('data_source')}"
 
 
 def _take(worker: Any) -> Seen:

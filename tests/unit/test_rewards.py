@@ -97,7 +97,7 @@ def test_what_is_no_number_counts_as_0_and_is_told_with_the_response(kind, name)
     assert score(manager) == {"reward_score": 0.0, "reward_extra_info": {"acc": 0.0}}
     seen = manager.take()
     assert (seen.scored, seen.failed) == (1, 1) and re.search(said, seen.failure)
-    shown = "Its data_source is mine. Its prompt ends: 'ab'. Its response ends: 'cd'. It should have come to '42'"
+    shown = "Its prompt ends: 'ab'. Its response ends: 'cd'. It should have come to '42', of data_source mine"
     assert seen.failure.endswith(shown) and seen.first == shown
     assert manager.take() == Seen()
 
