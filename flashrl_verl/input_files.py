@@ -26,7 +26,6 @@ _LFS = b"version https://git-lfs"
 _REWARD = "reward.custom_reward_function"
 _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 """By which verl's reward managers call a function."""
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _CHECKPOINT = f"{ACTOR}.checkpoint"
 _RESTORED = {"lr": "extra", "weight_decay": "optimizer", "betas": "optimizer"}
 """Settings of the optimizer that a checkpoint brings with it, and in which part."""
@@ -197,7 +196,7 @@ def _tokens(cfg: DictConfig) -> Callable[[str], int]:
 def _check_reward(cfg: DictConfig, path: Path, name: str) -> None:
     text = path.read_text()
     try:
-        functions = {node.name: node for node in ast.parse(text).body if isinstance(node, _FUNCTIONS)}
+        functions = {node.name: node for node in ast.parse(text).body if hasattr(node, "args")}
     except (SyntaxError, ValueError) as error:
         raise ConfigError(f"{_REWARD}.path={path} is no Python: {error}") from error
     if not re.search(rf"\b{re.escape(name)}\b|import \*", text):

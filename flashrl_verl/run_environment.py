@@ -72,9 +72,7 @@ def _check_loggers(cfg: DictConfig) -> None:
     key, loggers = "trainer.logger", get(cfg, "trainer.logger") or []
     for name in [loggers] if isinstance(loggers, str) else loggers:
         if name in _LOGGERS and find_spec(name) is None:
-            refuse(
-                key, name, f"{name} is not installed in this environment", f"pip install it, or {key}=[console,file]"
-            )
+            refuse(key, name, f"{name} is not installed in this environment", "pip install it, or [console,file]")
         if name in _KEYS:
             variable, mode, offline = _KEYS[name]
             if os.environ.get(variable) or os.environ.get(mode, "online") not in ("online", "cloud"):

@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from flashrl_verl.attention.limits import REMEDY, why_not_model
 from flashrl_verl.correction.settings import CorrectionSettings
-from flashrl_verl.errors import ConfigError, refuse, words
+from flashrl_verl.errors import ConfigError, listed, refuse, words
 from flashrl_verl.input_files import model_config
 from flashrl_verl.rollout.replicas import bf16_replicas
 from flashrl_verl.settings import (
@@ -119,7 +119,7 @@ def validate_by_verl(cfg: DictConfig) -> None:
     with suppress(ImportError):  # verl's own message names the module
         if not hasattr(import_module(module), str(optimizer)):
             refuse(f"{ACTOR}.optim.optimizer", optimizer, f"{module} has no such optimizer", "AdamW, or another of it")
-    _refuse_unknown(CORRECTION, get(cfg, CORRECTION, {}), RolloutCorrectionConfig)
+    _refuse_unknown(CORRECTION, get(cfg, CORRECTION, {}), _names(RolloutCorrectionConfig))
     criteria, key = get(cfg, f"{CORRECTION}.rollout_rs"), f"{CORRECTION}.rollout_rs_threshold"
     if criteria is not None:
         try:  # on a token
@@ -138,20 +138,22 @@ def validate_by_verl(cfg: DictConfig) -> None:
         raise ConfigError(f"verl refuses the configuration: {' '.join(str(error).split())}") from error
 
 
-def _refuse_unknown(node: str, values: dict[str, Any], kind: type | None = None) -> None:
-    """Keys that verl's class of a node, or of one below it, does not have."""
+def _names(kind: type) -> list[str]:
+    return [field.name for field in dataclasses.fields(kind)]
+
+
+def _refuse_unknown(node: str, values: dict[str, Any], known: list[str] | None = None) -> None:
+    """Keys that are not among those known, or that verl's class of the node, or of one below it, does not have."""
     from hydra.utils import get_class
 
     if target := values.get("_target_"):
-        kind = get_class(target)
+        known = _names(get_class(target))
     for name, value in values.items():
         if isinstance(value, dict):
             _refuse_unknown(f"{node}.{name}", value)
-        if kind is not None and name != "_target_":
-            fields = [field.name for field in dataclasses.fields(kind) if field.name != "_target_"]
-            if name not in fields:
-                near = " or ".join(get_close_matches(name, fields)) or f"remove it; there are {', '.join(fields[:30])}"
-                refuse(f"{node}.{name}", value, "verl knows no such key", RENAMED.get(name, near))
+        if known is not None and name not in (*known, "_target_"):
+            near = " or ".join(get_close_matches(name, known)) or f"remove it; there are {listed(known, most=30)}"
+            refuse(f"{node}.{name}", value, "verl knows no such key", RENAMED.get(name, near))
 
 
 # ---- the table ----
@@ -271,10 +273,8 @@ def _rules_of_numbers(cfg: DictConfig) -> Iterator[Rule]:
     yield Rule(f"{ACTOR}.optim.lr", within(0, 1e9), "a learning rate is a number from 0 on", "1.0e-6")
     reason = "it is a share of the steps"
     yield Rule(f"{ACTOR}.optim.lr_warmup_steps_ratio", lambda v: v is None or within(0, 1)(v), reason, "0.0")
-    schedules = ("constant", "cosine")
-    yield Rule(
-        f"{ACTOR}.optim.lr_scheduler_type", one_of(None, *schedules), "verl knows no other", " or ".join(schedules)
-    )
+    key, schedules = f"{ACTOR}.optim.lr_scheduler_type", ("constant", "cosine")
+    yield Rule(key, one_of(None, *schedules), "verl knows no other", " or ".join(schedules))
     key, parts = f"{ACTOR}.checkpoint.save_contents", {"model", "optimizer", "extra", "hf_model"}
     reason = f"checkpoints hold {', '.join(sorted(parts))}"
     yield Rule(key, lambda names: names is None or {*names} <= parts, reason, "[model,optimizer,extra]")
@@ -293,9 +293,8 @@ def _rules_of_numbers(cfg: DictConfig) -> Iterator[Rule]:
         yield Rule(f"{ROLLOUT}.max_model_len", within(longest, math.inf), reason, f"{longest}, or null")
     if get(cfg, f"{_OVERLONG}.enable"):
         reason = f"it is the end of a response's {response} tokens, in which the penalty grows"
-        yield Rule(
-            f"{_OVERLONG}.len", within(1, response - 1), reason, f"1 to {response - 1}, or {_OVERLONG}.enable=false"
-        )
+        instead = f"1 to {response - 1}, or {_OVERLONG}.enable=false"
+        yield Rule(f"{_OVERLONG}.len", within(1, response - 1), reason, instead)
 
 
 def _rules_of_weights(cfg: DictConfig) -> Iterator[Rule]:
@@ -462,9 +461,7 @@ def _check_groups(cfg: DictConfig) -> None:
             meant = f"{near[0]}={words(get(cfg, key))}"
             refuse(key, get(cfg, key), "nothing reads it", f"{meant} without a +, or another name for the key")
         if key in ("model", "actor", "rollout", "ref", "worker", "optim"):
-            refuse(
-                key, get(cfg, key), "nothing reads it", f"the key below actor_rollout_ref, or another name than {key}"
-            )
+            refuse(key, get(cfg, key), "nothing reads it", "the key below actor_rollout_ref, or another name for it")
 
 
 _VOID = {
@@ -502,11 +499,7 @@ def _check_defaults(cfg: DictConfig) -> None:
             else:
                 yield f"{prefix}{name}", value
 
-    known = [*defaults["trainer"]]
-    for name, value in get(cfg, "trainer", {}).items():
-        if name not in known:
-            near = " or ".join(get_close_matches(name, known)) or "remove it"
-            refuse(f"trainer.{name}", value, "verl knows no such key", near)
+    _refuse_unknown("trainer", get(cfg, "trainer", {}), [*defaults["trainer"]])
     for key, default in visit("", defaults):
         value, is_switch = get(cfg, key), isinstance(default, bool)
         if value not in (None, default) and (void := [name for name in _VOID if key.startswith(name)]):

@@ -13,7 +13,7 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import ray
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -37,28 +37,15 @@ METRIC = "flashrl/failed_rewards"
 """Share of a step's responses whose reward failed, validation's too."""
 
 
-class Seen(NamedTuple):
-    """Of responses, by a worker since it was asked last, or by all of them."""
+class Scored(NamedTuple):
+    """A response."""
 
-    scored: int = 0
-    failed: int = 0
-    failure: str = ""
-    """The last one, in words."""
-    least: float = math.inf
-    most: float = -math.inf
-    """Accuracy, or the reward where there is none: the penalty of length varies without any reward."""
-    first: str = ""
-    """The first one, in words."""
-
-    def __add__(self, other: "Seen") -> "Seen":
-        return Seen(
-            self.scored + other.scored,
-            self.failed + other.failed,
-            other.failure or self.failure,
-            min(self.least, other.least),
-            max(self.most, other.most),
-            self.first or other.first,
-        )
+    value: float
+    """Its accuracy, or its reward where there is none: the penalty of length varies without any reward."""
+    failure: str
+    """Why it has no reward, in words."""
+    shown: str
+    """In words, of the first since the worker was asked and of those that failed."""
 
 
 def check_rewards(config: DictConfig) -> None:
@@ -80,7 +67,7 @@ class CheckedRewardManager(RewardManagerBase):
         manager = resolve_reward_manager_cls(OmegaConf.create(own))
         self._manager = manager(config=config, tokenizer=tokenizer, compute_score=compute_score, **kwargs)
         self._metric = OmegaConf.select(config, "algorithm.filter_groups.metric")
-        self._seen = Seen()
+        self._scored: list[Scored] = []
 
     async def run_single(self, data: DataProto) -> dict:
         try:
@@ -95,13 +82,13 @@ class CheckedRewardManager(RewardManagerBase):
         extra = result.get("reward_extra_info", {})
         extra.pop("reward", None)  # verl's name for the reward itself, and it puts both into one list
         value = float(extra.get("acc", result["reward_score"]))
-        shown = self._shown(data[-1]) if problem or not self._seen.first else ""
-        self._seen += Seen(1, bool(problem), f"{problem}. {shown}" if problem else "", value, value, shown)
+        shown = self._shown(data[-1]) if problem or not self._scored else ""
+        self._scored.append(Scored(value, problem or "", shown))
         return result
 
-    def take(self) -> Seen:
+    def take(self) -> list[Scored]:
         """What there was since the last call."""
-        taken, self._seen = self._seen, Seen()
+        taken, self._scored = self._scored, []
         return taken
 
     def _problem(self, result: dict) -> str | None:
@@ -125,7 +112,7 @@ class CheckedRewardManager(RewardManagerBase):
         return f"{shown}, of data_source {row.get('data_source')}"
 
 
-def _take(worker: Any) -> Seen:
+def _take(worker: Any) -> list[Scored]:
     return worker.reward_manager.take()
 
 
@@ -142,7 +129,8 @@ class RewardWatch:
     def __init__(self, workers: Sequence[ray.actor.ActorHandle], reward: str, limit: float, batch: int):
         self._workers, self._reward, self._limit, self._batch = workers, reward, limit, batch
         self._first, self._next = True, time.monotonic() + _INTERVAL_S
-        self._seen, self._said = Seen(), False
+        self._scored: list[Scored] = []
+        self._said = False
         self.unrewarded = False
         """Whether no response has had a reward yet, of validation or training."""
 
@@ -164,7 +152,7 @@ class RewardWatch:
         """
         self.ask(whole=True)
         if self._first:
-            self._seen = Seen()
+            self._scored = []
 
     def end_step(self) -> dict[str, float]:
         """When a batch is there: its metric.
@@ -174,10 +162,10 @@ class RewardWatch:
         """
         self.ask(whole=True)
         self._first = self.unrewarded = False
-        share = self._seen.failed / max(1, self._seen.scored)
+        share = len(self._failed()) / max(1, len(self._scored))
         if share > self._limit:
             self._refuse(f"more than flashrl.failed_rewards_max={self._limit:g} of a step")
-        self._seen = Seen()
+        self._scored = []
         return {METRIC: share}
 
     def ask(self, whole: bool = False) -> None:
@@ -189,26 +177,30 @@ class RewardWatch:
         Raises:
             RewardError: one of the first batch failed.
         """
-        asked = ray.get([worker.__ray_call__.remote(_take) for worker in self._workers])
-        self._seen = seen = sum(asked, self._seen)
+        for taken in ray.get([worker.__ray_call__.remote(_take) for worker in self._workers]):
+            self._scored += taken
         if not self._first:
             return
-        if seen.failed:
+        if self._failed():
             self._refuse("of the first batch none may")
-        self.unrewarded = seen.least == seen.most <= 0  # none seen: infinity on either side
-        if self.unrewarded and not self._said and (whole or seen.scored >= self._batch):
+        values, count = {one.value for one in self._scored}, len(self._scored)
+        self.unrewarded = len(values) == 1 and max(values) <= 0
+        if self.unrewarded and not self._said and (whole or count >= self._batch):
             self._said = True
             log.warning(
-                f"none of {seen.scored} responses has had a reward ({self._reward}). Either the policy solves none of "
-                "the problems, or it does not answer in the form that the reward looks for. One of them: "
-                f"{seen.first}. Where the form is wrong, ask for it in the data's prompts (of GSM8K: flashrl data "
-                "gsm8k-boxed), or set reward.custom_reward_function.path"
+                f"none of {count} responses has had a reward ({self._reward}). Either the policy solves none of the "
+                f"problems, or it does not answer in the form that the reward looks for. One: {self._scored[0].shown}. "
+                "Where the form is wrong, ask for it in the data's prompts (of GSM8K: flashrl data gsm8k-boxed), or "
+                "set reward.custom_reward_function.path"
             )
 
-    def _refuse(self, why: str) -> None:
+    def _failed(self) -> list[Scored]:
+        return [one for one in self._scored if one.failure]
+
+    def _refuse(self, why: str) -> NoReturn:
+        failed = self._failed()
         raise RewardError(
-            f"the reward ({self._reward}) failed for {self._seen.failed} of {self._seen.scored} responses, {why}. Of "
-            f"one of them {self._seen.failure}. Remedy: a reward function that returns a finite number for every "
-            "response, such as 0 for what it cannot judge in time; of a data_source that verl does not know, one of "
-            "your own (reward.custom_reward_function.path)"
+            f"the reward ({self._reward}) failed for {len(failed)} of {len(self._scored)} responses, {why}. Of one of "
+            f"them {failed[-1].failure}. {failed[-1].shown}. Remedy: a reward function that returns a finite number "
+            "for every response, such as 0 for what it cannot judge in time"
         )

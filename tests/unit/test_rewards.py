@@ -16,7 +16,7 @@ from verl.trainer.ppo.reward import load_reward_manager
 
 from flashrl_verl.errors import RewardError
 from flashrl_verl.trainer import rewards
-from flashrl_verl.trainer.rewards import METRIC, RewardWatch, Seen, check_rewards
+from flashrl_verl.trainer.rewards import METRIC, RewardWatch, Scored, check_rewards
 
 
 class Letters:
@@ -95,11 +95,10 @@ def test_what_is_no_number_counts_as_0_and_is_told_with_the_response(kind, name)
     reward, said = WRONG[kind]
     manager = manager_of(reward, name)
     assert score(manager) == {"reward_score": 0.0, "reward_extra_info": {"acc": 0.0}}
-    seen = manager.take()
-    assert (seen.scored, seen.failed) == (1, 1) and re.search(said, seen.failure)
+    [one] = manager.take()
+    assert one.value == 0 and re.search(said, one.failure)
     shown = "Its prompt ends: 'ab'. Its response ends: 'cd'. It should have come to '42', of data_source mine"
-    assert seen.failure.endswith(shown) and seen.first == shown
-    assert manager.take() == Seen()
+    assert one.shown == shown and manager.take() == []
 
 
 @pytest.mark.parametrize("kind", RIGHT)
@@ -108,11 +107,11 @@ def test_a_number_passes_as_verls_manager_made_it(kind):
     manager = manager_of(reward)
     result = score(manager)
     assert result["reward_score"] == number and result["reward_extra_info"]["acc"] == number
-    seen = manager.take()
-    assert seen[:5] == (1, 0, "", number, number) and seen.first
+    [one] = manager.take()
+    assert one[:2] == (number, "") and one.shown
 
 
-def watch_of(monkeypatch, answers: list[Seen], limit: float) -> RewardWatch:
+def watch_of(monkeypatch, answers: list[list[Scored]], limit: float) -> RewardWatch:
     """Over two workers that answer in turn."""
     left = iter(answers)
     worker = SimpleNamespace(__ray_call__=SimpleNamespace(remote=lambda function: next(left)))
@@ -120,35 +119,37 @@ def watch_of(monkeypatch, answers: list[Seen], limit: float) -> RewardWatch:
     return RewardWatch([worker, worker], "mine", limit, batch=16)
 
 
+def scored(count: int, value: float = 1.0, failure: str = "", shown: str = "") -> list[Scored]:
+    return [Scored(value, failure, shown)] * count
+
+
 def test_the_first_batch_has_no_failure_and_later_ones_no_more_than_the_limit(monkeypatch):
-    answers = [Seen(8), Seen(100), Seen(100, 1, "a"), Seen(100, 2, "b")]
-    watch = watch_of(monkeypatch, answers, 0.01)
+    failing = [*scored(1, 0.0, "a"), *scored(2, 0.0, "b")]
+    watch = watch_of(monkeypatch, [scored(8), scored(100), scored(99), scored(98) + failing], 0.01)
     assert watch.end_step() == {METRIC: 0.0}  # 108 of the first batch
-    with pytest.raises(RewardError, match="3 of 200 responses, more than flashrl.failed_rewards_max=0.01.* b. Remedy"):
+    with pytest.raises(
+        RewardError, match="3 of 200 responses, more than flashrl.failed_rewards_max=0.01.* b. .*Remedy"
+    ):
         watch.end_step()
-    watch = watch_of(monkeypatch, [Seen(8), Seen(8, 1, "c")], 1.0)
+    watch = watch_of(monkeypatch, [scored(8), scored(7) + scored(1, 0.0, "c")], 1.0)
     with pytest.raises(RewardError, match="1 of 16 responses, of the first batch none may. Of one of them c"):
         watch.end_step()
 
 
 def test_that_no_response_has_had_a_reward_is_said_once(monkeypatch, caplog):
-    def none(scored: int, first: str) -> Seen:
-        return Seen(scored, 0, "", 0.0, 0.0, first)
-
-    watch = watch_of(monkeypatch, [none(8, "a"), none(7, "b"), none(9, "c"), none(8, "d"), *[Seen()] * 2], 1.0)
+    none = [scored(count, 0.0, shown=shown) for count, shown in ((8, "a"), (7, "b"), (9, "c"), (8, "d"))]
+    watch = watch_of(monkeypatch, [*none, [], []], 1.0)
     watch.ask()  # 15 of a batch of 16 may be unlucky
     assert not caplog.records and watch.unrewarded
     watch.ask()
     watch.ask(whole=True)
     assert [record.getMessage()[:39] for record in caplog.records] == ["none of 32 responses has had a reward ("]
-    assert "(mine)" in caplog.text and "One of them: a." in caplog.text
+    assert "(mine)" in caplog.text and "One: a." in caplog.text
 
     caplog.clear()
-    of_two_kinds = [none(8, "a"), none(0, "")._replace(least=-1.0, most=-1.0)]
-    rewarded = [none(8, "a"), Seen(8, 0, "", 1.0, 1.0, "b"), none(9, "c"), none(9, "d")]
-    for answers in (of_two_kinds, rewarded):
-        watch = watch_of(monkeypatch, answers, 1.0)
+    for other in (-1.0, 1.0):
+        watch = watch_of(monkeypatch, [none[0], scored(1, other), *none[2:]], 1.0)
         watch.end_validation()
         assert not caplog.records and not watch.unrewarded
     watch.ask()  # what validation had says nothing of training
-    assert watch.unrewarded and "none of 18 responses" in caplog.text
+    assert watch.unrewarded and "none of 17 responses" in caplog.text
