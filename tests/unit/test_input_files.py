@@ -101,22 +101,19 @@ def test_data_that_will_not_do_is_refused(run, rows, said):
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"), [({DATA[1]: None}, "verl always reads it"), ({DATA[0]: "a.csv"}, "verl reads")]
+    ("name", "content", "said"),
+    [
+        ("val.parquet", POINTER, "pointer of Git LFS"),
+        *(("val.parquet", content, "is no parquet file") for content in ("PAR1", "")),
+        ("val.csv", "a", "verl reads .parquet"),
+        ("", "", "verl always reads it"),
+    ],
 )
-def test_files_of_other_kinds_and_none_are_refused(run, monkeypatch, settings, said):
+def test_a_file_that_is_no_data_is_refused(run, name, content, said):
     cfg, folder = run
-    monkeypatch.chdir(folder)
-    (folder / "a.csv").write_text("a")
-    assert said in refused(cfg, **settings)
-
-
-@pytest.mark.parametrize(
-    ("content", "said"), [(POINTER, "pointer of Git LFS"), ("PAR1", "is no parquet file"), ("", "is no parquet")]
-)
-def test_a_file_that_is_no_data_is_refused(run, content, said):
-    cfg, folder = run
-    (folder / "val.parquet").write_text(content)
-    assert said in refused(cfg)
+    if name:
+        (folder / name).write_text(content)
+    assert said in refused(cfg, **{DATA[1]: str(folder / name) if name else None})
 
 
 def test_prompts_of_which_the_filter_leaves_none_are_refused(run):
@@ -154,23 +151,19 @@ def test_a_data_source_of_verls_own_or_of_files_that_are_not_judged_passes(run):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        *(("taken", None), ("compute", "has no such function"), ("any_more", None)),
+        *(("taken", None), ("compute", "has no such function"), ("any_more", None), ("own(:", "is no Python: ")),
         *(("lacks", "it is lacks(data_source"), ("asks", "extra_info, penalty)"), ("of_two", "it is of_two(answer, ")),
     ],
 )
-def test_a_reward_is_looked_for_in_its_file(run, name, said):
-    cfg, _ = run
+def test_a_reward_is_looked_for_in_its_file_with_the_arguments_that_verl_gives(run, name, said):
+    cfg, folder = run
+    if "(" in name:
+        (folder / "reward.py").write_text(f"def {name}")
     OmegaConf.update(cfg, f"{REWARD}.name", name)
     if said:
         assert said in refused(cfg)
     else:
         check_files(cfg)
-
-
-def test_a_reward_that_is_no_python_is_refused(run):
-    cfg, folder = run
-    (folder / "reward.py").write_text("def own(:\n")
-    assert "reward.py is no Python: invalid syntax" in refused(cfg)
 
 
 @pytest.mark.parametrize(
@@ -190,36 +183,39 @@ def test_a_model_that_is_not_whole_is_refused(run, names, said):
     assert said in refused(cfg)
 
 
-def test_a_quantized_model_and_a_checkpoints_folder_are_refused(run):
+OWN_CODE = {"auto_map": {"AutoConfig": "own.Config"}}
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"quantization_config": {"quant_method": "awq"}}, "its weights are quantized"),
+        ({"architectures": None}, "does not name one of architectures"),
+        ({**OWN_CODE, "model_type": "own"}, "also actor_rollout_ref.model.trust_remote_code=true"),
+        (OWN_CODE, None),  # of a model that transformers has itself
+        ({"max_position_embeddings": 15}, "it makes 16 tokens"),
+        ({"max_position_embeddings": 15, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, None),
+    ],
+)
+def test_what_config_json_says_of_a_model_is_looked_at(run, config, said):
     cfg, folder = run
-    there = folder / "global_step_3" / "actor" / "huggingface"
-    shutil.copytree(folder / "model", there)
+    path = folder / "model" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    if said:
+        assert said in refused(cfg)
+    else:
+        check_files(cfg)
+
+
+def test_a_checkpoints_folder_an_adapter_and_missing_shards_are_refused(run):
+    cfg, folder = run
+    model, there = folder / "model", folder / "global_step_3" / "actor" / "huggingface"
+    shutil.copytree(model, there)
     (there / "model.safetensors").unlink()
     assert "flashrl export" in refused(cfg, **{MODEL: str(there)})
-    path = folder / "model" / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": "awq"}}))
-    assert "its weights are quantized" in refused(cfg, **{MODEL: str(folder / "model")})
-
-
-def test_an_adapter_missing_shards_and_code_that_is_not_trusted_are_refused(run):
-    cfg, folder = run
-    model, trust = folder / "model", "actor_rollout_ref.model.trust_remote_code"
-    config = json.loads((model / "config.json").read_text())
-
-    def changed_config(**others) -> None:
-        (model / "config.json").write_text(json.dumps(config | others))
-
-    changed_config(auto_map={"AutoConfig": "own.Config"})  # of a model that transformers has itself
-    check_files(cfg)
-    changed_config(auto_map={"AutoConfig": "own.Config"}, model_type="own")
-    assert f"{trust}=true" in refused(cfg)
-    check_files(OmegaConf.merge(cfg, OmegaConf.from_dotlist([f"{trust}=true"])))
-    changed_config(architectures=None)
-    assert "does not name one of architectures" in refused(cfg)
-    changed_config()
     index = {"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert "the folder lacks model-00002-of-00002.safetensors" in refused(cfg)
+    assert "the folder lacks model-00002-of-00002.safetensors" in refused(cfg, **{MODEL: str(model)})
     (model / "config.json").unlink()
     (model / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "Qwen/Qwen2.5-7B"}))
     assert "is refused: it is a LoRA adapter. Remedy: Qwen/Qwen2.5-7B" in refused(cfg)
@@ -241,27 +237,14 @@ def test_what_a_run_would_resume_from_is_looked_at(run):
     check_files(cfg)
     (step / "config.yaml").write_text(OmegaConf.to_yaml(cfg))
     check_files(cfg)
-    contents = f"{ACTOR}.checkpoint.load_contents"
-    for name, value, part in (("lr", 3e-7, "extra"), ("weight_decay", 0.2, "optimizer")):
-        other = OmegaConf.merge(cfg, OmegaConf.from_dotlist([f"{ACTOR}.optim.{name}={value}"]))
-        assert f"optim.{name}={value} is refused" in (message := refused(other)) and f"with '{part}' of" in message
-        OmegaConf.update(
-            other, contents, [each for each in cfg.actor_rollout_ref.actor.checkpoint.load_contents if each != part]
-        )
-        check_files(other)
+    for name, part in (("lr", "extra"), ("weight_decay", "optimizer")):
+        other = OmegaConf.merge(cfg, OmegaConf.from_dotlist([f"{ACTOR}.optim.{name}=0.2"]))
+        said, _, remedy = refused(other).rpartition(", or ")
+        assert f"optim.{name}=0.2 is refused" in said and f"with '{part}' of" in said
+        check_files(OmegaConf.merge(other, OmegaConf.from_dotlist([remedy.rstrip(".")])))
     assert "has as many steps already" in refused(cfg, **{"trainer.total_training_steps": 3})
     OmegaConf.update(cfg, "trainer.total_training_steps", 4)
-    assert "without its weights" in refused(cfg, **{contents: ["hf_model"]})
-
-
-def test_a_model_with_too_few_positions_is_refused(run):
-    cfg, folder = run
-    path = folder / "model" / "config.json"
-    config = json.loads(path.read_text()) | {"max_position_embeddings": 15}
-    path.write_text(json.dumps(config))
-    assert "it makes 16 tokens" in refused(cfg)
-    path.write_text(json.dumps(config | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}))
-    check_files(cfg)
+    assert "without its weights" in refused(cfg, **{f"{ACTOR}.checkpoint.load_contents": ["hf_model"]})
 
 
 def test_a_checkpoint_that_is_not_there_or_does_not_fit_is_refused(run, monkeypatch):
