@@ -35,8 +35,7 @@ _SAVED = {"model": 4, "optimizer": 8, "hf_model": 2}
 
 def missing_paths(cfg: DictConfig) -> list[str]:
     """Local paths that a run would read and that are not there, as ``key=path``; data first."""
-    root = Path.cwd()
-    return [f"{key}={text}" for key, text in _paths(cfg, root) if not (root / text).exists()]
+    return [f"{key}={text}" for key, text in _paths(cfg) if not Path(text).exists()]
 
 
 def check_files(cfg: DictConfig) -> None:
@@ -83,7 +82,7 @@ def _files(cfg: DictConfig, key: str) -> list[str]:
     return [files] if isinstance(files, str) else files
 
 
-def _paths(cfg: DictConfig, root: Path) -> Iterator[tuple[str, str]]:
+def _paths(cfg: DictConfig) -> Iterator[tuple[str, str]]:
     for key in () if get(cfg, "data.custom_cls.path") else DATA:
         yield from ((key, os.path.expanduser(text)) for text in _files(cfg, key) if "://" not in text)
     others = (f"{_REWARD}.path", "data.custom_cls.path", "trainer.resume_from_path")
@@ -92,7 +91,7 @@ def _paths(cfg: DictConfig, root: Path) -> Iterator[tuple[str, str]]:
         model = get(cfg, key, "")
         of_two = len(Path(model).parts) == 2  # as names of the model hub are; others of them have one
         starts = model.startswith(("/", "./", "../", "~"))  # transformers takes ~ for a folder's name
-        if "://" not in model and (starts or len(Path(model).parts) > 2 or (of_two and (root / model).parent.is_dir())):
+        if "://" not in model and (starts or len(Path(model).parts) > 2 or (of_two and Path(model).parent.is_dir())):
             yield key, model
 
 
@@ -124,7 +123,7 @@ def _check_data(cfg: DictConfig, key: str, files: list[Path]) -> None:
                 reason = f"its column reward_model is {held}, and the reward reads ground_truth in it"
                 refuse(key, str(file), reason, remedy)
             _check_sources(cfg, key, {str(row["data_source"]) for row in first})
-        texts = [" ".join(m["content"] for m in row[prompt] if isinstance(m["content"], str)) for row in first]
+        texts = [_text(row[prompt]) for row in first]
         if not filtered and (most := tokens(max(texts, key=len))) > limit:
             reason = f"a prompt of {file} has {most} tokens, and verl cuts longer ones from the left without an error"
             refuse("data.max_prompt_length", limit, reason, "a larger one, or data.filter_overlong_prompts=true")
@@ -140,14 +139,23 @@ def _check_data(cfg: DictConfig, key: str, files: list[Path]) -> None:
 
 def _read(key: str, file: Path, columns: Iterable[str]) -> tuple[Any, int, list[dict[str, Any]]]:
     """Arrow's schema, the number of rows, and of the first ones those of the columns that there are."""
-    from pyarrow import ArrowException, dataset
+    from pyarrow import ArrowException, json, parquet
 
     try:
-        data = dataset.dataset(file, format="json" if file.suffix == ".jsonl" else "parquet")
-        first = data.head(_LOOKED_AT, columns=[name for name in columns if name in data.schema.names])
-        return data.schema, data.count_rows(), first.to_pylist()
+        if file.suffix == ".jsonl":
+            table = json.read_json(file)
+            return table.schema, len(table), table.slice(0, _LOOKED_AT).to_pylist()
+        opened = parquet.ParquetFile(file)
+        there = [name for name in columns if name in opened.schema_arrow.names]
+        first = next(opened.iter_batches(_LOOKED_AT, columns=there), None)
+        return opened.schema_arrow, opened.metadata.num_rows, first.to_pylist() if first else []
     except (ArrowException, OSError) as error:
         raise ConfigError(f"{key}={file} is no {file.suffix[1:]} file: {' '.join(str(error).split())}") from error
+
+
+def _text(messages: list[dict[str, Any] | None] | None) -> str:
+    """Of a conversation; content in parts is not counted."""
+    return " ".join(one["content"] for one in messages or () if one and isinstance(one["content"], str))
 
 
 def _fields(kind: Any) -> set[str]:
@@ -178,7 +186,7 @@ def _check_together(key: str, files: str, schemas: list[Any]) -> None:
     try:
         concatenate_datasets([Dataset.from_dict({name: [None] for name in each}, each) for each in features])
     except ValueError as error:
-        reason = "their columns differ: " + re.sub(r" of features \{.*\} has", " has", str(error))
+        reason = "their columns differ: " + re.sub(r" of features \{.*\} has", " has", str(error).rstrip("."))
         refuse(key, files, reason, "files whose columns have the same types")
 
 
@@ -201,8 +209,8 @@ def _check_reward(cfg: DictConfig, path: Path, name: str) -> None:
         raise ConfigError(f"{_REWARD}.path={path} is no Python: {error}") from error
     if not re.search(rf"\b{re.escape(name)}\b|import \*", text):
         refuse(f"{_REWARD}.name", name, f"{path} has no such function", " or ".join(functions) or "a function in it")
-    own_manager = get(cfg, "reward.reward_manager.source", "register") != "register"
-    if name not in functions or functions[name].decorator_list or own_manager:
+    others_call = get(cfg, "reward.reward_model.enable") or get(cfg, "reward.reward_manager.source") == "importlib"
+    if others_call or name not in functions or functions[name].decorator_list:
         return
     taken = functions[name].args
     positional, keywords = [arg.arg for arg in taken.args], [arg.arg for arg in taken.kwonlyargs]

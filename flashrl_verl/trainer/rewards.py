@@ -124,6 +124,9 @@ class RewardWatch:
         reward: the function, for messages.
         limit: ``flashrl.failed_rewards_max``. Until the first step has its batch, none may fail.
         batch: responses, after which at the latest one should have had a reward.
+
+    Raises:
+        RewardError: from every method, of the first batch when one failed; at the end of others, more than the limit.
     """
 
     def __init__(self, workers: Sequence[ray.actor.ActorHandle], reward: str, limit: float, batch: int):
@@ -135,31 +138,19 @@ class RewardWatch:
         """Whether no response has had a reward yet, of validation or training."""
 
     def look(self) -> None:
-        """To be called while waiting, however often.
-
-        Raises:
-            RewardError: one of the first batch failed.
-        """
+        """To be called while waiting, however often."""
         if time.monotonic() >= self._next:
             self.ask()
             self._next = time.monotonic() + _INTERVAL_S
 
     def end_validation(self) -> None:
-        """When it is there: say whether none of its responses has had a reward.
-
-        Raises:
-            RewardError: one of the first failed.
-        """
+        """When it is there: say whether none of its responses has had a reward."""
         self.ask(whole=True)
         if self._first:
             self._scored = []
 
     def end_step(self) -> dict[str, float]:
-        """When a batch is there: its metric.
-
-        Raises:
-            RewardError: more than the limit failed.
-        """
+        """When a batch is there: its metric."""
         self.ask(whole=True)
         self._first = self.unrewarded = False
         share = len(self._failed()) / max(1, len(self._scored))
@@ -169,14 +160,7 @@ class RewardWatch:
         return {METRIC: share}
 
     def ask(self, whole: bool = False) -> None:
-        """Now, and say whether there is no reward.
-
-        Args:
-            whole: say it of fewer responses than a batch too.
-
-        Raises:
-            RewardError: one of the first batch failed.
-        """
+        """Now, and say whether there is no reward, with ``whole`` of fewer responses than a batch too."""
         for taken in ray.get([worker.__ray_call__.remote(_take) for worker in self._workers]):
             self._scored += taken
         if not self._first:
