@@ -29,6 +29,7 @@ _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 _CHECKPOINT = f"{ACTOR}.checkpoint"
 _RESTORED = {"lr": "extra", "weight_decay": "optimizer", "betas": "optimizer"}
 """Settings of the optimizer that a checkpoint brings with it, and in which part."""
+_TRACKER = "latest_checkpointed_iteration.txt"
 _SAVED = {"model": 4, "optimizer": 8, "hf_model": 2}
 """Bytes a parameter of what a checkpoint holds: FP32 masters, two moments, BF16."""
 
@@ -277,19 +278,22 @@ def _check_model(cfg: DictConfig, model: Path) -> None:
         refuse("data.max_response_length", get(cfg, f"{ROLLOUT}.response_length"), reason, "less, or a longer model")
 
 
+def resumes_from(cfg: DictConfig) -> Path | None:
+    """The folder that verl would load; None where it starts from scratch."""
+    mode, folder = get(cfg, "trainer.resume_mode"), Path(get(cfg, "trainer.default_local_dir", "."))
+    if mode == "auto" and (tracker := folder / _TRACKER).is_file():
+        return folder / f"global_step_{tracker.read_text().strip()}"
+    path = get(cfg, "trainer.resume_from_path") if mode == "resume_path" else None
+    return Path(path) if path else None
+
+
 def _check_resume(cfg: DictConfig) -> None:
     """What verl would resume from, if that is on this machine."""
-    mode, folder = get(cfg, "trainer.resume_mode"), Path(get(cfg, "trainer.default_local_dir", "."))
-    tracker = folder / "latest_checkpointed_iteration.txt"
-    if mode == "auto" and tracker.is_file():
-        step = tracker.read_text().strip()
-        found = folder / f"global_step_{step}"
-        if not step.isdecimal() or not found.is_dir():
-            reason = f"{tracker} says {step!r}, and there is no such checkpoint: the run would start from scratch"
-            refuse("trainer.resume_mode", mode, reason, f"disable, or remove {tracker}")
-    elif mode == "resume_path" and (path := get(cfg, "trainer.resume_from_path")) and Path(path).is_dir():
-        found = Path(path)
-    else:
+    mode, found = get(cfg, "trainer.resume_mode"), resumes_from(cfg)
+    if mode == "auto" and found and not found.is_dir():
+        reason = f"{found.parent / _TRACKER} names {found}, which is not there: the run would start from scratch"
+        refuse("trainer.resume_mode", mode, reason, f"disable, or remove {_TRACKER}")
+    if not found or not found.is_dir():
         return
     key, contents = f"{_CHECKPOINT}.load_contents", get(cfg, f"{_CHECKPOINT}.load_contents", [])
     if "model" not in contents:

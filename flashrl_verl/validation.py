@@ -36,6 +36,7 @@ from flashrl_verl.settings import (
     RENAMED,
     ROLLOUT,
     FlashRLConfig,
+    KVCache,
     get,
     has_critic,
     positive_integer,
@@ -49,7 +50,6 @@ ENGINE = f"{ROLLOUT}.engine_kwargs.vllm"
 VARLEN = "varlen"
 """Our attention in the trainer (``trainer/varlen_attention.py``)."""
 
-_DEFAULTS = "_generated_ppo_trainer.yaml"
 MODEL_NODE = "actor_rollout_ref.model"
 ATTENTION = f"{MODEL_NODE}.override_config.attn_implementation"
 FLASH = "flash_attention_2"
@@ -80,7 +80,9 @@ def validate_config(cfg: DictConfig) -> FlashRLConfig:
     _check_engine_arguments(cfg)
     if settings.bf16_replica_fraction:
         bf16_replicas(settings, _ranks(cfg) // get(cfg, _TENSOR_PARALLEL))
-    if has_our_attention(cfg) and (reason := why_not_model(model_config(cfg))):
+    vllms = (f"{ENGINE}.attention_backend", f"{ENGINE}.attention_config.backend")
+    ours = settings.kv_cache is not KVCache.AUTO and not any(get(cfg, key) for key in vllms)
+    if ours and (reason := why_not_model(model_config(cfg))):
         reason = f"its attention does not take {get(cfg, MODEL)}, which has {reason}"
         refuse("flashrl.kv_cache", settings.kv_cache.value, reason, REMEDY)
     return settings
@@ -184,7 +186,6 @@ def within(low: float, high: float) -> Callable[[Any], bool]:
     return lambda value: type(value) in (int, float) and low <= value <= high
 
 
-WEIGHTED_ESTIMATORS = ("optimal_token_baseline", "tir_optimal_token_baseline")
 ROW_ESTIMATORS = ("grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized")
 """verl's estimators that use the mask for nothing but where a response's advantage stands."""
 
@@ -262,6 +263,8 @@ def _rules_of_void_keys(cfg: DictConfig) -> Iterator[Rule]:
     if (mode := get(cfg, "trainer.resume_mode")) != "resume_path":
         reason = f"trainer.resume_mode={mode} does not read it"
         yield Rule("trainer.resume_from_path", one_of(None), reason, "null, or trainer.resume_mode=resume_path")
+    else:
+        yield Rule("trainer.resume_from_path", none_of(None), "resume_mode needs it", "<run>/global_step_<n>")
 
 
 def _rules_of_numbers(cfg: DictConfig) -> Iterator[Rule]:
@@ -388,7 +391,7 @@ def _rules_of_correction(cfg: DictConfig) -> Iterator[Rule]:
     elif weights or rejects:
         yield Rule(
             "algorithm.adv_estimator",
-            one_of(*ROW_ESTIMATORS) if rejects else none_of(*WEIGHTED_ESTIMATORS),
+            one_of(*ROW_ESTIMATORS) if rejects else none_of("optimal_token_baseline", "tir_optimal_token_baseline"),
             "its advantages depend on weights or rejected tokens, which only the actors know",
             " or ".join(ROW_ESTIMATORS),
         )
@@ -490,7 +493,8 @@ looking for each key's name in the modules that a run imports."""
 def _check_defaults(cfg: DictConfig) -> None:
     """What differs from verl's default where nothing reads it, or in its kind: `flase` is true, and a text fails where
     it is computed with."""
-    defaults = yaml.load((verl_configs() / _DEFAULTS).read_text(), yaml.CSafeLoader)  # all of verl's, in one file
+    file = verl_configs() / "_generated_ppo_trainer.yaml"  # all of verl's, in one
+    defaults = yaml.load(file.read_text(), yaml.CSafeLoader)
 
     def visit(prefix: str, node: dict[str, Any]) -> Iterator[tuple[str, Any]]:
         for name, value in node.items():
@@ -558,9 +562,3 @@ def _check_engine_arguments(cfg: DictConfig) -> None:
         if argument in _RESERVED:
             reason = f"verl puts engine_kwargs last, so this wins; {_RESERVED[argument]}"
             refuse(f"{ENGINE}.{name}", value, reason, f"remove {ENGINE}.{name}")
-
-
-def has_our_attention(cfg: DictConfig) -> bool:
-    """Whether an INT8 KV cache has our attention, and not one of vLLM's."""
-    others = (f"{ENGINE}.attention_backend", f"{ENGINE}.attention_config.backend")
-    return get(cfg, "flashrl.kv_cache", "auto") != "auto" and not any(get(cfg, key) for key in others)

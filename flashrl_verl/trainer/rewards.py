@@ -112,10 +112,6 @@ class CheckedRewardManager(RewardManagerBase):
         return f"{shown}, of data_source {row.get('data_source')}"
 
 
-def _take(worker: Any) -> list[Scored]:
-    return worker.reward_manager.take()
-
-
 class RewardWatch:
     """The driver's side.
 
@@ -161,7 +157,8 @@ class RewardWatch:
 
     def ask(self, whole: bool = False) -> None:
         """Now, and say whether there is no reward, with ``whole`` of fewer responses than a batch too."""
-        for taken in ray.get([worker.__ray_call__.remote(_take) for worker in self._workers]):
+        asked = [worker.__ray_call__.remote(lambda it: it.reward_manager.take()) for worker in self._workers]
+        for taken in ray.get(asked):
             self._scored += taken
         if not self._first:
             return

@@ -25,13 +25,12 @@ from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
-from verl.utils.checkpoint.checkpoint_manager import find_latest_ckpt_path
 from verl.utils.debug import marked_timer
 from verl.utils.transferqueue_utils import kv_batch_meta2batch_meta
 
 from flashrl_verl.correction.batch import LAG
 from flashrl_verl.errors import DynamicSamplingError, FlashRLError, GuardError, listed
-from flashrl_verl.input_files import check_files
+from flashrl_verl.input_files import check_files, resumes_from
 from flashrl_verl.launch import check_cluster
 from flashrl_verl.refit.receipt import verify_ranks
 from flashrl_verl.refit.self_check import require_same, sleeps_between_steps
@@ -198,7 +197,7 @@ class FlashRLMixin:
             self.train_dataloader_it = self.train_dataloader = self.val_dataloader = None
 
     def _load_checkpoint(self) -> None:
-        if folder := self._resumes_from():
+        if folder := resumes_from(self.config):
             self.guard.last_checkpoint = folder
         super()._load_checkpoint()
 
@@ -320,15 +319,6 @@ class FlashRLMixin:
         if every <= 0:
             return f"Nothing was saved: set trainer.save_freq (now {every})"
         return f"Rerun with trainer.resume_mode=auto, on as many nodes, to resume from the last checkpoint in {folder}"
-
-    def _resumes_from(self) -> Path | None:
-        """The folder that verl is about to load; None where it starts from scratch."""
-        trainer = self.config.trainer
-        if trainer.resume_mode == "auto":
-            found = find_latest_ckpt_path(trainer.default_local_dir)
-        else:
-            found = trainer.resume_from_path if trainer.resume_mode == "resume_path" else None
-        return Path(found) if found else None
 
     def _check_guard(self, refit: dict | None = None) -> None:
         """Have the guard check the step; what it stops is logged first, as verl logs at the end of a step."""

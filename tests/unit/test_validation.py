@@ -104,6 +104,7 @@ CASES = [
     ({f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.kl_loss_coef": 0.0}, f"{ACTOR}.kl_loss_coef=0.001"),
     ({"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": 0}, "algorithm.use_kl_in_reward=false"),
     ({"trainer.resume_from_path": "a/global_step_2"}, "trainer.resume_mode=resume_path"),
+    ({"trainer.resume_mode": "resume_path", "trainer.resume_from_path": None}, "<run>/global_step_<n>"),
     ({f"{ACTOR}.checkpoint.async_save": True}, f"{ACTOR}.checkpoint.async_save=false"),
     ({"trainer.val_only": True, "trainer.val_before_train": False}, "trainer.val_before_train=true"),
     ({"trainer.critic_warmup": 20}, "trainer.critic_warmup=0"),
