@@ -132,7 +132,7 @@ def _check_data(cfg: DictConfig, key: str, files: list[Path]) -> None:
         rows, schemas = rows + count * fits, [*schemas, schema]
     batch, all_files = get(cfg, "data.train_batch_size") if key == DATA[0] else 1, ", ".join(map(str, files))
     if rows < batch:
-        of = f" with prompts of at most {limit} tokens" if filtered else ""
+        of = f" within data.max_prompt_length={limit} tokens" if filtered else ""
         refuse(key, all_files, f"{rows} rows{of} are less than a batch of {batch}", "more data")
     if len(schemas) > 1:
         _check_together(key, all_files, schemas)

@@ -25,9 +25,6 @@ from flashrl_verl.errors import RewardError
 
 log = logging.getLogger("verl.flashrl")
 
-_MANAGER = "reward.reward_manager"
-_CHECKED = "reward.checked_manager"
-"""Where the reward manager of the configuration is kept."""
 _SHOWN = 300
 """Characters of the ends of a prompt and of a response."""
 _INTERVAL_S = 5.0
@@ -50,11 +47,10 @@ class Scored(NamedTuple):
 
 def check_rewards(config: DictConfig) -> None:
     """Have verl's reward workers load ``CheckedRewardManager`` around the manager of the configuration, in place."""
+    module = {"path": f"pkg://{__name__}", "name": None}
     with open_dict(config):
-        OmegaConf.update(config, _CHECKED, OmegaConf.select(config, _MANAGER), force_add=True)
-        module = {"path": f"pkg://{__name__}", "name": None}
-        ours = {"source": "importlib", "name": CheckedRewardManager.__name__, "module": module}
-        OmegaConf.update(config, _MANAGER, ours, force_add=True)
+        config.reward.checked_manager = config.reward.reward_manager
+        config.reward.reward_manager = {"source": "importlib", "name": "CheckedRewardManager", "module": module}
 
 
 class CheckedRewardManager(RewardManagerBase):

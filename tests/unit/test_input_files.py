@@ -120,7 +120,7 @@ def test_prompts_of_which_the_filter_leaves_none_are_refused(run):
     cfg, folder = run
     OmegaConf.update(cfg, "data.filter_overlong_prompts", True)
     save(folder / "a.parquet", [row(messages("a " * 9))] * 9)
-    assert "1 rows with prompts of at most 8 tokens are less than a batch of 4" in refused(cfg)
+    assert "1 rows within data.max_prompt_length=8 tokens are less than a batch of 4" in refused(cfg)
     save(folder / "a.parquet", [*[row(messages("a " * 9))] * 9, row(messages("2"))])  # not counted
     check_files(cfg)
 
