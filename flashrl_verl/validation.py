@@ -304,6 +304,9 @@ def _rules_of_weights(cfg: DictConfig) -> Iterator[Rule]:
     """Number formats that contradict ours, and weights that would not arrive whole, or not be checked."""
     dtypes, formats = ("bfloat16", "float16", "half"), ("dummy", "auto", "safetensors")
     yield Rule(f"{ROLLOUT}.dtype", one_of(*dtypes), "weights are sent and quantized in it", " or ".join(dtypes))
+    if get(cfg, "flashrl.kv_cache") not in (None, "auto"):
+        reason = "equalized keys give queries their scale, which leaves float16's range"
+        yield Rule(f"{ROLLOUT}.dtype", one_of("bfloat16"), reason, "bfloat16, or flashrl.kv_cache=auto")
     reason = "weights are quantized by vLLM's ordinary loaders, which this one bypasses"
     yield Rule(f"{ROLLOUT}.load_format", one_of(*formats), reason, " or ".join(formats))
     actors, reason = ("fsdp", "fsdp2"), "weight updates have been run with FSDP actors only"

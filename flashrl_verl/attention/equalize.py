@@ -14,7 +14,8 @@ any rotary embedding). No text is used. Half the range and not the deviation, be
 key: rounding moves logits by about max_i(|k_i| / s_i) sqrt(sum_i (q_i s_i)^2), which is least where all channels reach
 equally far.
 
-They are computed with in a hook of torch's, which is part of vLLM's compiled graph; nothing of vLLM's is changed.
+They are computed with in a hook of torch's, which is part of vLLM's compiled graph; nothing of vLLM's is changed. A
+constant off all keys is SageAttention's (arXiv 2410.02367), a scale from keys to queries QServe's (arXiv 2405.04532).
 """
 
 import inspect
@@ -35,8 +36,8 @@ _REMEDY = "Set flashrl.kv_cache=auto"
 
 
 def install(layer: Attention) -> None:
-    """Make a layer compute with an offset and a scale of keys, 0 and 1 until ``measure``. Called while the layer is
-    built, before its graph is compiled; a second call changes nothing.
+    """Make a layer compute with an offset and a scale of keys, NaN until ``measure``: no engine samples with keys as
+    they come. Called while the layer is built, before its graph is compiled; a second call changes nothing.
 
     Raises:
         ValueError: it reads another layer's keys.
@@ -50,8 +51,8 @@ def install(layer: Attention) -> None:
         )
     # Not persistent: no checkpoint has them.
     shape = layer.num_kv_heads, layer.head_size
-    layer.register_buffer("key_offset", torch.zeros(shape, dtype=torch.float32), persistent=False)
-    layer.register_buffer("key_scale", torch.ones(shape, dtype=torch.float32), persistent=False)
+    layer.register_buffer("key_offset", torch.full(shape, torch.nan, dtype=torch.float32), persistent=False)
+    layer.register_buffer("key_scale", torch.full(shape, torch.nan, dtype=torch.float32), persistent=False)
     layer.register_forward_pre_hook(_equalize)
 
 
@@ -100,8 +101,7 @@ def measure(model: torch.nn.Module, config: ModelConfig) -> None:
     for name, layer in layers.items():
         offset, scale = layer.key_offset, layer.key_scale
         keys = _keys_of_noise(model, name, layer, noise, positions).float().view(-1, *offset.shape)
-        if _takes_an_offset(layer.impl):
-            offset.copy_((keys.amax(0) + keys.amin(0)) / 2)
+        offset.copy_((keys.amax(0) + keys.amin(0)) / 2 * _takes_an_offset(layer.impl))
         scale.copy_((keys - offset).abs().amax(0).clamp_min(1e-6))
 
 
@@ -123,7 +123,12 @@ def _keys_of_noise(
     """Keys [tokens, ...] as they come to a layer when the module around it reads noise [tokens, hidden size]."""
     around_name = name.rpartition(".")[0]
     around, block = model.get_submodule(around_name), model.get_submodule(around_name.rpartition(".")[0])
-    hidden = getattr(block, "input_layernorm", torch.nn.Identity())(noise)
+    norm = getattr(block, "input_layernorm", None)
+    if norm is None and not hasattr(around, "k_norm"):  # of keys: it gives them their range whatever comes before
+        raise ValueError(
+            f"{name}: {type(block).__name__} has no input_layernorm, whose output keys are made of. {_REMEDY}"
+        )
+    hidden = noise if norm is None else norm(noise)
     known = {"positions": positions, "position_ids": positions, "hidden_states": hidden}
 
     def stop(_: Attention, args: tuple) -> None:

@@ -78,17 +78,6 @@ def expert_loop(
     return out.to(x.dtype)
 
 
-def expert_quant_config(fmt: WeightFormat, w13_scales: torch.Tensor, w2_scales: torch.Tensor) -> FusedMoEQuantConfig:
-    """vLLM's description of W8A8 experts, channel / token; scales [E, N, 1] float32."""
-    return FusedMoEQuantConfig.make(
-        fmt.dtype,
-        w1_scale=w13_scales,
-        w2_scale=w2_scales,
-        per_act_token_quant=True,
-        per_out_ch_quant=not fmt.rounds_to_integers,  # vLLM's own INT8 config says False and means the same
-    )
-
-
 class QuantizedMoEMethod(FusedMoEMethodBase):
     """Experts with symmetric 8-bit weights, a scale per output channel, and dynamic 8-bit activations per token.
 
@@ -145,7 +134,13 @@ class QuantizedMoEMethod(FusedMoEMethodBase):
             layer.register_parameter(f"{name}_scale", scales)
 
     def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> FusedMoEQuantConfig:
-        return expert_quant_config(self.format, layer.w13_weight_scale, layer.w2_weight_scale)
+        return FusedMoEQuantConfig.make(
+            self.format.dtype,
+            w1_scale=layer.w13_weight_scale,
+            w2_scale=layer.w2_weight_scale,
+            per_act_token_quant=True,
+            per_out_ch_quant=not self.format.rounds_to_integers,  # vLLM's own INT8 config says False and means the same
+        )
 
     def apply(
         self,

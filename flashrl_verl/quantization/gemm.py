@@ -99,7 +99,7 @@ def token_quantizer(fmt: WeightFormat) -> TokenQuantizer:
 
 @cache  # an operator is registered once in a process
 def _rotate_quantize() -> Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]:
-    """``kernels.rotate_quantize_tokens`` as an operator, which torch.compile takes as it is."""
+    """``rows.rotate_quantize_tokens`` as an operator, which torch.compile takes as it is."""
 
     def shapes(x: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
         return x.new_empty(x.shape, dtype=torch.int8), x.new_empty((x.shape[0], 1), dtype=torch.float32)

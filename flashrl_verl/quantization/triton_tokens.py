@@ -2,8 +2,7 @@
 """Activations of rotated layers: rotate, absmax, scale, round and store in one kernel.
 
 A token's row is a matrix of one block of channels a line, and its rotation the product with the constant matrix of 1
-and -1, which BF16 and FP16 hold exactly: tensor cores multiply, and add in float32 in an order of their own. So scales
-are within a few ulp of ``numerics.rotate``'s, and a code beside a tie can be its neighbour.
+and -1, which BF16 and FP16 hold exactly: tensor cores multiply, and add in float32 in an order of their own.
 """
 
 import triton

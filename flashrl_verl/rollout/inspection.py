@@ -181,11 +181,6 @@ def require_settings(settings: FlashRLConfig, found: dict[str, Any]) -> None:
             f"(kept by flashrl.ignore, keep_first_layers and keep_last_layers: {len(found['kept_layers'])} layers); "
             "keep fewer, or set flashrl.precision=bf16"
         )
-    if fmt.rotated != bool(found["rotated"] + len(found["unrotated"])):
-        raise FlashRLError(
-            f"flashrl.rotation={settings.rotation}, but {found['rotated']} of the engine's quantized weights are "
-            "rotated; look for conflicting keys under actor_rollout_ref.rollout.engine_kwargs.vllm"
-        )
 
 
 def unknown_layers(found: dict[str, Any]) -> dict[str, str]:

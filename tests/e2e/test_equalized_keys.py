@@ -74,11 +74,12 @@ def look(path: Path, name: str, precision: str) -> None:
     first, second = policy(name, 0), policy(name, 1)
     first.config.save_pretrained(path)
     config.is_quantized_kv_cache = lambda dtype: True  # no CPU has a quantized cache; this process ends with the test
-    with engine(path, {"precision": precision}, compiled=precision == "int8") as llm:  # either way
+    with engine(path, {"precision": precision}, compiled=precision == "bf16") as llm:  # either way
         send, worker = Refit(llm), runner(llm)
         layers = [m for m in worker.model.modules() if isinstance(m, Attention)]
         (found,) = llm.collective_rpc("flashrl_layers")
         assert found["kv_cache"]["equalized"] == len(layers) == LAYERS
+        assert all(layer.key_scale.isnan().all() for layer in layers)  # nothing is sampled before an update
         length = worker.vllm_config.model_config.max_model_len
         for step, model in enumerate((second, first)):  # of the weights as they are, whatever was before
             send(wire(model), step)

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Equalized keys leave attention as it is, in float64, and 8 bits keep what a bias would have taken from them."""
+"""Equalized keys leave attention as it is, in float64, and 8 bits keep what a bias would have taken from them.
+Constants are taken as for engines (tests/e2e/test_equalized_keys.py), of a module with the names of vLLM's."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from flashrl_verl.attention.equalize import equalized
+from flashrl_verl.attention.equalize import equalized, install, measure
 
 TOKENS, SIZE = 40, 16
 
@@ -50,3 +53,57 @@ def test_8_bits_with_one_scale_a_token_lose_a_fiftieth_of_what_they_lost():
     q, k = equalized(query, key, offset, scale)
     lost = (attention(query, in_8_bits(key), value, 4, 2) - exact).square().mean()
     assert (attention(q, in_8_bits(k), value, 4, 2) - exact).square().mean() < lost / 50
+
+
+HEADS, HIDDEN = 4, 32
+CONFIG = SimpleNamespace(get_hidden_size=lambda: HIDDEN, dtype=torch.float32, max_model_len=64)
+
+
+class Layer(torch.nn.Module):
+    """A rank's attention layer."""
+
+    layer_name, head_size, kv_sharing_target_layer_name, impl = "attn", SIZE, None, SimpleNamespace()
+
+    def __init__(self, heads: int):
+        super().__init__()
+        self.num_kv_heads = heads
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return query
+
+
+class SelfAttention(torch.nn.Module):
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor):
+        super().__init__()
+        self.weight, self.bias, self.attn = weight, bias, Layer(len(weight) // SIZE)
+
+    def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        key = hidden_states @ self.weight.t() + self.bias
+        return self.attn(key, key * positions[:, None].cos(), key)
+
+
+def measured(rank: int, ranks: int, norm: str = "input_layernorm") -> tuple[torch.nn.Module, Layer]:
+    """A model of one block, of which a rank has its heads; its layer's constants are taken."""
+    g = torch.Generator().manual_seed(5)
+    weight, bias = torch.randn(HEADS * SIZE, HIDDEN, generator=g), torch.randn(HEADS * SIZE, generator=g) * 50
+    rows = slice(rank * HEADS // ranks * SIZE, (rank + 1) * HEADS // ranks * SIZE)
+    block, model = torch.nn.Module(), torch.nn.Module()
+    block.self_attn = SelfAttention(weight[rows], bias[rows])
+    block.add_module(norm, torch.nn.LayerNorm(HIDDEN))
+    model.layers = torch.nn.ModuleList([block])
+    install(block.self_attn.attn)
+    measure(model, CONFIG)
+    return model, block.self_attn.attn
+
+
+def test_a_rank_has_the_constants_of_its_heads():
+    _, whole = measured(0, 1)
+    for ranks in (2, 4):
+        shares = [measured(rank, ranks)[1] for rank in range(ranks)]
+        for name in ("key_offset", "key_scale"):
+            torch.testing.assert_close(torch.cat([getattr(s, name) for s in shares]), getattr(whole, name))
+
+
+def test_a_block_of_an_unknown_structure_is_refused():
+    with pytest.raises(ValueError, match="has no input_layernorm.*flashrl.kv_cache=auto"):
+        measured(0, 1, norm="attention_norm")

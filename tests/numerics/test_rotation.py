@@ -4,7 +4,7 @@
 import numpy as np
 import pytest
 import torch
-from references import block_of, hadamard, sqnr_db
+from references import hadamard, sqnr_db
 
 from flashrl_verl.plugins.vllm import register
 from flashrl_verl.quantization.formats import INT8, INT8_UNROTATED
@@ -15,9 +15,44 @@ from flashrl_verl.quantization.rows import quantize_rows_into
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-@pytest.mark.parametrize("columns, block", [(64 * 7, 64), (96, 32), (48, 16), (40, 1), (8, 1), (1, 1), (344, 1)])
-def test_a_block_is_a_power_of_two_from_16_to_64_that_divides_the_columns_or_there_is_none(columns, block):
-    assert INT8.block(columns) == block == block_of(columns)
+SHAPES = {  # hidden size, heads, their size, channels between gate/up and down
+    "Qwen2.5-0.5B": (896, 14, 64, 4864),
+    "Qwen2.5-1.5B": (1536, 12, 128, 8960),
+    "Qwen2.5-3B": (2048, 16, 128, 11008),
+    "Qwen2.5-7B": (3584, 28, 128, 18944),
+    "Qwen2.5-14B": (5120, 40, 128, 13824),
+    "Qwen2.5-32B": (5120, 40, 128, 27648),
+    "Qwen2.5-72B": (8192, 64, 128, 29568),
+    "Qwen3-0.6B": (1024, 16, 128, 3072),
+    "Qwen3-1.7B": (2048, 16, 128, 6144),
+    "Qwen3-4B": (2560, 32, 128, 9728),
+    "Qwen3-8B": (4096, 32, 128, 12288),
+    "Qwen3-14B": (5120, 40, 128, 17408),
+    "Qwen3-32B": (5120, 64, 128, 25600),
+    "Qwen3-30B-A3B": (2048, 32, 128, 768),
+    "Llama-3.1-8B": (4096, 32, 128, 14336),
+    "Llama-3.1-70B": (8192, 64, 128, 28672),
+    "Mistral-7B": (4096, 32, 128, 14336),
+    "Mistral-Small-24B": (5120, 32, 128, 32768),
+    "Phi-4": (5120, 40, 128, 17920),
+    "Gemma-2-9B": (3584, 16, 256, 14336),
+    "Gemma-2-27B": (4608, 32, 128, 36864),
+}
+SMALLER = {("Qwen2.5-3B", 8): 32, ("Qwen2.5-72B", 4): 32, ("Qwen2.5-72B", 8): 16, ("Qwen3-30B-A3B", 8): 32}
+"""Blocks of down_proj that are not 64, by tensor parallelism."""
+
+
+@pytest.mark.parametrize("model", SHAPES)
+def test_the_blocks_of_models_that_people_train(model):
+    hidden, heads, size, mlp = SHAPES[model]
+    for ranks in (1, 2, 4, 8):
+        if heads % ranks == 0:
+            widths = (hidden, heads * size // ranks, mlp // ranks)
+            assert [INT8.block(columns) for columns in widths] == [64, 64, SMALLER.get((model, ranks), 64)]
+
+
+def test_a_layer_that_16_does_not_divide_stays_unrotated():
+    assert [INT8.block(columns) for columns in (48, 40, 8, 1, 344)] == [16, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("block", [16, 32, 64])
@@ -30,7 +65,7 @@ def test_rotation_is_the_hadamard_matrix_and_products_are_what_they_were(block):
     assert torch.equal(matrix, 1.0 - 2.0 * odd) and torch.equal(matrix @ matrix, block * torch.eye(block).double())
     by_matrix = (x.double().view(5, -1, block) @ matrix).flatten(1)
     torch.testing.assert_close(rotate(x, block).double(), by_matrix, rtol=0, atol=1e-5)
-    product = rotate_weight(weight.double(), block).double() @ rotate(x.double(), block).double().t()
+    product = rotate_weight(weight, block).double() @ rotate(x, block).double().t()
     torch.testing.assert_close(product, weight.double() @ x.double().t(), rtol=1e-5, atol=1e-5)
 
 

@@ -78,8 +78,6 @@ def test_an_engine_that_holds_what_was_asked_for_is_accepted(settings, held):
         ({}, {"quantized": {}, "quantized_layers": 0, "kept_layers": ["a", "b"]}, ["none", "2 layer"]),
         ({"precision": "fp8"}, {"precision": "fp8"}, ["flashrl.precision=fp8", "'int8': 8"]),
         ({"precision": "bf16"}, {"precision": "bf16"}, ["flashrl.precision=bf16", "'int8': 8"]),
-        ({}, {"rotated": 0}, ["flashrl.rotation=None", "0 of"]),
-        ({"rotation": False}, {}, ["flashrl.rotation=False", "2 of"]),
         # layers to keep that the model does not have
         ({}, {"ignore_unused": ["lm_haed"]}, ["lm_haed", "flashrl.ignore", "model.layers.0.mlp.down_proj"]),
         (KEEP, {"kept_indices": [0, 1]}, ["keep 2 layers of this model instead of 3", "flashrl.ignore"]),
