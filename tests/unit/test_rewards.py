@@ -136,6 +136,7 @@ def test_the_first_batch_has_no_failure_and_later_ones_no_more_than_the_limit(mo
         watch.end_step()
 
 
+@pytest.mark.usefixtures("logged")
 def test_that_no_response_has_had_a_reward_is_said_once(monkeypatch, caplog):
     none = [scored(count, 0.0, shown=shown) for count, shown in ((8, "a"), (7, "b"), (9, "c"), (8, "d"))]
     watch = watch_of(monkeypatch, [*none, [], []], 1.0)
