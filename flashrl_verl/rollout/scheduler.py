@@ -6,6 +6,7 @@ log-prob. To unpack them takes the server 36 µs a token, so that no engine retu
 second. A request that is answered as a whole has no use for that: sixteen tokens at a time cost 3 µs each.
 """
 
+import operator
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,10 @@ NAME = f"{__name__}.scheduler"
 """vLLM's ``--scheduler-cls``."""
 TOKENS = 16
 """Of a bundle. An aborted request loses those that wait, at most one less."""
-ALONE = "new_prompt_logprobs_tensors pooling_output events prefill_stats routed_experts new_sampling_mask".split()
-"""An output with one of these does not wait."""
+_ALONE = "new_prompt_logprobs_tensors pooling_output events prefill_stats routed_experts new_sampling_mask".split()
+_alone = operator.attrgetter(*(name for name in _ALONE if name in EngineCoreOutput.__struct_fields__))
+_NOTHING = _alone(EngineCoreOutput("", []))
+"""An output with more than this does not wait."""
 
 
 class _Bundles:
@@ -46,22 +49,26 @@ class _Bundles:
         return finished
 
     def _is_due(self, output: EngineCoreOutput) -> bool:
-        """Puts what waits of the request before it, if so."""
-        tokens, logprobs = self._waiting.pop(output.request_id, None) or ([], [])
+        """Puts what waits of the request before it, if so. Every token comes here: a microsecond is 3 % of a step."""
+        waits = output.finish_reason is None and _alone(output) == _NOTHING
+        if (found := self._waiting.get(output.request_id)) is None:
+            if waits := waits and self._may_wait(output):
+                logprobs = [] if output.new_logprobs is None else [output.new_logprobs]
+                self._waiting[output.request_id] = output.new_token_ids, logprobs
+            return not waits
+        tokens, logprobs = found
         tokens += output.new_token_ids
         if output.new_logprobs is not None:
             logprobs.append(output.new_logprobs)
-        if len(tokens) < TOKENS and self._may_wait(output):
-            self._waiting[output.request_id] = tokens, logprobs
+        if waits and len(tokens) < TOKENS:
             return False
+        del self._waiting[output.request_id]
         output.new_token_ids = tokens
-        if len(logprobs) > 1:
+        if logprobs:
             output.new_logprobs = LogprobsLists(*map(np.concatenate, zip(*(of[:3] for of in logprobs), strict=True)))
         return True
 
     def _may_wait(self, output: EngineCoreOutput) -> bool:
-        if output.finished or any(getattr(output, name, None) is not None for name in ALONE):
-            return False
         params = self.requests[output.request_id].sampling_params
         # The server looks for stop strings, in the text.
         return params is not None and params.output_kind == RequestOutputKind.FINAL_ONLY and not params.stop
