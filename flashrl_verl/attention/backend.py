@@ -193,7 +193,7 @@ class Int8KVAttention(AttentionImpl):
         slot_mapping: torch.Tensor,
     ) -> None:
         """Quantize the step's new keys and values into the cache; vLLM calls it before ``forward``."""
-        kernels.write(key, value, pages.pages_of(kv_cache), slot_mapping)
+        kernels.write(key, value, kv_cache, slot_mapping)
 
     def forward(
         self,
@@ -214,7 +214,7 @@ class Int8KVAttention(AttentionImpl):
             query: [tokens or more, heads, head_size].
             key: [tokens or more, KV heads, head_size], in the cache already.
             value: alike.
-            kv_cache: as ``pages.pages_of`` takes it.
+            kv_cache: as ``pages.geometry`` takes it.
             attn_metadata: of the step; None while vLLM measures memory.
             output: like query, written.
             output_scale: not supported; neither is ``output_block_scale``.
@@ -227,20 +227,28 @@ class Int8KVAttention(AttentionImpl):
                 2, self._read_at_once, self.num_kv_heads, self.head_size, dtype=query.dtype, device=query.device
             )
             return output.fill_(0)
-        # Views of each call's own: kept ones would hold the small cache over which vLLM first measures its CUDA graphs.
-        cache, step = pages.pages_of(kv_cache), attn_metadata
+        step = attn_metadata
         if step.num_decodes:
             rows = slice(step.num_decodes)
-            kernels.decode(query[rows], cache, step.block_table, step.seq_lens, self.scale, output[rows], step.scratch)
+            kernels.decode(
+                query[rows], kv_cache, step.block_table, step.seq_lens, self.scale, output[rows], step.scratch
+            )
         for prefill in step.prefills:
-            self._prefill(query[prefill.tokens], cache, step.block_table[prefill.rows], prefill, output[prefill.tokens])
+            self._prefill(
+                query[prefill.tokens], kv_cache, step.block_table[prefill.rows], prefill, output[prefill.tokens]
+            )
         return output
 
     def _prefill(
-        self, query: torch.Tensor, cache: pages.Pages, block_table: torch.Tensor, prefill: Prefill, output: torch.Tensor
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        block_table: torch.Tensor,
+        prefill: Prefill,
+        output: torch.Tensor,
     ) -> None:
         key, value = kernels.read(
-            cache, block_table, prefill.key_starts, prefill.max_seq_len, prefill.total, query.dtype
+            kv_cache, block_table, prefill.key_starts, prefill.max_seq_len, prefill.total, query.dtype
         )
         flash_attn_varlen_func(
             q=query,

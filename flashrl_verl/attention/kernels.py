@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from flashrl_verl.attention.pages import Pages
+from flashrl_verl.attention.pages import geometry
 from flashrl_verl.attention.triton_decode import int8_attention_kernel, int8_attention_merge_kernel
 from flashrl_verl.attention.triton_pages import read_kv_cache_kernel, write_kv_cache_kernel
 
@@ -56,33 +56,40 @@ def splits_of(sequences: int, kv_heads: int, multiprocessors: int) -> int:
     return min(_MOST_SPLITS, 1 << (wanted.bit_length() - 1))
 
 
-def write(key: torch.Tensor, value: torch.Tensor, pages: Pages, slot_mapping: torch.Tensor) -> None:
+def write(key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
     """Quantize keys and values into their slots, each by the largest magnitude of its head's vector, half to even.
 
     Args:
         key: [tokens or more, heads, head_size], 16 or 32 bits.
         value: alike.
-        pages: of the layer.
+        cache: of the layer, as ``pages.geometry`` takes it.
         slot_mapping: [tokens] int64, page * slots + slot; negative ones are left out.
     """
     if not len(slot_mapping):
         return
-    write_kv_cache_kernel[(len(slot_mapping), pages.heads)](
-        *(key, value, slot_mapping, *_pointers(pages)),
-        *(key.stride(0), key.stride(1), value.stride(0), value.stride(1), *_strides(pages)),
-        SIZE=pages.head_size,
-        SLOTS=pages.slots,
+    heads, slots, size = geometry(cache)
+    write_kv_cache_kernel[(len(slot_mapping), heads)](
+        *(key, value, slot_mapping, cache),
+        *(key.stride(0), key.stride(1), value.stride(0), value.stride(1), cache.stride(0)),
+        HEADS=heads,
+        SLOTS=slots,
+        SIZE=size,
         num_warps=1,
     )
 
 
 def read(
-    pages: Pages, block_table: torch.Tensor, starts: torch.Tensor, max_seq_len: int, total: int, dtype: torch.dtype
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    starts: torch.Tensor,
+    max_seq_len: int,
+    total: int,
+    dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of sequences, one after another.
 
     Args:
-        pages: of the layer.
+        cache: of the layer.
         block_table: [sequences, pages of the longest or more] int32.
         starts: [sequences + 1] int32, where each begins in the result.
         max_seq_len: tokens of the longest.
@@ -92,12 +99,14 @@ def read(
     Returns:
         Two of [total, heads, head_size].
     """
-    key, value = torch.empty(2, total, pages.heads, pages.head_size, dtype=dtype, device=block_table.device)
-    read_kv_cache_kernel[(len(starts) - 1, triton.cdiv(max_seq_len, _TILE), pages.heads)](
-        *(*_pointers(pages), block_table, starts, key, value),
-        *(*_strides(pages), block_table.stride(0), key.stride(0), key.stride(1)),
-        SIZE=pages.head_size,
-        SLOTS=pages.slots,
+    heads, slots, size = geometry(cache)
+    key, value = torch.empty(2, total, heads, size, dtype=dtype, device=block_table.device)
+    read_kv_cache_kernel[(len(starts) - 1, triton.cdiv(max_seq_len, _TILE), heads)](
+        *(cache, block_table, starts, key, value),
+        *(cache.stride(0), block_table.stride(0), key.stride(0), key.stride(1)),
+        HEADS=heads,
+        SLOTS=slots,
+        SIZE=size,
         TILE=_TILE,
     )
     return key, value
@@ -105,7 +114,7 @@ def read(
 
 def decode(
     query: torch.Tensor,
-    pages: Pages,
+    cache: torch.Tensor,
     block_table: torch.Tensor,
     seq_lens: torch.Tensor,
     softmax_scale: float,
@@ -116,7 +125,7 @@ def decode(
 
     Args:
         query: [sequences, heads, head_size], 16 bits.
-        pages: of the layer.
+        cache: of the layer.
         block_table: [sequences or more, pages] int32.
         seq_lens: [sequences or more] int32, the new token among them; 0 gives zeros.
         softmax_scale: of the scores.
@@ -126,19 +135,21 @@ def decode(
     sequences, heads, size = query.shape
     if not sequences:
         return
-    group, splits = heads // pages.heads, splits_of(sequences, pages.heads, scratch.multiprocessors)
+    kv_heads, slots, _ = geometry(cache)
+    group, splits = heads // kv_heads, splits_of(sequences, kv_heads, scratch.multiprocessors)
     rows = sequences * heads * splits
     if splits > 1 and (rows * size > scratch.sums.numel() or rows * 2 > scratch.state.numel()):
         raise RuntimeError(
             f"{sequences} sequences of {heads} heads in {splits} splits are more than the scratch was made for"
         )
-    int8_attention_kernel[(sequences, pages.heads, splits)](
-        *(query, *_pointers(pages), block_table, seq_lens, out, scratch.sums, scratch.state, softmax_scale),
-        *(query.stride(0), query.stride(1), *_strides(pages), block_table.stride(0), out.stride(0), out.stride(1)),
+    int8_attention_kernel[(sequences, kv_heads, splits)](
+        *(query, cache, block_table, seq_lens, out, scratch.sums, scratch.state, softmax_scale),
+        *(query.stride(0), query.stride(1), cache.stride(0), block_table.stride(0), out.stride(0), out.stride(1)),
+        HEADS=kv_heads,
+        SLOTS=slots,
+        SIZE=size,
         GROUP=group,
         COLUMNS=max(8, triton.next_power_of_2(group)),
-        SIZE=size,
-        SLOTS=pages.slots,
         TILE=_TILE,
         DIRECT=splits == 1,
         num_warps=_WARPS,
@@ -148,11 +159,3 @@ def decode(
         int8_attention_merge_kernel[(sequences, heads)](
             scratch.sums, scratch.state, out, out.stride(0), out.stride(1), SIZE=size, SPLITS=splits, num_warps=2
         )
-
-
-def _pointers(pages: Pages) -> tuple[torch.Tensor, ...]:
-    return pages.keys, pages.key_scales, pages.values, pages.value_scales
-
-
-def _strides(pages: Pages) -> tuple[int, int, int, int]:
-    return pages.keys.stride(0), pages.keys.stride(1), pages.key_scales.stride(0), pages.key_scales.stride(1)

@@ -12,37 +12,9 @@ Keys are multiplied along the head's dimensions and values along tokens: in this
 vectors of 16 bytes and are next to each other where a tensor core wants them, with no bytes to shuffle.
 """
 
-from dataclasses import dataclass
-
 import torch
 
 SCALE_BYTES = 4
-
-
-@dataclass(frozen=True)
-class Pages:
-    """Views of one layer's KV cache."""
-
-    keys: torch.Tensor
-    """Codes [pages, heads, slots, head_size] int8."""
-    key_scales: torch.Tensor
-    """[pages, heads, slots] float32."""
-    values: torch.Tensor
-    """Codes [pages, heads, head_size, slots] int8."""
-    value_scales: torch.Tensor
-    """[pages, heads, slots] float32."""
-
-    @property
-    def heads(self) -> int:
-        return self.keys.shape[1]
-
-    @property
-    def slots(self) -> int:
-        return self.keys.shape[2]
-
-    @property
-    def head_size(self) -> int:
-        return self.keys.shape[3]
 
 
 def shape(pages: int, slots: int, heads: int, head_size: int) -> tuple[int, int, int, int, int]:
@@ -51,29 +23,15 @@ def shape(pages: int, slots: int, heads: int, head_size: int) -> tuple[int, int,
     return pages, 2, slots, heads, head_size + SCALE_BYTES
 
 
-def pages_of(cache: torch.Tensor) -> Pages:
-    """The views of a cache.
+def geometry(cache: torch.Tensor) -> tuple[int, int, int]:
+    """Heads, slots and head size of a cache. Its pages begin ``cache.stride(0)`` bytes apart.
 
     Args:
         cache: [pages, heads, slots, 2 * (head_size + 4)] int8, pages contiguous, as vLLM makes it since 0.29; before,
             ``shape``.
     """
     if cache.dim() == 4:
-        pages, heads, slots, content = cache.shape
-        head_size = content // 2 - SCALE_BYTES
-    else:
-        pages, _, slots, heads, padded = cache.shape
-        head_size = padded - SCALE_BYTES
-    codes, scales = heads * slots * head_size, heads * slots * SCALE_BYTES
-    half = codes + scales
-    flat = cache.view(pages, 2 * half)
-
-    def scales_at(start: int) -> torch.Tensor:
-        return flat[:, start : start + scales].view(torch.float32).unflatten(1, (heads, slots))
-
-    return Pages(
-        keys=flat[:, :codes].unflatten(1, (heads, slots, head_size)),
-        key_scales=scales_at(codes),
-        values=flat[:, half : half + codes].unflatten(1, (heads, head_size, slots)),
-        value_scales=scales_at(half + codes),
-    )
+        _, heads, slots, content = cache.shape
+        return heads, slots, content // 2 - SCALE_BYTES
+    _, _, slots, heads, padded = cache.shape
+    return heads, slots, padded - SCALE_BYTES

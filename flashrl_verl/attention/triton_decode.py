@@ -17,6 +17,8 @@ https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
 import triton
 import triton.language as tl
 
+from flashrl_verl.attention.triton_pages import parts_of_page
+
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _MOST = tl.constexpr(32768.0)
 
@@ -57,10 +59,10 @@ def _query(q_ptr, sequence, heads, real, q_row, q_head, SIZE: tl.constexpr):
 
 @triton.jit
 def int8_attention_kernel(
-    q_ptr, k_ptr, ks_ptr, v_ptr, vs_ptr, table_ptr, lengths_ptr, out_ptr, sums_ptr, state_ptr, softmax_scale,
-    q_row, q_head, page_bytes, head_bytes, page_scales, head_scales, table_row, out_row, out_head,
-    GROUP: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr, SLOTS: tl.constexpr, TILE: tl.constexpr,
-    DIRECT: tl.constexpr,
+    q_ptr, cache_ptr, table_ptr, lengths_ptr, out_ptr, sums_ptr, state_ptr, softmax_scale,
+    q_row, q_head, page_bytes, table_row, out_row, out_head,
+    HEADS: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr,
+    TILE: tl.constexpr, DIRECT: tl.constexpr,
 ):  # fmt: skip
     """Split (program 2) of sequence (program 0) for the queries that share KV head (program 1).
 
@@ -81,8 +83,9 @@ def int8_attention_kernel(
     factor = unit * softmax_scale * _LOG2_E
 
     table_ptr += sequence * table_row
-    k_ptr, v_ptr = k_ptr + head * head_bytes, v_ptr + head * head_bytes
-    ks_ptr, vs_ptr = ks_ptr + head * head_scales, vs_ptr + head * head_scales
+    k_ptr, ks_ptr, v_ptr, vs_ptr = parts_of_page(cache_ptr, HEADS, SLOTS, SIZE)
+    k_ptr, v_ptr = k_ptr + head * SLOTS * SIZE, v_ptr + head * SLOTS * SIZE
+    ks_ptr, vs_ptr, page_scales = ks_ptr + head * SLOTS, vs_ptr + head * SLOTS, page_bytes // 4
     most = tl.full([COLUMNS], float("-inf"), tl.float32)
     total = tl.zeros([COLUMNS], tl.float32)
     sums = tl.zeros([SIZE, COLUMNS], tl.float32)

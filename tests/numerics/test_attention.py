@@ -53,8 +53,7 @@ class Filled:
         order = torch.randperm(sum(counts) + 3, generator=self.generator).int()
         shape = pages.shape(len(order), case.slots, case.kv_heads, case.size)
         # What was there before is anything, NaN among its scales.
-        cache = torch.randint(-128, 128, shape, generator=self.generator).to(torch.int8)
-        self.pages = pages.pages_of(cache.cuda())
+        self.cache = torch.randint(-128, 128, shape, generator=self.generator).to(torch.int8).cuda()
         self.table = torch.nn.utils.rnn.pad_sequence(order[: sum(counts)].split(counts), batch_first=True)
         self.keys, self.values = ([self._draw(length) for length in case.lengths] for _ in range(2))
         slots = torch.cat([self.slots(row, torch.arange(length)) for row, length in enumerate(case.lengths)])
@@ -63,7 +62,7 @@ class Filled:
         left_out = len(slots) // 3
         both = [torch.cat([part, part[:left_out] * 2]) for part in both]
         places = torch.cat([slots[mixed], torch.full([left_out], -1)]).cuda()
-        kernels.write(*both, self.pages, places)
+        kernels.write(*both, self.cache, places)
         self.table, self.lengths = self.table.cuda(), torch.tensor(case.lengths, dtype=torch.int32, device="cuda")
 
     def _draw(self, tokens: int) -> torch.Tensor:
@@ -84,7 +83,7 @@ class Filled:
         query = (query / case.spread).to(case.dtype).cuda()
         out = torch.full_like(query, float("nan"))
         scratch = kernels.Scratch.make(len(case.lengths), case.heads, case.kv_heads, case.size, query.device)
-        kernels.decode(query, self.pages, self.table, self.lengths, case.size**-0.5, out, scratch)
+        kernels.decode(query, self.cache, self.table, self.lengths, case.size**-0.5, out, scratch)
         return query.cpu(), out.cpu()
 
 
@@ -113,7 +112,7 @@ def test_what_is_read_and_decoded_equals_float64(case):
     starts = torch.tensor([0, *torch.tensor(case.lengths).cumsum(0)], dtype=torch.int32, device="cuda")
     coded = [quantized(torch.cat(written)) for written in (filled.keys, filled.values)]
     for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 2.0**-8)):
-        found = kernels.read(filled.pages, filled.table, starts, max(case.lengths), sum(case.lengths), dtype)
+        found = kernels.read(filled.cache, filled.table, starts, max(case.lengths), sum(case.lengths), dtype)
         for got, expected in zip(found, coded, strict=True):
             assert torch.allclose(got.cpu().double(), expected, rtol=tolerance, atol=0)
 
@@ -137,6 +136,6 @@ def test_what_is_not_finite_comes_out():
             token = [filled.keys[0][7:8].clone(), filled.values[0][7:8].clone()]
             token[part][0, 1, 5] = bad
             place = filled.slots(0, torch.tensor([7], device="cuda"))
-            kernels.write(*(half.cuda() for half in token), filled.pages, place)
+            kernels.write(*(half.cuda() for half in token), filled.cache, place)
             _, out = filled.decode()
             assert out[0, 2:].isnan().all() and out[0, :2].isfinite().all() and out[1].isfinite().all(), (bad, part)

@@ -120,11 +120,11 @@ def attention_error(heads: int, kv_heads: int, size: int, lengths: tuple[int, ..
     with _current(place):
         shape = pages.shape(sum(counts), _SLOTS, kv_heads, size)
         cache = torch.full(shape, -1, dtype=torch.int8, device=place)  # as scales NaN
-        views, out = pages.pages_of(cache), torch.full_like(query, float("nan"), device=place)
-        kernels.write(keys.to(place), values.to(place), views, slots.to(place))
+        out = torch.full_like(query, float("nan"), device=place)
+        kernels.write(keys.to(place), values.to(place), cache, slots.to(place))
         scratch = kernels.Scratch.make(len(lengths), heads, kv_heads, size, place)
         tokens = torch.tensor(lengths, dtype=torch.int32, device=place)
-        kernels.decode(query.to(place), views, table.to(place), tokens, size**-0.5, out, scratch)
+        kernels.decode(query.to(place), cache, table.to(place), tokens, size**-0.5, out, scratch)
     keys, values = (
         codes.double() * s.double() for codes, s in (quantize_rows(x, INT8_UNROTATED) for x in (keys, values))
     )
