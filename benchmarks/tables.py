@@ -100,7 +100,7 @@ def runs(*paths: str) -> Rows:
 
 def readme() -> Rows:
     """At most five rows: a pretrained model's mismatch, rollouts of 32B, a whole step."""
-    rows = [["one H200", "before", "after", ""]]
+    rows = [["H200", "before", "after", ""]]
     far = load("mismatch/h200-qwen2.5-coder-1.5b.json")
     k3_kl = {one["variant"]: one["own"][K3_KL] for one in far["results"]}
     rows.append(
@@ -111,23 +111,22 @@ def readme() -> Rows:
         ]
     )
     tail, rotated = "rollout/qwen2.5-32b-long-tail", "rollout/h200-rotation-long-tail"
-    words = "Qwen2.5-32B, a rollout of long-tailed lengths, tokens/s: BF16, INT8 weights"
-    memory = "Qwen2.5-32B, a rollout of one length in an A100-80GB's memory, tokens/s: BF16, INT8 weights*"
-    for file, variant, said in (
-        (rotated, "int8", words),
-        (tail, "int8+int8kv", f"{words}* and KV cache"),
-        ("throughput/qwen2.5-32b-71gib-two-arms", "int8", memory),
-    ):
-        found = rollout.rollouts_of(lines(f"{file}.jsonl"))
-        of = {one.variant: one for one in found if one.workload in ((384, 256, 1024), (256, 256, 384))}
+    words = "Qwen2.5-32B on one GPU, long-tailed lengths, tokens/s of rollouts: BF16, INT8 weights"
+    for file, variant, said in ((rotated, "int8", words), (tail, "int8+int8kv", f"{words}* and KV cache")):
+        of = {one.variant: one for one in rollout.rollouts_of(lines(f"{file}.jsonl")) if one.workload[0] == 384}
         speeds = (f"{statistics.median(of[name].tokens_per_second):.0f}" for name in ("bf16", variant))
         speed_up = rollout.speed_up(of[variant], of["bf16"])
         rows.append([said, *speeds, f"[{speed_up} x](docs/results/throughput.md)"])
+    _, *four = engines_of_four(*(f"rollout/h200-tp4/qwen2.5-32b-{variant}" for variant in ("bf16", "int8-kv")))
+    (long, short), words = (four[1], four[3]), "Qwen2.5-32B on four GPUs an engine, prompts of 7,424 tokens, tokens/s"
+    gain = f"[{long[-1]} x](docs/results/throughput.md#engines-of-four-gpus), short prompts {short[-1]} x"
+    rows.append([f"{words}: BF16, INT8 weights* and KV cache", four[0][-2], long[-2], gain])
     header, *steps = steps_run("step/qwen3-1.7b-4xh200.json")
     seconds = {row[0]: row[header.index("step")] for row in steps}
     words = "Qwen3-1.7B, a whole DAPO step, s: verl in BF16, this recipe with INT8 weights* and KV cache, asynchronous"
-    ratio = float(seconds["stock"]) / float(seconds["int8+kv+async"])
-    rows.append([words, seconds["stock"], seconds["int8+kv+async"], f"[{ratio:.2f} x](docs/results/step.md)"])
+    whole, bits = (float(seconds[a]) / float(seconds[b]) for a, b in (("stock", "int8+kv+async"), ("bf16", "int8+kv")))
+    gain = f"[{whole:.2f} x](docs/results/step.md), of which 8 bits {bits:.2f} x"
+    rows.append([words, seconds["stock"], seconds["int8+kv+async"], gain])
     return rows
 
 

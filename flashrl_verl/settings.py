@@ -99,7 +99,9 @@ def _choice(default: Enum, wanted: str) -> Any:
         try:
             return type(default)(value)
         except ValueError:
-            refuse(key, value, f"it has to be {wanted}", f"{key}={default.value}, the default")
+            near = [one.value for one in type(default) if one.value.startswith(str(value).lower())]
+            instead = near[0] if near else f"{default.value}, the default"
+            refuse(key, value, f"it has to be {wanted}", f"{key}={instead}")
 
     return _field(default, read)
 

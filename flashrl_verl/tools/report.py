@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flashrl_verl.errors import FlashRLError
+from flashrl_verl.settings import GuardConfig
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,9 +38,6 @@ PHASES = {
 }
 """Parts of a step in their order: verl's `timing_s/<name>` to a label; `other` is the rest."""
 
-HEALTHY_KL = 1e-2
-"""Mismatch KL (k3) above which to look closer: synchronous runs that learned were above it in three steps in a row at
-most (docs/results/learning.md). The guard's alarm, `flashrl.guard.k3_kl_max`, is twice that."""
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#000000", "#CC79A7", "#E69F00", "#56B4E9")
 """That the colour-blind can tell apart: Okabe and Ito's (https://jfly.uni-koeln.de/color), without yellow."""
 LINES = ("-", "--", "-.", ":")
@@ -225,10 +223,10 @@ def draw(runs: Sequence[Run], folder: Path) -> Path:
     name = f"Accuracy, {match['source']}" if match else "Training score"
     _lines(accuracy, name, runs, key)
     _lines(by_seconds, f"{name}, by seconds", runs, key, by_seconds=True)
-    _lines(mismatch, "Mismatch KL (k3); dotted: look closer above", runs, MISMATCH_KL)
+    _lines(mismatch, "Mismatch KL (k3); dotted: the guard's limit", runs, MISMATCH_KL)
     if mismatch.lines:
         mismatch.set_yscale("log", nonpositive="mask")
-        mismatch.axhline(HEALTHY_KL, color="0.3", linestyle=":", linewidth=1)
+        mismatch.axhline(GuardConfig().k3_kl_max, color="0.3", linestyle=":", linewidth=1)
     _lines(length, "Response length, tokens", runs, LENGTH)
     _bars(phases, runs, colormaps["Set2"].colors)
     legend.set_axis_off()

@@ -77,7 +77,8 @@ def dry_run(cfg: DictConfig) -> None:
     validation.validate_by_verl(cfg)
     sys.stdout.write(report(cfg))
     if missing := input_files.missing_paths(cfg):  # no error: a dry run need not happen where the run will
-        sys.stdout.write(f"Warning: {', '.join(missing)} not found on this machine.\n")
+        here = f"not found on this machine (relative paths start at {Path.cwd()})"
+        sys.stdout.write(f"Warning: {', '.join(missing)} {here}.\n")
     else:
         input_files.check_files(cfg)
     flashrl = cfg.flashrl
@@ -88,7 +89,8 @@ def dry_run(cfg: DictConfig) -> None:
     sys.stdout.write(
         "Not looked at: GPUs, and whether model, batch and KV cache fit them (flashrl plan, flashrl check).\n"
     )
-    sys.stdout.write("The configuration is valid. Nothing was started.\n")
+    files = f", but for {len(missing)} paths that are not here" if missing else ""
+    sys.stdout.write(f"The configuration is valid{files}. Nothing was started.\n")
 
 
 def main() -> None:

@@ -112,7 +112,7 @@ def test_a_dry_run_of_a_copied_recipe_prints_the_difference_and_starts_and_leave
     assert done.returncode == 0, done.stderr
     _, _, difference = done.stdout.partition("# Difference to verl's defaults")
     assert difference.partition("\n")[2].startswith((SNAPSHOTS / f"{EXPERIMENT}.txt").read_text())
-    assert done.stdout.rstrip().endswith("The configuration is valid. Nothing was started.")
+    assert done.stdout.endswith("is valid, but for 2 paths that are not here. Nothing was started.\n")
     assert "Started a local Ray instance" not in done.stdout + done.stderr
     assert {path for path in set(fork.rglob("*")) - before if "__pycache__" not in path.parts} == set()
     assert list(cwd.iterdir()) == []

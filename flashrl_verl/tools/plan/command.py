@@ -26,8 +26,9 @@ NOT_COUNTED = (
     "which vLLM sets up to 5 GiB more aside."
 )
 CAVEAT = (
-    "Random weights; INT8 without rotation, which costs up to 2 %; tail: lengths have a long tail. Nothing longer than "
-    "8,384 tokens was measured. BF16 that hardly fits (2 times and more) may do better in engines of more GPUs."
+    "Random weights; INT8 without rotation, which costs up to 2 % of a decode step; tail: lengths have a long tail. "
+    "Nothing longer than 8,384 tokens was measured. BF16 that hardly fits (2 times and more) may do better in engines "
+    "of more GPUs."
 )
 
 
