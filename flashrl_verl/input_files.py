@@ -29,7 +29,8 @@ _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 _CHECKPOINT = f"{ACTOR}.checkpoint"
 _RESTORED = {"lr": "extra", "weight_decay": "optimizer", "betas": "optimizer"}
 """Settings of the optimizer that a checkpoint brings with it, and in which part."""
-_TRACKER = "latest_checkpointed_iteration.txt"
+LATEST = "latest_checkpointed_iteration.txt"
+"""verl's record of the last whole checkpoint, in trainer.default_local_dir."""
 _SAVED = {"model": 4, "optimizer": 8, "hf_model": 2}
 """Bytes a parameter of what a checkpoint holds: FP32 masters, two moments, BF16."""
 
@@ -281,7 +282,7 @@ def _check_model(cfg: DictConfig, model: Path) -> None:
 def resumes_from(cfg: DictConfig) -> Path | None:
     """The folder that verl would load; None where it starts from scratch."""
     mode, folder = get(cfg, "trainer.resume_mode"), Path(get(cfg, "trainer.default_local_dir", "."))
-    if mode == "auto" and (tracker := folder / _TRACKER).is_file():
+    if mode == "auto" and (tracker := folder / LATEST).is_file():
         return folder / f"global_step_{tracker.read_text().strip()}"
     path = get(cfg, "trainer.resume_from_path") if mode == "resume_path" else None
     return Path(path) if path else None
@@ -291,8 +292,8 @@ def _check_resume(cfg: DictConfig) -> None:
     """What verl would resume from, if that is on this machine."""
     mode, found = get(cfg, "trainer.resume_mode"), resumes_from(cfg)
     if mode == "auto" and found and not found.is_dir():
-        reason = f"{found.parent / _TRACKER} names {found}, which is not there: the run would start from scratch"
-        refuse("trainer.resume_mode", mode, reason, f"disable, or remove {_TRACKER}")
+        reason = f"{found.parent / LATEST} names {found}, which is not there: the run would start from scratch"
+        refuse("trainer.resume_mode", mode, reason, f"disable, or remove {LATEST}")
     if not found or not found.is_dir():
         return
     key, contents = f"{_CHECKPOINT}.load_contents", get(cfg, f"{_CHECKPOINT}.load_contents", [])

@@ -101,21 +101,17 @@ def checked_runner(runner: Any, cfg: DictConfig, **options: Any) -> SimpleNamesp
     Returns:
         What verl's ``run_ppo`` needs of an actor class: ``remote`` and ``options``.
     """
-
-    def remote(*args: Any, **kwargs: Any) -> Any:
-        check_cluster(cfg)
-        return runner.options(**{"scheduling_strategy": _here(), **options}).remote(*args, **kwargs)
-
-    return SimpleNamespace(remote=remote, options=lambda **more: checked_runner(runner, cfg, **{**options, **more}))
-
-
-def _here() -> Any:
-    """The driver's node: metrics and console stay where the run was started. Elsewhere only when that offers no CPUs at
-    all; for one that is taken Ray waits."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    def remote(*args: Any, **kwargs: Any) -> Any:
+        check_cluster(cfg)
+        # On the driver's node: metrics and console stay where the run was started. Elsewhere only when that offers no
+        # CPUs at all; for one that is taken Ray waits.
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+        return runner.options(**{"scheduling_strategy": here, **options}).remote(*args, **kwargs)
+
+    return SimpleNamespace(remote=remote, options=lambda **more: checked_runner(runner, cfg, **{**options, **more}))
 
 
 # ---- what every node gets ----
@@ -125,18 +121,34 @@ def prepare(cfg: DictConfig, *, ship_code: bool = True) -> None:
     """Complete the composed configuration, in place, for processes that share nothing with the driver.
 
     Args:
-        cfg: verl's composed configuration.
+        cfg: verl's composed configuration. Local paths that exist, and the folders that the run makes, become absolute;
+            names of the model hub and addresses (``hdfs://``) are left alone.
         ship_code: ``flashrl.ship_code``.
 
     Raises:
         ConfigError: checkpoints would go to a folder that Ray deletes.
         FlashRLError: this package has no metadata to ship.
     """
+    from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
+
     root = Path.cwd()
-    make_paths_absolute(cfg, root)
-    refuse_temporary_checkpoints(cfg)
+    for key in (*DATA, *READ, *WRITTEN):
+        value = get(cfg, key)
+        if isinstance(value, str):
+            absolute = _below(root, value) if key in WRITTEN else _existing(root, [value])[0]
+            OmegaConf.update(cfg, key, absolute)
+        elif isinstance(value, list):  # files of data
+            OmegaConf.update(cfg, key, _existing(root, value))
+    folder = get(cfg, "trainer.default_local_dir", "")
+    if get(cfg, "trainer.save_freq", -1) > 0 and _JOB_COPIES in folder:
+        raise ConfigError(
+            f"trainer.default_local_dir={folder} lies in Ray's temporary copy of the job's directory, which is deleted "
+            "after it and which other nodes do not have. Set trainer.default_local_dir to an absolute path that every "
+            "node mounts, or trainer.save_freq=-1"
+        )
     ours = get(cfg, RUNTIME_ENV, {})
-    of_job = _environment_of_the_job()
+    # Of ``ray job submit``, if this is its driver.
+    of_job = json.loads(os.environ.get(RAY_JOB_CONFIG_JSON_ENV_VAR, "{}")).get("runtime_env") or {}
     variables, modules = dict(ours.get("env_vars") or {}), _existing(root, ours.get("py_modules") or [])
     # Ray merges a job's variables with a driver's only where no name is in both; the job's reach every process anyway.
     given = {**variables, **(of_job.get("env_vars") or {})}
@@ -150,13 +162,6 @@ def prepare(cfg: DictConfig, *, ship_code: bool = True) -> None:
             cfg.ray_kwargs.ray_init.update({"num_cpus": None, "num_gpus": None})
         shipped = {"py_modules": modules} if modules else {}
         OmegaConf.update(cfg, RUNTIME_ENV, {**ours, "env_vars": variables, **shipped}, force_add=True)
-
-
-def _environment_of_the_job() -> dict[str, Any]:
-    """The runtime environment of ``ray job submit`` whose driver this is; empty for others."""
-    from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
-
-    return json.loads(os.environ.get(RAY_JOB_CONFIG_JSON_ENV_VAR, "{}")).get("runtime_env") or {}
 
 
 def _below(root: Path, text: str) -> str:
@@ -191,41 +196,3 @@ def package() -> list[str]:
         f"the metadata of {DISTRIBUTION} {distribution.version} is not a folder that can be sent to other nodes. "
         "Remedy: pip install --no-deps -e <flashrl-verl> on every node, and flashrl.ship_code=false"
     )
-
-
-def make_paths_absolute(cfg: DictConfig, root: Path) -> None:
-    """Local paths that exist below ``root``, and the folders that the run makes, as absolute ones.
-
-    Args:
-        cfg: the composed configuration; changed in place. Names of the model hub and addresses (``hdfs://``) are left
-            alone.
-        root: where relative paths start.
-    """
-
-    for key in DATA:
-        value = get(cfg, key)
-        if value is not None:
-            OmegaConf.update(
-                cfg, key, _existing(root, [value])[0] if isinstance(value, str) else _existing(root, value)
-            )
-    for key in READ:
-        if isinstance(text := get(cfg, key), str):
-            OmegaConf.update(cfg, key, _existing(root, [text])[0])
-    for key in WRITTEN:
-        if isinstance(text := get(cfg, key), str):
-            OmegaConf.update(cfg, key, _below(root, text))
-
-
-def refuse_temporary_checkpoints(cfg: DictConfig) -> None:
-    """``ray job submit --working-dir`` runs the driver in a copy that Ray deletes, on one node.
-
-    Raises:
-        ConfigError: checkpoints are saved, and into that copy.
-    """
-    folder = get(cfg, "trainer.default_local_dir", "")
-    if get(cfg, "trainer.save_freq", -1) > 0 and _JOB_COPIES in folder:
-        raise ConfigError(
-            f"trainer.default_local_dir={folder} lies in Ray's temporary copy of the job's directory, which is deleted "
-            "after it and which other nodes do not have. Set trainer.default_local_dir to an absolute path that every "
-            "node mounts, or trainer.save_freq=-1"
-        )

@@ -8,7 +8,6 @@ import os
 import re
 import socket
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from flashrl_verl.errors import refuse
 from flashrl_verl.settings import get, has_critic
+from flashrl_verl.upstream.versions import find, version_of
 from flashrl_verl.validation import ATTENTION, ENGINE, FLASH, MODEL_NODE, VARLEN, on_gpu
 
 _LOGGERS = ("wandb", "mlflow", "swanlab", "clearml", "trackio", "tensorboard")
@@ -38,12 +38,12 @@ def settle_packages(cfg: DictConfig) -> None:
     """
     _check_loggers(cfg)
     _check_engine_names(cfg)
-    _check_variables()
+    _check_address()
     liger, packed = (f"{MODEL_NODE}.use_liger", f"{MODEL_NODE}.use_remove_padding")
     if get(cfg, liger) and find_spec("liger_kernel") is None:
         refuse(liger, True, "liger-kernel is not installed in this environment", f"pip install it, or {liger}=false")
     asked = get(cfg, ATTENTION)
-    if not on_gpu(cfg) or asked not in (None, FLASH) or installed("flash-attn"):
+    if not on_gpu(cfg) or asked not in (None, FLASH) or version_of("flash-attn"):
         return
     missing = "flash-attn is not installed in this environment"
     if asked:
@@ -54,16 +54,8 @@ def settle_packages(cfg: DictConfig) -> None:
     if has_critic(cfg) and get(cfg, critics, FLASH) == FLASH:
         refuse(critics, FLASH, missing, f"+{critics}=sdpa")
     OmegaConf.update(cfg, ATTENTION, VARLEN, force_add=True)
-    newer = "FlashAttention 4 from Hopper on, else " if installed("flash-attn-4") else ""
+    newer = "FlashAttention 4 from Hopper on, else " if version_of("flash-attn-4") else ""
     print(f"flash-attn is not installed: {ATTENTION}={VARLEN}, {newer}PyTorch's own FlashAttention 2", file=sys.stderr)
-
-
-def installed(distribution: str) -> bool:
-    """Whether a distribution is; flash-attn and flash-attn-4 share the module ``flash_attn``."""
-    try:
-        return bool(version(distribution))
-    except PackageNotFoundError:
-        return False
 
 
 def _check_loggers(cfg: DictConfig) -> None:
@@ -84,12 +76,7 @@ def _check_loggers(cfg: DictConfig) -> None:
             refuse(key, name, f"{name} has no key here", f"{variable}=<key>, `{name} login`, or {mode}={offline}")
 
 
-def _check_variables() -> None:
-    name = "VLLM_ATTENTION_BACKEND"
-    envs = Path(next(iter(find_spec("vllm").submodule_search_locations))) / "envs.py"
-    if os.environ.get(name) and name not in envs.read_text():
-        remedy = f"unset {name}, and +{ENGINE}.attention_backend=<name>"
-        refuse(name, os.environ[name], f"vLLM {version('vllm')} does not read it any more", remedy)
+def _check_address() -> None:
     host, _, port = os.environ.get("RAY_ADDRESS", "").rpartition(":")
     if host and port.isdecimal() and "://" not in host:  # Ray tries for minutes where nobody answers
         try:
@@ -111,4 +98,5 @@ def _check_engine_names(cfg: DictConfig) -> None:
         argument = str(name).replace("-", "_").split(".")[0]
         positive = argument.removeprefix("no_")
         if value is not None and not any(each.startswith((argument, positive)) for each in known if each):
-            refuse(f"{ENGINE}.{name}", value, f"vLLM {version('vllm')} has no such argument", f"remove {ENGINE}.{name}")
+            reason = f"vLLM {find('vllm').installed} has no such argument"
+            refuse(f"{ENGINE}.{name}", value, reason, f"remove {ENGINE}.{name}")

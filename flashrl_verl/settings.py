@@ -35,6 +35,16 @@ def get(cfg: DictConfig, key: str, default: Any = None) -> Any:
     return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
 
 
+def leaves(node: Any, key: str = "") -> dict[str, Any]:
+    """Scalars, lists and empty nodes below a node, a plain dict, by dotted key."""
+    if not (isinstance(node, dict) and node):
+        return {key: node}
+    found = {}
+    for name, value in node.items():
+        found |= leaves(value, f"{key}.{name}".lstrip("."))
+    return found
+
+
 def has_critic(cfg: DictConfig) -> bool:
     """Whether verl makes one."""
     return bool(get(cfg, "critic.enable", get(cfg, "algorithm.adv_estimator") == "gae"))

@@ -39,6 +39,7 @@ from flashrl_verl.settings import (
     KVCache,
     get,
     has_critic,
+    leaves,
     positive_integer,
 )
 from flashrl_verl.upstream.versions import verl_configs
@@ -379,6 +380,8 @@ def _rules_of_correction(cfg: DictConfig) -> Iterator[Rule]:
         f"loss_mode=bypass_mode and {CORRECTION}.bypass_mode=true need each other",
         "bypass_mode, or correction=bypass" if bypass else "vanilla, or correction=bypass",
     )
+    losses = ("ppo_clip", "reinforce")
+    yield Rule(f"{CORRECTION}.loss_type", one_of(None, *losses), "verl knows no such loss", " or ".join(losses))
     if bypass and correction.get("loss_type") != "reinforce":
         reason = "in bypass mode PPO's clipped ratio corrects, and weights are for verl's metrics only"
         yield Rule(f"{CORRECTION}.rollout_is", one_of(None), reason, f"null, or {CORRECTION}.loss_type=reinforce")
@@ -498,16 +501,8 @@ def _check_defaults(cfg: DictConfig) -> None:
     it is computed with."""
     file = verl_configs() / "_generated_ppo_trainer.yaml"  # all of verl's, in one
     defaults = yaml.load(file.read_text(), yaml.CSafeLoader)
-
-    def visit(prefix: str, node: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-        for name, value in node.items():
-            if isinstance(value, dict):
-                yield from visit(f"{prefix}{name}.", value)
-            else:
-                yield f"{prefix}{name}", value
-
     _refuse_unknown("trainer", get(cfg, "trainer", {}), [*defaults["trainer"]])
-    for key, default in visit("", defaults):
+    for key, default in leaves(defaults).items():
         value, is_switch = get(cfg, key), isinstance(default, bool)
         if value not in (None, default) and (void := [name for name in _VOID if key.startswith(name)]):
             instead = f", and set {meant}" if (meant := _VOID[void[0]]) else ""

@@ -144,19 +144,6 @@ def correct_shard(
     return Correction(weights, None if kept is None else kept.to(response_mask.dtype), metrics)
 
 
-def extend_metrics(output: TensorDict, metrics: dict[str, float]) -> TensorDict:
-    """Adds `metrics` to the output of verl's update, in its own form: lists that the driver reduces by name.
-
-    Every rank has the same values and verl's collection keeps the first rank's, so a list of one is the
-    batch's value under each of `reduce_metrics`'s reductions (mean, max, min).
-    """
-    from verl.utils import tensordict_utils as tu
-
-    merged = {**tu.get(output, "metrics"), **{name: [value] for name, value in metrics.items()}}
-    tu.assign_non_tensor_data(output, "metrics", merged)
-    return output
-
-
 def _pad(jagged: torch.Tensor, filled: torch.Tensor) -> torch.Tensor:
     """Jagged [B, *] to [B, T], zero where `filled` [B, T] bool is false."""
     padded = jagged.values().new_zeros(filled.shape)

@@ -23,15 +23,6 @@ class Level(str, Enum):
     SEQUENCE = "sequence"
 
 
-class LossType(str, Enum):
-    """The loss of bypass mode."""
-
-    PPO_CLIP = "ppo_clip"
-    """PPO's clipped objective with pi_theta / pi_rollout as its ratio; no weights besides."""
-    REINFORCE = "reinforce"
-    """Policy gradient, weighted by pi_theta / pi_rollout."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class CorrectionSettings:
     """How rollout tokens are weighted and rejected: verl's `algorithm.rollout_correction`, typed and validated."""
@@ -49,8 +40,8 @@ class CorrectionSettings:
     """verl's criteria, with commas between them: a token stays in the loss if every one of them keeps it."""
     rejection_thresholds: str | float | None = None
     """Their bounds as verl takes them: one for all, or one for each with commas."""
-    bypass: LossType | None = None
-    """None: decoupled mode, where the trainer computes pi_old and `correct_shard` the weights. Otherwise pi_old is
+    bypass: bool = False
+    """False: decoupled mode, where the trainer computes pi_old and `correct_shard` the weights. True: pi_old is
     pi_rollout, and verl's ``bypass_mode`` loss applies everything above to pi_theta / pi_rollout by itself."""
 
     @classmethod
@@ -80,7 +71,7 @@ class CorrectionSettings:
             batch_normalize=level is not None and bool(node.get("rollout_is_batch_normalize", cls.batch_normalize)),
             rejections=node.get("rollout_rs"),
             rejection_thresholds=node.get("rollout_rs_threshold"),
-            bypass=_parse_loss_type(node.get("loss_type")) if node.get("bypass_mode") else None,
+            bypass=bool(node.get("bypass_mode")),
         )
 
     @property
@@ -116,11 +107,3 @@ def _bounds(spec: Any) -> list[float]:
     except ValueError:
         return []
     return bounds if all(0 < bound < math.inf for bound in bounds) and bounds == sorted(bounds) else []
-
-
-def _parse_loss_type(value: Any) -> LossType:
-    try:
-        return LossType.PPO_CLIP if value is None else LossType(value)
-    except ValueError:
-        key = f"{CORRECTION}.loss_type"
-        refuse(key, value, "it is not a loss of bypass mode", f"{key}=ppo_clip or reinforce")

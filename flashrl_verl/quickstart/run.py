@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flashrl_verl.errors import ConfigError
+from flashrl_verl.input_files import LATEST
 from flashrl_verl.quickstart.assets import make_assets
 from flashrl_verl.quickstart.progress import LOG, METRICS, follow, last_row, say
 from flashrl_verl.tools.log_excerpt import last_error
@@ -24,9 +25,6 @@ from flashrl_verl.validation import validate_config
 if TYPE_CHECKING:
     from omegaconf import DictConfig
     from rich.console import Console
-
-LATEST = "latest_checkpointed_iteration.txt"
-"""verl's record of the last whole checkpoint, in trainer.default_local_dir."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -177,7 +177,8 @@ class WeightRefit:
         ]
         self._report("quantized weights that were not written exactly once", partial)
         arrived = {n: buffer for n, buffer in self._buffers.items() if n in self._manifest.tensors}
-        if bad := non_finite_parameters({**parameters, **arrived}):
+        held = {name: tensor.data for name, tensor in {**parameters, **arrived}.items() if _takes_nan(tensor)}
+        if bad := non_finite(held):  # poison that is left, or as they arrived
             self._problems.append(
                 f"NaN or Inf in {listed(bad)}: it arrived so, or the loader left that part unwritten. If the trainer "
                 "diverged, resume from a checkpoint before it with a lower actor_rollout_ref.actor.optim.lr or "
@@ -205,11 +206,6 @@ def poison(parameters: dict[str, torch.nn.Parameter]) -> None:
             alike.setdefault(parameter.dtype, []).append(parameter.data)
     for tensors in alike.values():
         torch._foreach_mul_(tensors, float("nan"))  # a few launches for hundreds of norms and scales
-
-
-def non_finite_parameters(parameters: dict[str, torch.Tensor]) -> list[str]:
-    """Names of the parameters that hold NaN or Inf: poison that is left, or as they arrived (synchronizes)."""
-    return non_finite({name: parameter.data for name, parameter in parameters.items() if _takes_nan(parameter)})
 
 
 def _takes_nan(parameter: torch.Tensor) -> bool:

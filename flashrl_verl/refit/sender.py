@@ -125,7 +125,8 @@ class FlashRLServerAdapter(ServerAdapter):
         manifest, gather = Manifest(step), _Stopwatch(get_device_name())
         await sender.async_send_weights(outgoing(weights, getattr(torch, self.config.dtype), manifest, gather))
         reports = await self._await_reports(future, step) if future is not None else []
-        self._raise_on_error(reports)
+        if errors := [f"worker {i}: {r['error']}" for i, r in enumerate(reports) if r.get("error")]:
+            raise RefitError(f"replica {self.replica_rank}: {'; '.join(errors)}")
         self.sent_receipt, self.reports = manifest.receipt(), reports
         if self._has_server:
             await self.server_handle.clear_kv_cache.remote()
@@ -158,17 +159,8 @@ class FlashRLServerAdapter(ServerAdapter):
             reports = ray.get(future)
         except Exception as error:  # noqa: BLE001 - whatever ended the engine is the message
             return f"weight update of step {step}: the rollout engine ended: {_cause(error)}"
-        errors = [r["error"] for r in reports if r.get("error")]
-        return (
-            f"weight update of step {step}: the rollout engine stopped receiving: {'; '.join(errors)}"
-            if errors
-            else None
-        )
-
-    def _raise_on_error(self, reports: list[dict]) -> None:
-        errors = [f"worker {i}: {r['error']}" for i, r in enumerate(reports) if r.get("error")]
-        if errors:
-            raise RefitError(f"replica {self.replica_rank}: " + "; ".join(errors))
+        errors = "; ".join(r["error"] for r in reports if r.get("error"))
+        return f"weight update of step {step}: the rollout engine stopped receiving: {errors}" if errors else None
 
 
 def _cause(error: Exception) -> str:

@@ -19,12 +19,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from flashrl_verl.errors import FlashRLError
 
-_KEY_BYTES = 32
-"""Random bytes in a key: 256 bits cannot be guessed."""
-
-_POLICY_VIOLATION = 1008
-"""WebSocket's code for a connection that is closed on purpose (RFC 6455, section 7.4.1)."""
-
 _ROUTES = ("/health", "/v1/models", "/metrics", "/openapi.json", "/invocations", "/tokenize")
 """What a server that has started is asked for without its key: below /v1, beside it, FastAPI's own, and what vLLM's key
 leaves open. The key is asked for before the method, so that GET will do for those that take POST."""
@@ -37,7 +31,7 @@ busy."""
 @functools.cache
 def server_key() -> str:
     """The key of this process's server: random, made at the first call, and known to nobody until it is asked for."""
-    return secrets.token_urlsafe(_KEY_BYTES)
+    return secrets.token_urlsafe(32)  # 256 bits cannot be guessed
 
 
 class RequireKey:
@@ -55,7 +49,7 @@ class RequireKey:
         if scope["type"] == "lifespan" or self._has_key(scope):  # lifespan is uvicorn's own, no request
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": _POLICY_VIOLATION})
+            await send({"type": "websocket.close", "code": 1008})  # on purpose (RFC 6455, section 7.4.1)
         else:
             refusal = JSONResponse({"error": "Unauthorized"}, status_code=401, headers={"WWW-Authenticate": "Bearer"})
             await refusal(scope, receive, send)

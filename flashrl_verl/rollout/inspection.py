@@ -155,13 +155,14 @@ def require_settings(settings: FlashRLConfig, found: dict[str, Any]) -> None:
             "look for conflicting keys under actor_rollout_ref.rollout.engine_kwargs.vllm"
         )
     _require_head(settings.fp32_lm_head, found["head_dtype"])
-    require_kv_cache(settings.kv_cache, found["kv_cache"])
+    _require_kv_cache(settings.kv_cache, found["kv_cache"])
     _require_kept(settings, found)
     if wanted is Precision.BF16:
         if found["quantized_layers"] > 0:
             raise FlashRLError(f"flashrl.precision=bf16, but the engine holds quantized weights: {found['quantized']}")
         return
-    if unknown := unknown_layers(found):
+    # Only some layers of the engine would have 8 bits, and nobody named the others.
+    if unknown := {n: kind for n, kind in found["unquantized_layers"].items() if n not in found["kept_layers"]}:
         raise FlashRLError(
             f"flashrl.precision={wanted.value} would leave {len(unknown)} layers of this model in high precision, of "
             f"kinds the quantizer does not know: {list(unknown.items())[:8]}; name them in flashrl.ignore, or set "
@@ -183,11 +184,6 @@ def require_settings(settings: FlashRLConfig, found: dict[str, Any]) -> None:
         )
 
 
-def unknown_layers(found: dict[str, Any]) -> dict[str, str]:
-    """Layers in high precision that nobody named, name -> class: only some layers of the engine would have 8 bits."""
-    return {name: kind for name, kind in found["unquantized_layers"].items() if name not in found["kept_layers"]}
-
-
 def _require_kept(settings: FlashRLConfig, found: dict[str, Any]) -> None:
     if found["ignore_unused"]:
         examples = [*found["unquantized_layers"], *found["never_quantized"]][:2] + found["quantized_names"][:4]
@@ -205,16 +201,7 @@ def _require_kept(settings: FlashRLConfig, found: dict[str, Any]) -> None:
         )
 
 
-def require_kv_cache(wanted: KVCache, found: dict[str, Any]) -> None:
-    """Refuse an engine whose KV cache is in another format.
-
-    Args:
-        wanted: what was asked for.
-        found: ``describe_model``'s ``kv_cache``.
-
-    Raises:
-        FlashRLError: it is.
-    """
+def _require_kv_cache(wanted: KVCache, found: dict[str, Any]) -> None:
     dtypes, layers = set(found["dtypes"]), sum(found["dtypes"].values())
     if dtypes - _ENGINE_NAMES.get(wanted, {wanted.value}) or (wanted is not KVCache.AUTO and not dtypes):
         raise FlashRLError(

@@ -29,22 +29,12 @@ def bf16_replicas(settings: FlashRLConfig, replicas: int) -> int:
     fraction = settings.bf16_replica_fraction
     if fraction == 0:
         return 0
-    if replicas < 2:
-        refuse(
-            _KEY,
-            fraction,
-            f"the number of replicas is {replicas} ({_COUNTED}), and two precisions take two",
-            f"{_KEY}=0.0, or a smaller {ROLLOUT}.tensor_model_parallel_size",
-        )
     count = math.floor(fraction * replicas + 0.5)  # not round(), which rounds halves to even numbers
     if not 0 < count < replicas:
-        refuse(
-            _KEY,
-            fraction,
-            f"of {replicas} replicas ({_COUNTED}) that would be {count} in BF16, so all would be alike",
-            f"{_KEY} from {1 / replicas:g} to {(replicas - 1) / replicas:g}, or 0.0 (flashrl.precision=bf16 for BF16 "
-            "alone)",
-        )
+        reason = f"of {replicas} replicas ({_COUNTED}) that would be {count} in BF16, so all would be alike"
+        fits = f"{_KEY} from {1 / replicas:g} to {(replicas - 1) / replicas:g}"
+        fits = fits if replicas > 1 else f"a smaller {ROLLOUT}.tensor_model_parallel_size"
+        refuse(_KEY, fraction, reason, f"{fits}, or {_KEY}=0.0 (flashrl.precision=bf16 for BF16 alone)")
     return count
 
 

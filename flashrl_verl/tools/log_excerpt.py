@@ -10,6 +10,9 @@ _OURS = re.compile(r"^(?:flashrl_verl\.errors\.)?(?:FlashRL|Config|Refit|Dynamic
 _CONSEQUENCE = re.compile(r"root cause|EngineDeadError|(Actor|Worker)\w*DiedError")
 """vLLM's and Ray's errors that only say that another process failed."""
 _ANY = re.compile(r"^(?!ray\.exceptions\.)(?:\w+\.)*\w*(?:Error|Exception|Killed|Exit): \S")
+_LOG = re.compile(
+    r"Traceback|ray\.exceptions|\[|INFO|WARNING|ERROR|DEBUG|Set the environment variable HYDRA|  File |\d{4}-\d\d"
+)
 
 
 def last_error(log: str) -> list[str]:
@@ -23,17 +26,6 @@ def last_error(log: str) -> list[str]:
         if found:
             start = next((i for i in reversed(found) if not _CONSEQUENCE.search(lines[i])), found[-1])
             more = lines[start + 1 : start + 6]
-            end = next(
-                (i for i, line in enumerate(more) if not line or _ANY.match(line) or _looks_like_log(line)), len(more)
-            )
-            return [lines[start], *more[:end]]
+            ends = (i for i, line in enumerate(more) if not line or _ANY.match(line) or _LOG.match(line))
+            return [lines[start], *more[: next(ends, len(more))]]
     return [line for line in lines if line][-10:]
-
-
-def _looks_like_log(line: str) -> bool:
-    return bool(
-        re.match(
-            r"(Traceback|ray\.exceptions|\[|INFO|WARNING|ERROR|DEBUG|Set the environment variable HYDRA|  File |\d{4}-\d\d)",  # noqa: E501
-            line,
-        )
-    )

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -107,15 +107,7 @@ def read_metrics(path: Path) -> Metrics:
     return Metrics(rows=dict(sorted(rows.items())))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """One metrics file, and its name."""
-
-    name: str
-    metrics: Metrics
-
-
-def load(*paths: Path) -> list[Run]:
+def load(*paths: Path) -> dict[str, Metrics]:
     """Read runs: folders that hold a `metrics.jsonl`, or metrics files. Each has the name of its folder or file; where
     two would have the same, its path.
 
@@ -124,14 +116,14 @@ def load(*paths: Path) -> list[Run]:
     """
     files = [path / METRICS_FILE if path.is_dir() else path for path in paths]
     names = [file.resolve().parent.name if file.name == METRICS_FILE else file.stem for file in files]
-    runs = []
+    runs = {}
     for path, file, name in zip(paths, files, names, strict=True):
         metrics = read_metrics(file)
         if not metrics.rows:
             raise FlashRLError(
                 f"{file} holds no step: the run ended before its first validation or step, or this is another file."
             )
-        runs.append(Run(name=str(path) if names.count(name) > 1 else name, metrics=metrics))
+        runs[str(path) if names.count(name) > 1 else name] = metrics
     return runs
 
 
@@ -147,13 +139,13 @@ _COLUMNS: list[tuple[str, str, Reduce, str]] = [
 """Header, metric, what of its series, format. numpy's functions give NaN where any value is NaN."""
 
 
-def table_rows(runs: Sequence[Run]) -> list[list[str]]:
+def table_rows(runs: Mapping[str, Metrics]) -> list[list[str]]:
     """The header, then a row a run. Columns that no run has something for are left out."""
-    columns = [[header, *map(cell, runs)] for header, cell in _cells(runs)]
+    columns = [["run", *runs], *([header, *map(cell, runs.values())] for header, cell in _cells(runs))]
     return [list(row) for row in zip(*(c for c in columns if set(c[1:]) != {MISSING}), strict=True)]
 
 
-def table(runs: Sequence[Run]) -> Table:
+def table(runs: Mapping[str, Metrics]) -> Table:
     """The rows for a terminal."""
     from rich.box import SIMPLE_HEAD
     from rich.markup import escape
@@ -168,47 +160,46 @@ def table(runs: Sequence[Run]) -> Table:
     return found
 
 
-def _cells(runs: Sequence[Run]) -> Iterator[tuple[str, Callable[[Run], str]]]:
-    yield "run", lambda run: run.name
+def _cells(runs: Mapping[str, Metrics]) -> Iterator[tuple[str, Callable[[Metrics], str]]]:
     yield "rollout", _rollout
-    yield "steps", lambda run: f"{max(run.metrics.rows)}"
+    yield "steps", lambda run: f"{max(run.rows)}"
     for key in _held_out(runs) or [SCORE]:
         match = HELD_OUT.fullmatch(key)
         what = {"acc": "accuracy", "reward": "reward"}[match["what"]] if match else "training score"
         yield f"{what}, {match['source']}" if match else what, _first_last(key)
     for header, key, reduce, form in _COLUMNS:
         yield header, _reduced(key, reduce, form)
-    yield "s/step", lambda run: f"{sum(parts.values()):.3g}" if (parts := run.metrics.phases()) else MISSING
+    yield "s/step", lambda run: f"{sum(parts.values()):.3g}" if (parts := run.phases()) else MISSING
 
 
-def _held_out(runs: Sequence[Run]) -> list[str]:
-    return sorted({key for run in runs for row in run.metrics.rows.values() for key in row if HELD_OUT.fullmatch(key)})
+def _held_out(runs: Mapping[str, Metrics]) -> list[str]:
+    return sorted({key for run in runs.values() for row in run.rows.values() for key in row if HELD_OUT.fullmatch(key)})
 
 
-def _rollout(run: Run) -> str:
+def _rollout(run: Metrics) -> str:
     """What the engine held, by its own count of layers: no run is called INT8 because INT8 was chosen."""
-    layers = run.metrics.last("flashrl/quantized_layers")
+    layers = run.last("flashrl/quantized_layers")
     if layers is None:
         return MISSING
     precision = f"8-bit, {layers:.0f} layers" if layers else "bf16"
-    precision += ", rotated" if run.metrics.last("flashrl/rotated_weights") else ""
-    precision += ", 8-bit KV" if run.metrics.last("flashrl/kv_cache_bits") == 8 else ""
-    mixed = run.metrics.last("flashrl/bf16_replicas") if layers else 0
+    precision += ", rotated" if run.last("flashrl/rotated_weights") else ""
+    precision += ", 8-bit KV" if run.last("flashrl/kv_cache_bits") == 8 else ""
+    mixed = run.last("flashrl/bf16_replicas") if layers else 0
     return precision + (f", {mixed:.0f} in bf16" if mixed else "")
 
 
-def _first_last(key: str) -> Callable[[Run], str]:
-    return lambda run: f"{values[0]:.3f} -> {values[-1]:.3f}" if (values := run.metrics.series(key)[1]) else MISSING
+def _first_last(key: str) -> Callable[[Metrics], str]:
+    return lambda run: f"{values[0]:.3f} -> {values[-1]:.3f}" if (values := run.series(key)[1]) else MISSING
 
 
-def _reduced(key: str, reduce: Reduce, form: str) -> Callable[[Run], str]:
-    return lambda run: format(reduce(values), form) if (values := run.metrics.series(key)[1]) else MISSING
+def _reduced(key: str, reduce: Reduce, form: str) -> Callable[[Metrics], str]:
+    return lambda run: format(reduce(values), form) if (values := run.series(key)[1]) else MISSING
 
 
 # ---- the picture ----
 
 
-def draw(runs: Sequence[Run], folder: Path) -> Path:
+def draw(runs: Mapping[str, Metrics], folder: Path) -> Path:
     """Write `report.png`: accuracy by step and by seconds, mismatch, response length, seconds of a step by phase.
     Returns its path."""
     # The object interface: pyplot would choose a backend for the whole process.
@@ -230,8 +221,8 @@ def draw(runs: Sequence[Run], folder: Path) -> Path:
     _lines(length, "Response length, tokens", runs, LENGTH)
     _bars(phases, runs, colormaps["Set2"].colors)
     legend.set_axis_off()
-    for index, run in enumerate(runs):
-        legend.plot([], [], label=run.name, **_look(index))
+    for index, name in enumerate(runs):
+        legend.plot([], [], label=name, **_look(index))
     legend.legend(loc="upper left", frameon=False, fontsize=10 if len(runs) < 16 else 7)
     figure.savefig(folder / PICTURE, dpi=120)
     return folder / PICTURE
@@ -242,19 +233,19 @@ def _look(index: int) -> dict[str, Any]:
     return {"color": colour, "linestyle": line, "linewidth": 1.6}
 
 
-def _lines(axes: Axes, title: str, runs: Sequence[Run], key: str, *, by_seconds: bool = False) -> None:
-    for index, run in enumerate(runs):
-        steps, values = run.metrics.series(key)
-        places = [run.metrics.seconds()[step] for step in steps] if by_seconds else steps
+def _lines(axes: Axes, title: str, runs: Mapping[str, Metrics], key: str, *, by_seconds: bool = False) -> None:
+    for index, run in enumerate(runs.values()):
+        steps, values = run.series(key)
+        places = [run.seconds()[step] for step in steps] if by_seconds else steps
         if steps:
             marker = "o" if len(steps) < 30 else ""
             axes.plot(places, values, marker=marker, markersize=4, **_look(index))
     _frame(axes, title, "seconds, validation left out" if by_seconds else "training step")
 
 
-def _bars(axes: Axes, runs: Sequence[Run], colours: Sequence[Any]) -> None:
+def _bars(axes: Axes, runs: Mapping[str, Metrics], colours: Sequence[Any]) -> None:
     """Of runs that logged times, a bar each."""
-    timed = {run.name: parts for run in runs if (parts := run.metrics.phases())}
+    timed = {name: parts for name, run in runs.items() if (parts := run.phases())}
     left = np.zeros(len(timed))
     for (phase, label), colour in zip(PHASES.items(), colours, strict=True):
         width = np.array([parts[phase] for parts in timed.values()])

@@ -4,6 +4,7 @@
 Nothing here needs Ray or verl; ``trainer.py`` says when it is called.
 """
 
+import contextlib
 import os
 import re
 from collections.abc import Sequence
@@ -85,12 +86,8 @@ def summarize_layers(replicas: Sequence[Sequence[dict]], wanted: Sequence[Precis
     }
     if len(set(wanted)) == 1:
         return metrics
-    layers = per_replica("quantized_layers", [replica[0]["quantized_layers"] for replica in replicas])
-    return (
-        metrics
-        | layers
-        | per_replica("weight_bytes", [sum(w["weight_bytes"] for w in replica) for replica in replicas])
-    )
+    metrics |= per_replica("quantized_layers", [replica[0]["quantized_layers"] for replica in replicas])
+    return metrics | per_replica("weight_bytes", [sum(w["weight_bytes"] for w in replica) for replica in replicas])
 
 
 def per_replica(name: str, values: Sequence[float]) -> dict[str, float]:
@@ -159,7 +156,11 @@ class MetricsFile:
 
     def __init__(self, path: Path, resumed_step: int):
         path.parent.mkdir(parents=True, exist_ok=True)
-        history = _history(path, resumed_step) if resumed_step > 0 and path.exists() else []
+        history = []
+        for line in path.read_bytes().splitlines() if resumed_step > 0 and path.exists() else ():
+            with contextlib.suppress(orjson.JSONDecodeError, KeyError, TypeError):
+                if orjson.loads(line)["step"] <= resumed_step:
+                    history.append(line)
         write_whole(path, b"".join(line + b"\n" for line in history))
         self._file = open(path, "ab", buffering=0)
 
@@ -168,15 +169,3 @@ class MetricsFile:
 
     def finish(self) -> None:
         self._file.close()
-
-
-def _history(path: Path, resumed_step: int) -> list[bytes]:
-    kept = []
-    for line in path.read_bytes().splitlines():
-        try:
-            keep = orjson.loads(line)["step"] <= resumed_step
-        except (orjson.JSONDecodeError, KeyError, TypeError):
-            continue
-        if keep:
-            kept.append(line)
-    return kept

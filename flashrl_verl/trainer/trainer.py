@@ -52,7 +52,7 @@ from flashrl_verl.trainer.mini_batches import even_order, length_variation
 from flashrl_verl.trainer.refill import RefillBuffer
 from flashrl_verl.trainer.rewards import RewardWatch, check_rewards
 from flashrl_verl.trainer.worker_watch import WorkerWatch
-from flashrl_verl.upstream.versions import Status, check_versions
+from flashrl_verl.upstream.versions import check_versions
 from flashrl_verl.validation import validate_config
 
 # Under "verl", whose handler verl keeps apart from the root logger: imported libraries silence that one.
@@ -95,7 +95,7 @@ class FlashRLMixin:
         check_files(config)
         settle_packages(config)  # here too, for verl's own entry point
         for finding in check_versions():
-            if finding.status is not Status.OK:
+            if finding.status != "ok":
                 log.warning("%s", finding)
         self.guard = Guard.from_config(config, self.flashrl)
         self._composed = OmegaConf.to_yaml(config)

@@ -24,7 +24,7 @@ from verl.utils.ulysses import (
 )
 
 from flashrl_verl.errors import ConfigError
-from flashrl_verl.run_environment import installed
+from flashrl_verl.upstream.versions import version_of
 from flashrl_verl.validation import VARLEN
 
 _last: tuple[Any, torch.Tensor, int] | None = None
@@ -144,7 +144,7 @@ def _attend(
 @cache
 def _flash_attention_4() -> Callable | None:
     """``pip install flash-attn-4``, from Hopper on."""
-    if not installed("flash-attn-4") or torch.cuda.get_device_capability()[0] < 9:
+    if version_of("flash-attn-4") is None or torch.cuda.get_device_capability()[0] < 9:
         return None
     from flash_attn.cute import flash_attn_varlen_func
 

@@ -8,7 +8,7 @@ from verl.utils import tensordict_utils, torch_functional
 from verl.utils.device import get_device_name
 from verl.workers.engine_workers import ActorRolloutRefWorker
 
-from flashrl_verl.correction.batch import attach_correction, extend_metrics
+from flashrl_verl.correction.batch import attach_correction
 from flashrl_verl.correction.settings import CorrectionSettings
 from flashrl_verl.fp32_head import compute_head_in_fp32
 from flashrl_verl.refit.receipt import brief
@@ -64,7 +64,13 @@ class FlashRLWorker(ActorRolloutRefWorker):
         group = self.actor.engine.get_data_parallel_group()
         metrics = attach_correction(data, settings, group, device=get_device_name())
         output = super().update_actor(data)
-        return None if output is None else extend_metrics(output, metrics)
+        if output is not None:
+            # Every rank has the same values and verl's collection keeps the first rank's: a list of one is the batch's
+            # value, however the driver reduces it.
+            metrics = {name: [value] for name, value in metrics.items()}
+            merged = {**tensordict_utils.get(output, "metrics"), **metrics}
+            tensordict_utils.assign_non_tensor_data(output, "metrics", merged)
+        return output
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def flashrl_refit_report(self, whole: bool = False) -> dict:

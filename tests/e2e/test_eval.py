@@ -96,7 +96,7 @@ def test_a_stopped_evaluation_resumes_and_gives_both_precisions_with_intervals(t
 def test_a_hugging_face_folder_is_evaluated_with_the_recipes_defaults(trained, tmp_path):
     data = f"data.val_files={trained}/assets/test.parquet"
     reward = f"reward.custom_reward_function.path={PROGRAMS}/digit_reward.py"
-    words = ["experiment=smoke", data, reward, "reward.custom_reward_function.name=even_length"]
+    words = ["experiment=smoke", data, reward, "reward.custom_reward_function.name=share_of_digits"]
     said(evaluate(trained / "assets" / "model", tmp_path / "out", "--precision", "int8", *words))
     report = json.loads((tmp_path / "out" / "eval.json").read_text())
     assert report["problems"] == 8 and 0 < report["figures"]["int8"]["mean@4"]["value"] < 1

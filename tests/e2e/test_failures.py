@@ -110,16 +110,6 @@ def test_a_run_without_a_reward_says_so_and_ends_with_an_error(recipe, mode):
     )
 
 
-def test_a_reward_that_is_no_number_ends_the_run_in_its_first_batch_and_shows_the_response(recipe):
-    run = recipe(NO_FILTER, "reward.custom_reward_function.name=not_a_number", "trainer.val_before_train=false")
-    assert run.returncode != 0 and not run.metrics()
-    assert_says(
-        r"RewardError: the reward \(not_a_number of .*\) failed for \d+ of \d+ responses, of the first batch",
-        run.output,
-    )
-    assert_says(r"Of one of them its reward is nan. Its prompt ends: '.*Its response ends: '", run.output)
-
-
 def test_a_reward_worker_that_cannot_be_made_ends_the_run_with_its_own_error(recipe):
     run = recipe("reward.reward_kwargs.max_resp_len=null")
     assert run.returncode != 0 and not run.metrics_file.exists()

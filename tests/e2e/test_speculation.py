@@ -31,13 +31,11 @@ def test_log_probs_of_drafted_tokens_are_the_policys(tmp_path, precision):
         counts = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
     drafted = counts["vllm:spec_decode_num_draft_tokens"]
     accepted = counts["vllm:spec_decode_num_accepted_tokens"]
-    print(f"{accepted} of {drafted} drafted tokens accepted")
     with engine(tmp_path, {"precision": precision}) as llm:
         Refit(llm)(wire(model), 0)
         whole = teacher_forced(llm, [p + list(answer.token_ids) for p, answer in zip(prompts, answers, strict=True)])
     ours = torch.tensor([[at[t].logprob for t, at in zip(a.token_ids, a.logprobs, strict=True)] for a in answers])
     known = torch.tensor([of_all[-ours.shape[1] :] for of_all in whole])
-    print(f"mean log-prob {known.mean()}, differences {(ours - known).abs().max()}, {(ours - known).abs().mean()}")
     assert 0.1 * drafted < accepted < 0.95 * drafted
     assert known.mean() < -0.1, "the policy is not certain, so that a draft's log-prob of 0 would be told apart"
     assert (ours - known).abs().max() < 0.2 and (ours - known).abs().mean() < 0.02

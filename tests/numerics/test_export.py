@@ -79,7 +79,7 @@ def test_a_missing_or_damaged_shard_and_an_output_that_is_there_are_told_and_not
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").touch()
     with pytest.raises(ConfigError, match="is not overwritten"):
-        merge(find(of_two[0]), tmp_path / "out")
+        app(["export", str(of_two[0]), "--output", str(tmp_path / "out")], standalone_mode=False)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewards for end-to-end tests with untrained models: varying within a group, never varying, and right or wrong."""
+"""Rewards for end-to-end tests with untrained models: varying within a group, never varying, and late."""
 
 import time
 
@@ -12,18 +12,6 @@ def share_of_digits(data_source, solution_str, ground_truth, extra_info=None) ->
 
 def constant(data_source, solution_str, ground_truth, extra_info=None) -> dict:
     return {"score": 0.0, "acc": 0.0}
-
-
-def even_length(data_source, solution_str, ground_truth, extra_info=None) -> float:
-    """1 for an even number of characters: right about half the time, and for some prompts more often than for
-    others."""
-    return float(len(solution_str) % 2 == 0)
-
-
-def not_a_number(data_source, solution_str, ground_truth, extra_info=None) -> dict:
-    """For a response in four."""
-    score = share_of_digits(data_source, solution_str, ground_truth)
-    return score if len(solution_str) % 4 else score | {"score": float("nan")}
 
 
 def slow(data_source, solution_str, ground_truth, extra_info=None) -> dict:

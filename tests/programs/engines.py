@@ -18,6 +18,7 @@ from typing import Any
 from unittest import mock
 
 import cloudpickle
+import plain_vllm
 import torch
 
 CUDA = torch.cuda.is_available()
@@ -179,11 +180,8 @@ def _call(pickled: bytes) -> Any:
 
 def greedy(llm: Any, prompt: tuple[int, ...] = (5, 6, 7, 8), tokens: int = 10) -> tuple[list[int], list[float]]:
     """Greedy tokens and the log-prob of each."""
-    from vllm import SamplingParams
-
-    params = SamplingParams(temperature=0, max_tokens=tokens, logprobs=0, ignore_eos=True, detokenize=False)
-    out = llm.generate([{"prompt_token_ids": list(prompt)}], params, use_tqdm=False)[0].outputs[0]
-    return list(out.token_ids), [step[t].logprob for t, step in zip(out.token_ids, out.logprobs, strict=True)]
+    [sampled], [log_probs] = plain_vllm.greedy(llm, [list(prompt)], tokens)
+    return sampled, log_probs
 
 
 def teacher_forced(llm: Any, sequences: list[list[int]]) -> list[list[float]]:

@@ -7,6 +7,7 @@ left as they are.
 
 import os
 import signal
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -14,14 +15,9 @@ from wrapt import register_post_import_hook
 
 KIND, STEP = os.environ["FLASHRL_TEST_FAULT"].split(":")
 STEP = int(STEP)
-FIRED = os.environ["FLASHRL_TEST_FIRED"]
+FIRED = Path(os.environ["FLASHRL_TEST_FIRED"])
 """File that is touched when the fault strikes, so that a test can tell how long the run survived it."""
 TENSOR = "model.layers.0.mlp.down_proj.weight"
-
-
-def fired() -> None:
-    with open(FIRED, "a"):
-        pass
 
 
 def skip_update(adapter) -> None:
@@ -30,7 +26,7 @@ def skip_update(adapter) -> None:
 
     async def forgetful(self, weights, global_steps=None, **kwargs):
         if global_steps == STEP:
-            fired()
+            FIRED.touch()
         else:
             await update_weights(self, weights, global_steps=global_steps, **kwargs)
 
@@ -58,7 +54,7 @@ def raise_in_receiver(refit) -> None:
 
     def raising(self, weights):
         if self._manifest.step == STEP:
-            fired()
+            FIRED.touch()
             raise OSError("a fault inside the receiver")
         load(self, weights)
 
@@ -70,7 +66,7 @@ def kill_engine(refit) -> None:
 
     def killing(self, weights):
         if self._manifest.step == STEP:
-            fired()
+            FIRED.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         load(self, weights)
 
@@ -87,7 +83,7 @@ def stale_kernel(linear) -> None:
         if layer.flashrl_calls <= STEP:
             layer.packed = SimpleNamespace(weight=layer.weight.data.clone(), weight_scale=layer.weight_scale.data)
         else:
-            fired()
+            FIRED.touch()
 
     method = linear.QuantizedLinearMethod
     method.process_weights_after_loading = pack

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A Ray cluster of several nodes on one machine: each has an address of its own on the loopback interface."""
 
-import contextlib
 import importlib.metadata
 import os
 import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -14,9 +14,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import psutil
-
 import flashrl_verl
+from flashrl_verl.tools.process_tree import ProcessTree
 
 RAY = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--disable-usage-stats"]
 RESOURCES = ["--num-gpus=1", "--num-cpus=16", "--object-store-memory=500000000"]
@@ -38,7 +37,7 @@ class LocalCluster:
         # Short: the path of a socket below it has to stay under 107 letters. Ray's default would mix it with other
         # clusters.
         self.folder = Path(tempfile.mkdtemp(prefix="flr-", dir="/tmp"))
-        self._nodes: list[subprocess.Popen] = []
+        self._nodes: list[ProcessTree] = []
         self.address = f"127.0.0.2:{_free_port('127.0.0.2')}"
 
     def __enter__(self) -> "LocalCluster":
@@ -47,8 +46,8 @@ class LocalCluster:
         self._start(f"--node-ip-address={host}", *words)
         return self
 
-    def join(self, hide: Sequence[Path] = (), variables: Mapping[str, str] | None = None) -> subprocess.Popen:
-        """Another node; returns its processes' leader.
+    def join(self, hide: Sequence[Path] = (), variables: Mapping[str, str] | None = None) -> ProcessTree:
+        """Another node.
 
         Args:
             hide: folders that are empty for its processes, as on a machine that does not have them (``can_hide``).
@@ -57,21 +56,11 @@ class LocalCluster:
         host = f"127.0.0.{2 + len(self._nodes)}"
         return self._start(f"--node-ip-address={host}", f"--address={self.address}", hide=hide, variables=variables)
 
-    def _start(
-        self, *words: str, hide: Sequence[Path] = (), variables: Mapping[str, str] | None = None
-    ) -> subprocess.Popen:
+    def _start(self, *words: str, hide: Sequence[Path] = (), variables: Mapping[str, str] | None = None) -> ProcessTree:
         elsewhere = self.folder / f"node{len(self._nodes)}"
         elsewhere.mkdir()
-        with open(elsewhere / "log", "wb") as log:
-            node = subprocess.Popen(
-                [*self._hiding(hide), *RAY, *RESOURCES, *words],
-                cwd=elsewhere,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                env={"PATH": os.environ["PATH"], "HOME": str(self.folder), **(variables or {})},
-                start_new_session=True,
-            )
+        env = {"PATH": os.environ["PATH"], "HOME": str(self.folder), **(variables or {})}
+        node = ProcessTree([*self._hiding(hide), *RAY, *RESOURCES, *words], elsewhere / "log", env, elsewhere)
         self._nodes.append(node)
         deadline = time.monotonic() + 120
         while "Ray runtime started" not in (told := (elsewhere / "log").read_text(errors="replace")):
@@ -89,28 +78,15 @@ class LocalCluster:
         return ["unshare", "--mount", "sh", "-c", " && ".join([*mounts, 'exec "$@"']), "sh"]
 
     @staticmethod
-    def kill(node: subprocess.Popen) -> None:
+    def kill(node: ProcessTree) -> None:
         """End a node as a power cut would: all of its processes at once, and those that a leader which failed has
         left."""
-        members = [process for process in psutil.process_iter() if _session(process.pid) == node.pid]
-        if node.poll() is None:
-            members += psutil.Process(node.pid).children(recursive=True)
-        for process in members:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        node.wait()
+        node.end([(signal.SIGKILL, 10.0)])
 
     def __exit__(self, *_: object) -> None:
         for node in reversed(self._nodes):
             self.kill(node)
         shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def _session(process: int) -> int | None:
-    try:
-        return os.getsid(process)
-    except ProcessLookupError:  # it has ended
-        return None
 
 
 def _free_port(host: str) -> int:

@@ -9,8 +9,9 @@ from typer.testing import CliRunner
 
 from flashrl_verl.cli import app
 from flashrl_verl.errors import ConfigError
+from flashrl_verl.input_files import LATEST
 from flashrl_verl.quickstart import progress, run
-from flashrl_verl.quickstart.run import LATEST, QuickstartConfig, check, training_overrides
+from flashrl_verl.quickstart.run import QuickstartConfig, check, training_overrides
 from flashrl_verl.tools.process_tree import ProcessTree
 from flashrl_verl.tools.recipe_process import compose, quoted
 

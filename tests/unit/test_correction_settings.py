@@ -34,7 +34,6 @@ def test_thresholds_that_verl_refuses_are_refused(spec):
         ({"rollout_is": "token", "rollout_is_threshold": 0.55}, "rollout_is_threshold=0.55.*IcePop"),
         ({"rollout_is": "token", "rollout_is_threshold": "nan"}, "rollout_is_threshold=nan"),
         ({"rollout_is": "tokens"}, "rollout_is=tokens"),
-        ({"bypass_mode": True, "loss_type": "gspo"}, "loss_type=gspo"),
         (None, "rollout_correction=null"),
     ],
 )

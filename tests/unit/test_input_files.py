@@ -128,9 +128,8 @@ def test_prompts_of_which_the_filter_leaves_none_are_refused(run):
 def test_files_that_verl_cannot_put_together_are_refused(run):
     cfg, folder = run
     of_pandas = pyarrow.Table.from_pylist([row(messages("2"))] * 4)
-    names = of_pandas.column_names
-    at = names.index("data_source")
-    of_pandas = of_pandas.set_column(at, names[at], of_pandas[names[at]].cast(pyarrow.large_string()))
+    at, wide = of_pandas.column_names.index("data_source"), of_pandas["data_source"].cast(pyarrow.large_string())
+    of_pandas = of_pandas.set_column(at, "data_source", wide)
     parquet.write_table(of_pandas, folder / "b.parquet")
     assert "the key data_source has unexpected type - Value('large_string')" in refused(cfg)
     save(folder / "b.parquet", [row(messages("2"), difficulty=3)])  # a column more becomes null

@@ -25,7 +25,6 @@ from verl.workers.rollout.replica import RolloutReplicaRegistry
 import verl.trainer.ppo.v1
 from verl.trainer.ppo.v1.trainer_base import get_trainer_cls
 import verl.utils.distributed
-import verl.utils.torch_functional
 print("REGISTERED", RolloutReplicaRegistry.get("flashrl").__name__, get_rollout_class("flashrl", "async").__name__,
     get_trainer_cls("flashrl").__name__, quantization)
 print("PLATFORM", get_platform().device_name)

@@ -9,12 +9,7 @@ import pytest
 
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.settings import Precision
-from flashrl_verl.trainer.metrics import (
-    MetricsFile,
-    metrics_path,
-    refit_metrics,
-    summarize_layers,
-)
+from flashrl_verl.trainer.metrics import MetricsFile, metrics_path, refit_metrics, summarize_layers
 
 INT8, BF16 = Precision.INT8, Precision.BF16
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The quickstart's assets: what the tokenizer, the task, the reward and the warm-up promise."""
+"""The quickstart's assets: what the tokenizer, the task and the warm-up promise."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from flashrl_verl.errors import ConfigError, FlashRLError
 from flashrl_verl.quickstart import warmup
 from flashrl_verl.quickstart.assets import RECORD, make_assets
 from flashrl_verl.quickstart.model import build_model
-from flashrl_verl.quickstart.task import DATA_SOURCE, compute_score, split_problems
+from flashrl_verl.quickstart.task import split_problems
 from flashrl_verl.quickstart.tokenizer import ROLES, build_tokenizer
 
 
@@ -36,12 +36,6 @@ def test_no_held_out_sum_is_trained_on_in_either_order_and_half_of_them_carry():
     assert len({*split.train, *split.probe, *split.test}) == 50 * 50
     assert len(split.test) == 128 and sum(p.has_carry for p in split.test) == 64
     assert split.test != split_problems(1).test
-
-
-def test_only_the_exact_digits_are_rewarded():
-    responses = ("65", "55", "650", "6", " 65", "65\n", "065", "")
-    scores = [compute_score(DATA_SOURCE, response, "65")["score"] for response in responses]
-    assert scores == [1.0, *[0.0] * 7]
 
 
 def test_assets_are_a_function_of_the_seed_and_made_once(tmp_path, brief):

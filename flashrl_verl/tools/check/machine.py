@@ -17,7 +17,7 @@ import psutil
 import flashrl_verl
 from flashrl_verl.tools.check import Finding, guarded
 from flashrl_verl.upstream import versions
-from flashrl_verl.upstream.versions import DISTRIBUTION, INSTALL_COMMAND, TESTED, TESTED_PYTHON, Status, find
+from flashrl_verl.upstream.versions import DISTRIBUTION, INSTALL_COMMAND, TESTED, TESTED_PYTHON, find
 
 _PLUGIN = "flashrl"
 """Name of both entry points; not imported, for importing the plugin would already register it."""
@@ -51,7 +51,7 @@ def look(ranks: bool = True, expected: Mapping[str, str] | None = None) -> Itera
 
 def installed() -> dict[str, str]:
     """What has to be the same on every node: name -> version."""
-    return {"Python": platform.python_version(), **{name: find(c).installed or "none" for name, c in TESTED.items()}}
+    return {"Python": platform.python_version(), **{name: find(name).installed or "none" for name in TESTED}}
 
 
 def check_versions(expected: Mapping[str, str] | None = None) -> Iterator[Finding]:
@@ -66,12 +66,12 @@ def check_versions(expected: Mapping[str, str] | None = None) -> Iterator[Findin
     else:
         text = f"{python} has not been run (tested: {' or '.join(TESTED_PYTHON)})"
         yield Finding("warning", "Python", text, f"FLASHRL_PYTHON=python{TESTED_PYTHON[-1]} {INSTALL_COMMAND}")
-    for name, component in TESTED.items():
-        found = find(component)
-        if found.status is Status.OK:
+    for name in TESTED:
+        found = find(name)
+        if found.status == "ok":
             yield Finding("ok", name, here[name])
         else:
-            yield Finding("warning" if found.status is Status.UNTESTED else "error", name, str(found))
+            yield Finding("warning" if found.status == "untested" else "error", name, str(found))
     yield Finding("ok", DISTRIBUTION, f"{flashrl_verl.__version__} in {Path(flashrl_verl.__file__).resolve().parent}")
 
 

@@ -14,9 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from flashrl_verl.errors import ConfigError
-
-LATEST = "latest_checkpointed_iteration.txt"
-"""verl's record of the last whole checkpoint, beside the checkpoints."""
+from flashrl_verl.input_files import LATEST
 
 _STEP = re.compile(r"global_step_(\d+)")
 
@@ -36,12 +34,6 @@ class Checkpoint:
         return self.step is not None
 
     @property
-    def run(self) -> Path:
-        """Folder of the run, for ``sharded`` ones: ``trainer.default_local_dir``, or that above ``checkpoints``."""
-        folder = self.path.parent.parent
-        return folder.parent if folder.name == "checkpoints" else folder
-
-    @property
     def config(self) -> Path | None:
         """The run's configuration, where the checkpoint has it."""
         file = self.path.parent / "config.yaml"
@@ -49,8 +41,12 @@ class Checkpoint:
 
     @property
     def name(self) -> str:
-        """For a folder made of it: run and step, or the Hugging Face folder's own."""
-        return f"{self.run.name}-step{self.step}" if self.sharded else self.path.name
+        """For a folder made of it: run (``trainer.default_local_dir``, or the folder above ``checkpoints``) and step,
+        or the Hugging Face folder's own."""
+        if not self.sharded:
+            return self.path.name
+        run = self.path.parent.parent
+        return f"{run.parent.name if run.name == 'checkpoints' else run.name}-step{self.step}"
 
     def fingerprint(self) -> list[list[Any]]:
         """Name, bytes and time of the files of weights."""
@@ -111,16 +107,6 @@ def _hugging_face(path: Path) -> Checkpoint:
     return Checkpoint(path=path, step=None)
 
 
-def require_new(output: Path) -> None:
-    """Refuse to write over what is there.
-
-    Raises:
-        ConfigError: ``output`` is there and not empty.
-    """
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ConfigError(f"{output} is there already and is not overwritten. Remove it, or choose another --output")
-
-
 @contextmanager
 def new_folder(output: Path) -> Iterator[Path]:
     """A folder that appears whole or not at all.
@@ -129,9 +115,8 @@ def new_folder(output: Path) -> Iterator[Path]:
         Where to write; it becomes ``output`` at the end.
 
     Raises:
-        ConfigError: ``output`` is there and not empty.
+        OSError: ``output`` is there and not empty.
     """
-    require_new(output)
     scratch = output.with_name(f".{output.name}.part")
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)

@@ -31,11 +31,12 @@ def export(
     scales, INT8 those of a rollout without rotation, which plain vLLM does not know. Layers that the run kept in BF16
     stay in it.
     """
-    from flashrl_verl.tools.export.checkpoint import find, require_new
+    from flashrl_verl.tools.export.checkpoint import find
 
     found = find(checkpoint)
     folder = (output or Path("outputs/export") / f"{found.name}-{format.value}").expanduser().resolve()
-    require_new(folder)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} is there already and is not overwritten. Remove it, or choose another --output")
     if format is Precision.BF16:
         if not found.sharded:
             raise ConfigError(f"{found.path} is a Hugging Face folder already. Serve it as it is, or name --format")

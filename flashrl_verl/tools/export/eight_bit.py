@@ -59,7 +59,7 @@ def quantize(source: Path, output: Path, settings: FlashRLConfig, shard_size: in
         What was quantized.
 
     Raises:
-        ConfigError: the layers to keep leave nothing, or the output is there already; nothing was written.
+        ConfigError: the layers to keep leave nothing; nothing was written.
         FlashRLError: the source is damaged, or holds NaN or Inf; nothing is left behind.
     """
     fmt = weight_format(settings.precision, rotation=False)

@@ -52,7 +52,7 @@ def merge(checkpoint: Checkpoint, output: Path) -> None:
         output: does not exist, or is empty.
 
     Raises:
-        ConfigError: the output is there already, or the checkpoint holds LoRA adapters.
+        ConfigError: the checkpoint holds LoRA adapters.
         FlashRLError: verl's merger failed: a rank's file is damaged or not there, the disk is full, ...
     """
     with new_folder(output) as scratch:
