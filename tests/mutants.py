@@ -103,8 +103,8 @@ MUTANTS = [
     # Keys in other units than queries, or than what is cached already.
     Mutant("keys_scaled_alone", EQUALIZE, "-1, size) * scale.unsqueeze(1)", "-1, size) + 0 * scale.unsqueeze(1)",
         ("tests/numerics/test_equalize.py",)),
-    Mutant("keys_of_another_head", EQUALIZE, "offset.copy_((keys.amax(0) + keys.amin(0)) / 2)",
-        "offset.copy_(((keys.amax(0) + keys.amin(0)) / 2).roll(1, 0))", (KEYS,)),
+    Mutant("keys_of_another_head", EQUALIZE, "(keys.amax(0) + keys.amin(0)) / 2 *",
+        "((keys.amax(0) + keys.amin(0)) / 2).roll(1, 0) *", (KEYS,)),
     Mutant("keys_of_the_first_weights", LOAD, "                measure(self.model, self._model_config)",
         "                self._first is None and measure(self.model, self._model_config)", (KEYS,)),
     # The rollout stays the policy of the first step.
