@@ -86,6 +86,7 @@ CASES = [
     ),
     # number formats that contradict ours
     ({f"{ROLLOUT}.dtype": "float32"}, f"{ROLLOUT}.dtype=bfloat16"),
+    ({"flashrl.kv_cache": "int8_per_token_head", f"{ROLLOUT}.dtype": "float16"}, f"{ROLLOUT}.dtype=bfloat16"),
     ({f"{ROLLOUT}.load_format": "bitsandbytes"}, f"{ROLLOUT}.load_format=dummy"),
     ({f"{ROLLOUT}.quantization": "fp8"}, f"{ROLLOUT}.quantization=null"),
     ({f"{ACTOR}.fsdp_config.qat.enable": True}, f"{ACTOR}.fsdp_config.qat.enable=false"),
