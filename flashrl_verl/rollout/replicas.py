@@ -32,8 +32,9 @@ def bf16_replicas(settings: FlashRLConfig, replicas: int) -> int:
     count = math.floor(fraction * replicas + 0.5)  # not round(), which rounds halves to even numbers
     if not 0 < count < replicas:
         reason = f"of {replicas} replicas ({_COUNTED}) that would be {count} in BF16, so all would be alike"
-        fits = f"{_KEY} from {1 / replicas:g} to {(replicas - 1) / replicas:g}"
-        fits = fits if replicas > 1 else f"a smaller {ROLLOUT}.tensor_model_parallel_size"
+        fits = f"a smaller {ROLLOUT}.tensor_model_parallel_size"
+        if replicas > 1:
+            fits = f"{_KEY} from {1 / replicas:g} to {(replicas - 1) / replicas:g}"
         refuse(_KEY, fraction, reason, f"{fits}, or {_KEY}=0.0 (flashrl.precision=bf16 for BF16 alone)")
     return count
 
