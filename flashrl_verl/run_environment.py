@@ -38,7 +38,7 @@ def settle_packages(cfg: DictConfig) -> None:
     """
     _check_loggers(cfg)
     _check_engine_names(cfg)
-    _check_address()
+    _check_variables()
     liger, packed = (f"{MODEL_NODE}.use_liger", f"{MODEL_NODE}.use_remove_padding")
     if get(cfg, liger) and find_spec("liger_kernel") is None:
         refuse(liger, True, "liger-kernel is not installed in this environment", f"pip install it, or {liger}=false")
@@ -76,7 +76,12 @@ def _check_loggers(cfg: DictConfig) -> None:
             refuse(key, name, f"{name} has no key here", f"{variable}=<key>, `{name} login`, or {mode}={offline}")
 
 
-def _check_address() -> None:
+def _check_variables() -> None:
+    name = "VLLM_ATTENTION_BACKEND"
+    envs = Path(next(iter(find_spec("vllm").submodule_search_locations))) / "envs.py"
+    if os.environ.get(name) and name not in envs.read_text():
+        remedy = f"unset {name}, and +{ENGINE}.attention_backend=<name>"
+        refuse(name, os.environ[name], f"vLLM {find('vllm').installed} does not read it any more", remedy)
     host, _, port = os.environ.get("RAY_ADDRESS", "").rpartition(":")
     if host and port.isdecimal() and "://" not in host:  # Ray tries for minutes where nobody answers
         try:

@@ -68,7 +68,11 @@ def test_arguments_that_vllm_lacks_are_refused_and_those_it_has_are_not():
             settle_packages(changed({ENGINE: {name: 1}}, "cpu"))
 
 
-def test_a_cluster_that_is_not_there_is_refused(monkeypatch):
+def test_a_variable_that_vllm_does_not_read_and_a_cluster_that_is_not_there_are_refused(monkeypatch):
+    monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "XFORMERS")
+    with pytest.raises(ConfigError, match="VLLM_ATTENTION_BACKEND=XFORMERS is refused.*attention_backend"):
+        settle_packages(changed({}, "cpu"))
+    monkeypatch.delenv("VLLM_ATTENTION_BACKEND")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{free.getsockname()[1]}")
