@@ -113,18 +113,6 @@ install_cuda() {
   run pip_install -r "$requirements"
 }
 
-report_versions() { # and fail when something is missing
-  "$venv/bin/python" - <<'PY'
-import sys
-
-from flashrl_verl.upstream.versions import Status, check_versions
-
-findings = check_versions()
-print("\n".join(str(finding) for finding in findings))
-sys.exit(any(finding.status is Status.MISSING for finding in findings))
-PY
-}
-
 stamp() { # stamp WORD...: a hash of the words and of stdin
   { printf '%s\n' "$@"; cat; } | sha256sum | cut -d ' ' -f 1
 }
@@ -158,7 +146,7 @@ if ! unchanged .flashrl-package "$package_stamp"; then
 print(json.loads(importlib.metadata.distribution("flashrl-verl").read_text("direct_url.json"))["url"].removeprefix("file://"))' 2>/dev/null) || other=
   say "flashrl-verl itself (editable)$([ -z "$other" ] || [ "$other" = "$root" ] || echo ": of $root, no longer of $other")"
   run pip_install --no-deps --no-build-isolation -e "$root"
-  run report_versions
+  run "$venv/bin/flashrl" version
   echo "$package_stamp" >"$venv/.flashrl-package"
 fi
 say "ready: $venv"

@@ -63,9 +63,10 @@ FAKE_PYTHON = """#!/usr/bin/env bash
 case "$*" in
   "-c import platform"*) echo 3.11.9 ;;
   "-m venv "*)
-    mkdir -p "${{!#}}/bin" "${{!#}}/lib/python3.11/site-packages" && cp "$0" "${{!#}}/bin/python" ;;
+    mkdir -p "${{!#}}/bin" "${{!#}}/lib/python3.11/site-packages"
+    cp "$0" "${{!#}}/bin/python" && cp "$0" "${{!#}}/bin/flashrl" ;;
   "-m pip "*) echo "$*" >>{folder}/asked && source {folder}/pip ;;
-  *) cat >/dev/null ;;
+  -) cat >/dev/null ;;
 esac
 """
 
