@@ -99,34 +99,29 @@ def runs(*paths: str) -> Rows:
 
 
 def readme() -> Rows:
-    """At most five rows: a pretrained model's mismatch, rollouts of 32B, a whole step."""
-    rows = [["H200", "before", "after", ""]]
+    """At most five rows: a pretrained model's mismatch, rollouts of 32B, a whole step. Each with its baseline."""
+    rows = [["on H200s", "baseline", "8-bit rollout", ""]]
     far = load("mismatch/h200-qwen2.5-coder-1.5b.json")
     k3_kl = {one["variant"]: one["own"][K3_KL] for one in far["results"]}
     rows.append(
         [
-            f"{far['model']}, mismatch of rollout and trainer, k3 KL: verl's FP8, INT8",
-            *(f"{k3_kl[name]:.1e}" for name in (FP8_VERL, "int8")),
+            f"mismatch of rollout and trainer (k3 KL), {far['model']}; BF16's own is {k3_kl['bf16']:.1e}",
+            f"verl's FP8: {k3_kl[FP8_VERL]:.1e}",
+            f"INT8: {k3_kl['int8']:.1e}",
             f"[{k3_kl[FP8_VERL] / k3_kl['int8']:.1f} x closer](docs/results/mismatch.md)",
         ]
     )
     tail, rotated = "rollout/qwen2.5-32b-long-tail", "rollout/h200-rotation-long-tail"
-    words = "Qwen2.5-32B on one GPU, long-tailed lengths, tokens/s of rollouts: BF16, INT8 weights"
-    for file, variant, said in ((rotated, "int8", words), (tail, "int8+int8kv", f"{words}* and KV cache")):
+    for file, variant, said in ((rotated, "int8", "INT8"), (tail, "int8+int8kv", "INT8* and KV cache")):
         of = {one.variant: one for one in rollout.rollouts_of(lines(f"{file}.jsonl")) if one.workload[0] == 384}
-        speeds = (f"{statistics.median(of[name].tokens_per_second):.0f}" for name in ("bf16", variant))
-        speed_up = rollout.speed_up(of[variant], of["bf16"])
-        rows.append([said, *speeds, f"[{speed_up} x](docs/results/throughput.md)"])
+        bf16, ours = (f"{statistics.median(of[name].tokens_per_second):.0f}" for name in ("bf16", variant))
+        gain = f"[{rollout.speed_up(of[variant], of['bf16'])} x](docs/results/throughput.md)"
+        rows.append(["tokens/s, Qwen2.5-32B on one GPU, long-tailed lengths", f"BF16: {bf16}", f"{said}: {ours}", gain])
     _, *four = engines_of_four(*(f"rollout/h200-tp4/qwen2.5-32b-{variant}" for variant in ("bf16", "int8-kv")))
-    (long, short), words = (four[1], four[3]), "Qwen2.5-32B on four GPUs an engine, prompts of 7,424 tokens, tokens/s"
-    gain = f"[{long[-1]} x](docs/results/throughput.md#engines-of-four-gpus), short prompts {short[-1]} x"
-    rows.append([f"{words}: BF16, INT8 weights* and KV cache", four[0][-2], long[-2], gain])
-    header, *steps = steps_run("step/qwen3-1.7b-4xh200.json")
-    seconds = {row[0]: row[header.index("step")] for row in steps}
-    words = "Qwen3-1.7B, a whole DAPO step, s: verl in BF16, this recipe with INT8 weights* and KV cache, asynchronous"
-    whole, bits = (float(seconds[a]) / float(seconds[b]) for a, b in (("stock", "int8+kv+async"), ("bf16", "int8+kv")))
-    gain = f"[{whole:.2f} x](docs/results/step.md), of which 8 bits {bits:.2f} x"
-    rows.append([words, seconds["stock"], seconds["int8+kv+async"], gain])
+    for of, bf16, ours in (("7,424", four[0], four[1]), ("128", four[2], four[3])):
+        gain = f"[{ours[-1]} x](docs/results/throughput.md#engines-of-four-gpus)"
+        what = f"tokens/s, Qwen2.5-32B on four GPUs an engine, prompts of {of} tokens"
+        rows.append([what, f"BF16: {bf16[-2]}", f"INT8* and KV cache: {ours[-2]}", gain])
     return rows
 
 

@@ -270,11 +270,9 @@ def _check_model(cfg: DictConfig, model: Path) -> None:
             refuse_model("its tokenizer has no chat template, and prompts are messages", f"{key}=<Jinja>")
     config = config.get("text_config", config)
     longest = sum(get(cfg, f"{ROLLOUT}.{name}") for name in ("prompt_length", "response_length"))
-    positions, scaled = (
-        config.get("max_position_embeddings"),
-        config.get("rope_scaling") or config.get("rope_parameters"),
-    )
-    if isinstance(positions, int) and longest > positions and (scaled or {}).get("rope_type", "default") == "default":
+    positions = config.get("max_position_embeddings")
+    scaled = '"factor"' in json.dumps([config.get("rope_scaling"), config.get("rope_parameters")])  # a longer range
+    if isinstance(positions, int) and longest > positions and not scaled:
         reason = f"with prompts it makes {longest} tokens, and {model} has {positions} positions"
         refuse("data.max_response_length", get(cfg, f"{ROLLOUT}.response_length"), reason, "less, or a longer model")
 
@@ -324,7 +322,9 @@ def _check_checkpoints(cfg: DictConfig) -> None:
     if get(cfg, "trainer.save_freq", -1) <= 0 or not model.is_dir() or "://" in str(folder):
         return
     contents = get(cfg, f"{_CHECKPOINT}.save_contents", [])
-    parameters = sum(path.stat().st_size for path in model.glob("*.safetensors")) / 2  # in BF16
+    config = _json(model / "config.json")
+    each = 4 if "float32" in (config.get("dtype"), config.get("torch_dtype")) else 2
+    parameters = sum(path.stat().st_size for path in model.glob("*.safetensors")) / each
     needed = parameters * sum(_SAVED.get(name, 0) for name in contents) / get(cfg, "trainer.nnodes")
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if needed > (free := shutil.disk_usage(there).free):

@@ -548,7 +548,8 @@ def _check_engine_arguments(cfg: DictConfig) -> None:
     for name, value in get(cfg, ENGINE, {}).items():
         if value is None:  # verl drops these before it builds the command line
             continue
-        argument = str(name).replace("-", "_").split(".")[0]  # vLLM takes both spellings, and dots into a dict
+        # vLLM takes both spellings, dots into a dict, and "no" before a switch.
+        argument = str(name).replace("-", "_").split(".")[0].removeprefix("no_")
         argument = "ssl" if "ssl" in argument.split("_") else argument  # all about certificates
         # Its parser takes beginnings too.
         argument = next((known for known in _RESERVED if known.startswith(argument)), argument)

@@ -69,8 +69,10 @@ def attach_correction(
         lags = (lags.values() if lags.is_nested else lags).reshape(-1)
     if settings.bypass:  # the old log-probs are the rollout's
         inside = mask.values().bool()
-        bad = (inside & ~old.values().isfinite()).sum().item()
-        sums = {(TOKEN, "_count"): inside.sum().item(), (TOKEN, "_bad_old"): 0, (TOKEN, "_bad_rollout"): bad}
+        aligned = torch.equal(old.offsets(), mask.offsets())
+        bad = inside & ~old.values().isfinite() if aligned else inside
+        sums = {(TOKEN, "_count"): inside.sum().item(), (TOKEN, "_bad_old"): 0}
+        sums[TOKEN, "_bad_rollout"] = bad.sum().item()
         _require_usable(_all_reduce(sums, group, device or old.device))
         return {}
     if rollout is None and settings.level is None and not settings.rejections:

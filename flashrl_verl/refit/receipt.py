@@ -77,17 +77,17 @@ def brief(receipt: dict) -> dict:
 
 def verify_ranks(
     ranks: Sequence[dict],
-    held: Sequence[Sequence[dict]],
+    arrived: Sequence[Sequence[dict]],
     step: int,
     ask_whole: Callable[[], tuple[Sequence[dict], Sequence[Sequence[dict]]]],
 ) -> None:
-    """Compare what every trainer rank sent with what the engine worker beside it holds.
+    """Compare what every trainer rank sent with what arrived at the engine worker beside it.
 
     Args:
         ranks: ``flashrl_refit_report`` of every trainer rank (``trainer/worker.py``), with brief receipts.
-        held: the receipts of every replica's engine workers, brief.
+        arrived: the receipts of every replica's engine workers, brief.
         step: the trainer's global step.
-        ask_whole: ``ranks`` and ``held`` again with whole receipts; called where two differ.
+        ask_whole: ``ranks`` and ``arrived`` again with whole receipts; called where two differ.
 
     Raises:
         RefitError: two receipts differ, which names the step and the tensors at fault, or a worker has no trainer rank
@@ -95,8 +95,8 @@ def verify_ranks(
     """
     for number, rank in enumerate(ranks):
         replica, position = rank["replica"], rank["rank_in_replica"]
-        sent, received, where = rank["sent"], held[replica][position], f"rollout replica {replica}, rank {position}"
-        for side, receipt in (("trainer sent", sent), ("rollout engine holds", received)):
+        sent, received, where = rank["sent"], arrived[replica][position], f"rollout replica {replica}, rank {position}"
+        for side, receipt in (("trainer sent", sent), ("rollout engine has", received)):
             if receipt.get("step") != step:
                 raise RefitError(
                     f"{where}: the {side} the weights of step {receipt.get('step')}, but the trainer is at step "
@@ -105,10 +105,10 @@ def verify_ranks(
         if not sent["count"]:
             raise RefitError(f"{where}: the trainer sent no tensor at step {step}")
         if sent["digest"] != received["digest"]:
-            whole_ranks, whole_held = ask_whole()
-            _raise_difference(whole_ranks[number]["sent"], whole_held[replica][position], step, where)
+            whole_ranks, whole_arrived = ask_whole()
+            _raise_difference(whole_ranks[number]["sent"], whole_arrived[replica][position], step, where)
     served = {(rank["replica"], rank["rank_in_replica"]) for rank in ranks}
-    workers = [(replica, position) for replica, receipts in enumerate(held) for position in range(len(receipts))]
+    workers = [(replica, position) for replica, receipts in enumerate(arrived) for position in range(len(receipts))]
     unserved = [
         f"replica {replica}, rank {position}" for replica, position in workers if (replica, position) not in served
     ]
@@ -121,6 +121,6 @@ def _raise_difference(sent: dict, received: dict, step: int, where: str) -> NoRe
     wrong = [name for name in {**sent, **taken} if sent.get(name) != taken.get(name)]
     told = [f"{name} (sent {sent.get(name, 'nothing')}, arrived {taken.get(name, 'nothing')})" for name in wrong]
     raise RefitError(
-        f"{where}: at step {step} the rollout engine does not hold what the trainer sent for {len(wrong)} of "
+        f"{where}: at step {step} what arrived at the rollout engine is not what the trainer sent for {len(wrong)} of "
         f"{len(sent)} tensors: {listed(told)}"
     )

@@ -3,10 +3,13 @@
 
 import re
 
+from flashrl_verl.errors import FlashRLError
+
 _COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _PREFIX = re.compile(r"^(?:\((?:[^\s()]+ )*pid=\d+(?:, ip=\S+)?\) ?)+(?:ERROR \d\d-\d\d \S+ \[\S+\] )?")
 """Who said it, by Ray (`(WorkerDict pid=5399) `, also nested), and when, by vLLM."""
-_OURS = re.compile(r"^(?:flashrl_verl\.errors\.)?(?:FlashRL|Config|Refit|DynamicSampling|Guard|WorkerLost)Error: \S")
+_NAMES = "|".join(error.__name__ for error in (FlashRLError, *FlashRLError.__subclasses__()))
+_OURS = re.compile(rf"^(?:flashrl_verl\.errors\.)?(?:{_NAMES}): \S")
 _CONSEQUENCE = re.compile(r"root cause|EngineDeadError|(Actor|Worker)\w*DiedError")
 """vLLM's and Ray's errors that only say that another process failed."""
 _ANY = re.compile(r"^(?!ray\.exceptions\.)(?:\w+\.)*\w*(?:Error|Exception|Killed|Exit): \S")

@@ -346,8 +346,8 @@ class FlashRLMixin:
         return ray.get([getattr(replica.server_handle, method).remote(*args) for replica in replicas])
 
     def _verify_refit(self) -> dict[str, float]:
-        """Compare what every trainer rank sent with what the engine worker beside it holds; returns ``flashrl/*``
-        metrics.
+        """Compare what every trainer rank sent with what arrived at the engine worker beside it; returns
+        ``flashrl/*`` metrics.
 
         The engines are asked directly, not through the adapter, so an update that was never sent is noticed too.
         """
@@ -355,8 +355,8 @@ class FlashRLMixin:
         def ask(whole: bool) -> tuple[list[dict], list[list[dict]]]:
             return self.actor_rollout_wg.flashrl_refit_report(whole), self._ask_servers("flashrl_receipts", whole)
 
-        ranks, held = ask(False)
-        verify_ranks(ranks, held, self.global_steps, lambda: ask(True))
+        ranks, arrived = ask(False)
+        verify_ranks(ranks, arrived, self.global_steps, lambda: ask(True))
         reports = [report for rank in ranks for report in rank["reports"]]
         return {**refit_metrics(reports, ranks[0]["sent"]), "flashrl/receipts_verified": len(ranks)}
 

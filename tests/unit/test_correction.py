@@ -185,9 +185,13 @@ def test_in_bypass_mode_the_batch_is_left_to_verls_loss():
     settings = CorrectionSettings.from_config({**cases.NODES["token TIS, two rejections"], "bypass_mode": True})
     assert attach_correction(data, settings) == {} and "rollout_is_weights" not in data
     assert torch.equal(data["response_mask"].values(), data["loss_mask"].values())
-    data["old_log_probs"].values()[data["response_mask"].values().bool()] = torch.nan  # which are the rollout's here
-    with pytest.raises(FlashRLError, match="NaN, infinite or no rollout_log_probs"):
-        attach_correction(data, settings)
+    old = data["old_log_probs"]  # which are the rollout's here
+    values = torch.full_like(old.values(), torch.nan)
+    for offsets in (old.offsets(), old.offsets() - (old.offsets() > 0).long()):  # NaN; and rows of other lengths
+        data["old_log_probs"] = torch.nested.nested_tensor_from_jagged(values[: offsets[-1]], offsets=offsets)
+        with pytest.raises(FlashRLError, match="NaN, infinite or no rollout_log_probs"):
+            attach_correction(data, settings)
+        values = torch.zeros_like(values)
 
 
 # ---- verl's worker ----

@@ -194,6 +194,8 @@ OWN_CODE = {"auto_map": {"AutoConfig": "own.Config"}}
         (OWN_CODE, None),  # of a model that transformers has itself
         ({"max_position_embeddings": 15}, "it makes 16 tokens"),
         ({"max_position_embeddings": 15, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, None),
+        ({"max_position_embeddings": 15, "rope_scaling": {"type": "yarn", "factor": 4.0}}, None),
+        ({"max_position_embeddings": 15, "rope_parameters": {"full_attention": {"factor": 4.0}}}, None),
     ],
 )
 def test_what_config_json_says_of_a_model_is_looked_at(run, config, said):
@@ -258,8 +260,12 @@ def test_a_checkpoint_that_is_not_there_or_does_not_fit_is_refused(run, monkeypa
     contents = OmegaConf.select(cfg, f"{ACTOR}.checkpoint.save_contents")
     assert {"model", "optimizer"} <= {*contents}
     usage = files.shutil.disk_usage(folder)
-    for free, fits in ((7 * size, True), (5 * size, False)):  # BF16: 6 times what is there
-        monkeypatch.setattr(files.shutil, "disk_usage", lambda _: usage._replace(free=free))  # noqa: B023
+    config = folder / "model" / "config.json"
+    shape = json.loads(config.read_text())
+    # 12 bytes a parameter: of BF16 6 times what is there, of FP32 3.
+    for free, dtype, fits in ((7, "bfloat16", True), (5, "bfloat16", False), (5, "float32", True), (2, "float32", 0)):
+        config.write_text(json.dumps({**shape, "dtype": dtype}))
+        monkeypatch.setattr(files.shutil, "disk_usage", lambda _: usage._replace(free=free * size))  # noqa: B023
         OmegaConf.update(cfg, "trainer.save_freq", 1)
         if fits:
             check_files(cfg)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Of a failed run's log the lines are shown that say why."""
 
+from flashrl_verl.errors import FlashRLError
 from flashrl_verl.tools.log_excerpt import last_error
 
 RAY_LOG = """\
@@ -23,6 +24,11 @@ def test_of_a_failed_run_our_own_error_is_shown_before_its_consequences():
         "flashrl_verl.errors.RefitError: 2 tensors",
         "  model.layers.0.mlp.down_proj.weight",
     ]
+
+
+def test_every_error_of_ours_is_known_for_a_cause():
+    for error in (FlashRLError, *FlashRLError.__subclasses__()):
+        assert last_error(f"{error.__module__}.{error.__name__}: why\nRayError: it\nOSError: pipe")[0].endswith(": why")
 
 
 def test_of_a_failed_engine_its_own_error_is_shown_before_those_that_point_to_it():

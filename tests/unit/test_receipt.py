@@ -61,7 +61,7 @@ def test_whatever_arrives_otherwise_on_one_rank_is_named(change, words):
     [
         (receipt_of(weights()), receipt_of(weights(), step=2), "step 2, but the trainer is at step 3"),
         (receipt_of(weights(), step=2), receipt_of(weights(), step=2), "trainer sent the weights of step 2"),
-        (receipt_of(weights()), {}, "holds the weights of step None"),
+        (receipt_of(weights()), {}, "engine has the weights of step None"),
         (receipt_of({}), receipt_of({}), "sent no tensor at step 3"),
     ],
 )
@@ -85,7 +85,7 @@ def test_what_the_driver_compares_of_a_step_does_not_grow_with_the_model():
     bytes_moved = sum(len(pickle.dumps(one)) for one in [*ranks, *sum(held, [])])
     started = time.perf_counter()
     verify_ranks(ranks, held, 3, pytest.fail)
-    assert bytes_moved < 20_000 and time.perf_counter() - started < 0.05
+    assert bytes_moved < 20_000 and time.perf_counter() - started < 0.2
 
 
 def test_the_order_in_which_tensors_pass_does_not_matter_and_small_ones_are_looked_at_together(monkeypatch):

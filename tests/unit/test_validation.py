@@ -236,7 +236,7 @@ def test_every_argument_of_vllms_that_would_win_over_ours_is_refused_in_every_sp
     assert {*validation._RESERVED} <= {*OWNED}, "a new one needs a line here"
     cfg = changed({})
     for name in OWNED:
-        for argument in {name, name.replace("_", "-"), *BEGINNINGS.get(name, ())}:
+        for argument in {name, name.replace("_", "-"), f"no_{name}", *BEGINNINGS.get(name, ())}:
             OmegaConf.update(cfg, ENGINE, {argument: "x"}, merge=False, force_add=True)
             key, (stated, _, remedy) = f"{ENGINE}.{argument}", refusal(cfg).partition(" Remedy: ")
             assert stated.startswith(f"{key}=x is refused: ") and f"remove {key}." in remedy
