@@ -19,9 +19,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from flashrl_verl.errors import FlashRLError
 
-_ROUTES = ("/health", "/v1/models", "/metrics", "/openapi.json", "/invocations", "/tokenize")
-"""What a server that has started is asked for without its key: below /v1, beside it, FastAPI's own, and what vLLM's key
-leaves open. The key is asked for before the method, so that GET will do for those that take POST."""
+_ROUTE = "/health"
+"""What a server that has started is asked for: vLLM's own key leaves it open, and ours is around all routes."""
 
 _PROBE_TIMEOUT_S = 60
 """How long a server may take to answer such a question, seconds; the engine has just started, and its host may be
@@ -95,29 +94,28 @@ def verify_refusal(address: str, port: int) -> None:
     Raises:
         FlashRLError: it answers somebody without its key, refuses the key, or does not answer.
     """
-    for route in _ROUTES:
-        status = _status(address, port, route, {})
-        if status != 401:
-            raise FlashRLError(
-                f"the rollout's HTTP server at {base_url(address, port)} answers {status} to GET {route} without its "
-                "key: this vLLM does not run flashrl_verl's middleware; check `flashrl version`"
-            )
-    status = _status(address, port, _ROUTES[0], {"Authorization": f"Bearer {server_key()}"})
+    status = _status(address, port, {})
+    if status != 401:
+        raise FlashRLError(
+            f"the rollout's HTTP server at {base_url(address, port)} answers {status} to GET {_ROUTE} without its "
+            "key: this vLLM does not run flashrl_verl's middleware; check `flashrl version`"
+        )
+    status = _status(address, port, {"Authorization": f"Bearer {server_key()}"})
     if status != 200:
         raise FlashRLError(
-            f"the rollout's HTTP server at {base_url(address, port)} answers {status} to GET {_ROUTES[0]} with its own "
+            f"the rollout's HTTP server at {base_url(address, port)} answers {status} to GET {_ROUTE} with its own "
             "key; look for a middleware under actor_rollout_ref.rollout.engine_kwargs.vllm, and check `flashrl version`"
         )
 
 
-def _status(address: str, port: int, route: str, headers: dict[str, str]) -> int:
+def _status(address: str, port: int, headers: dict[str, str]) -> int:
     connection = http.client.HTTPConnection(address, port, timeout=_PROBE_TIMEOUT_S)  # takes no notice of proxies
     try:
-        connection.request("GET", route, headers=headers)
+        connection.request("GET", _ROUTE, headers=headers)
         return connection.getresponse().status
     except (OSError, http.client.HTTPException) as error:
         raise FlashRLError(
-            f"the rollout's HTTP server at {base_url(address, port)} gives no answer to GET {route}, so that it is not "
+            f"the rollout's HTTP server at {base_url(address, port)} gives no answer to GET {_ROUTE}, so that it is not "
             f"known whether it asks for its key: {type(error).__name__}: {error}. Its own log says why; an address "
             "that this machine does not reach is changed by flashrl.server_address=loopback"
         ) from error
