@@ -67,9 +67,9 @@ def trainers(family: str) -> list[torch.nn.Module]:
     return models
 
 
-def start(path: Path, family: str, kv_cache: str):
+def start(path: Path, family: str, kv_cache: str, **arguments):
     trainers(family)[0].config.save_pretrained(path)
-    arguments = dict(compiled=True, enable_sleep_mode=True, max_model_len=256, num_gpu_blocks_override=512)
+    arguments |= dict(compiled=True, enable_sleep_mode=True, max_model_len=256, num_gpu_blocks_override=512)
     return engine(path, {"precision": "bf16", "kv_cache": kv_cache}, **arguments)
 
 
@@ -81,13 +81,13 @@ def with_a_bf16_cache(path: Path, family: str) -> float:
         return k3(teacher_forced(llm, SEQUENCES), log_probs(model, SEQUENCES))
 
 
-def with_an_int8_cache(path: Path, family: str) -> float:
+def with_an_int8_cache(path: Path, family: str, backend: str) -> float:
     """k3 to the trainer, after a look at all that an engine does with its cache."""
     model, other = trainers(family)
     same_token = same_k3(family)
-    with start(path, family, "int8_per_token_head") as llm:
+    with start(path, family, "int8_per_token_head", attention_backend=backend) as llm:
         layers = [m for m in runner(llm).model.modules() if hasattr(m, "attn_backend")]
-        assert {layer.attn_backend.get_name() for layer in layers} == {"CUSTOM"}
+        assert {layer.attn_backend.get_name() for layer in layers} == {backend}
         assert {cache.dtype for cache in runner(llm).kv_caches} == {torch.int8}
         refit = Refit(llm)
         refit(wire(model), step=0)
@@ -115,8 +115,13 @@ def with_an_int8_cache(path: Path, family: str) -> float:
         return k3(first, log_probs(model, SEQUENCES))
 
 
-@pytest.mark.parametrize("family", ["qwen2.5", BIASED, "qwen3", "llama3", "qwen3-moe"])
-def test_an_int8_cache_is_as_near_the_trainer_as_a_bf16_one_and_serves_prefixes_updates_and_sleep(tmp_path, family):
-    int8 = in_own_process(with_an_int8_cache, tmp_path, family)  # as vLLM's sleep wants it
+FAMILIES = "qwen2.5", BIASED, "qwen3", "llama3", "qwen3-moe"
+
+
+@pytest.mark.parametrize(("family", "backend"), [*((family, "CUSTOM") for family in FAMILIES), (BIASED, "TRITON_ATTN")])
+def test_an_int8_cache_is_as_near_the_trainer_as_a_bf16_one_and_serves_prefixes_updates_and_sleep(
+    tmp_path, family, backend
+):
+    int8 = in_own_process(with_an_int8_cache, tmp_path, family, backend)  # as vLLM's sleep wants it
     bf16 = in_own_process(with_a_bf16_cache, tmp_path, family)
     assert 0 < int8 <= bf16 + (same_k3(family) if family == BIASED else 2e-4)
