@@ -20,7 +20,7 @@ from typing import Any
 import typer
 
 from flashrl_verl.errors import ConfigError, FlashRLError, environment_needed
-from flashrl_verl.trainer.atomic_write import write_whole
+from flashrl_verl.trainer.atomic_write import write_atomically
 
 ROOT = Path(__file__).resolve().parents[1]
 """The checkout."""
@@ -82,7 +82,7 @@ def environment() -> dict[str, str]:
 def write_json(path: Path, record: dict[str, Any]) -> None:
     """Write a result, whole or not at all; its folder is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, (json.dumps(record, indent=1) + "\n").encode())
+    write_atomically(path, (json.dumps(record, indent=1) + "\n").encode())
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:

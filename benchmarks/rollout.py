@@ -26,7 +26,7 @@ import typer
 
 from benchmarks.common import environment, in_own_process, run, show, words_of
 from flashrl_verl.errors import ConfigError
-from flashrl_verl.trainer.atomic_write import write_whole
+from flashrl_verl.trainer.atomic_write import write_atomically
 
 RESULTS = "rollout.jsonl"
 ENGINE_SETTINGS = "gpu_memory_utilization", "max_num_batched_tokens", "max_num_seqs", "max_cudagraph_capture_size"
@@ -242,7 +242,7 @@ def rollout(
         print(f"{name}: started", flush=True)
         lines.append(in_own_process(measure, name, str(path), settings, log=output / f"{name}.log"))
         lines[0]["environment"]["memory_bytes"] = lines[-1]["memory"].pop("memory_bytes")
-        write_whole(file, "".join(json.dumps(line) + "\n" for line in lines).encode())
+        write_atomically(file, "".join(json.dumps(line) + "\n" for line in lines).encode())
     header, *rows = table([lines])
     show(f"on {lines[0]['environment']['device']}", header, rows)
     print(f"written: {file}")

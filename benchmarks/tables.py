@@ -20,7 +20,7 @@ from benchmarks.common import RESULTS, ROOT
 from benchmarks.engine import FP8_VERL
 from benchmarks.mismatch import K3_KL, far_off
 from flashrl_verl.tools import report
-from flashrl_verl.trainer.atomic_write import write_whole
+from flashrl_verl.trainer.atomic_write import write_atomically
 
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs" / "results").glob("*.md")))
 PLACE = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end -->)", re.S)
@@ -150,4 +150,4 @@ def rewritten(text: str) -> str:
 
 if __name__ == "__main__":
     for page in PAGES:
-        write_whole(page, rewritten(page.read_text()).encode())
+        write_atomically(page, rewritten(page.read_text()).encode())

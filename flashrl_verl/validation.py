@@ -492,8 +492,8 @@ _VOID = {
     "trainer.balance_batch": None,
     "trainer.esi_redundant_time": None,
 }
-"""Beginnings of the keys that verl 0.9.1's V1 trainer does not read, and the key that does what is meant. Found by
-looking for each key's name in the modules that a run imports."""
+"""Keys that verl 0.9.1's V1 trainer does not read (a dot at the end: all below), and the key to set instead. Found by
+searching the modules that a run imports for each key's name."""
 
 
 def _check_defaults(cfg: DictConfig) -> None:

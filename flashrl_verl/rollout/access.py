@@ -115,8 +115,8 @@ def _status(address: str, port: int, headers: dict[str, str]) -> int:
         return connection.getresponse().status
     except (OSError, http.client.HTTPException) as error:
         raise FlashRLError(
-            f"the rollout's HTTP server at {base_url(address, port)} gives no answer to GET {_ROUTE}, so that it is not "
-            f"known whether it asks for its key: {type(error).__name__}: {error}. Its own log says why; an address "
+            f"the rollout's HTTP server at {base_url(address, port)} gives no answer to GET {_ROUTE}, so that it is "
+            f"not known whether it asks for its key: {type(error).__name__}: {error}. Its own log says why; an address "
             "that this machine does not reach is changed by flashrl.server_address=loopback"
         ) from error
     finally:

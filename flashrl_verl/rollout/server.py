@@ -115,9 +115,12 @@ class FlashRLHttpServer(vLLMHttpServer):
 
     @property
     def _admitting(self) -> int:
-        """verl's count of the requests that the engine does not have yet, for which it waits before an update stops the
-        engine. verl takes a request off at its first output, which here is its last: so the engine is asked. Requests
-        over HTTP, which verl does not count, make it smaller; one that then enters a stopped engine waits there."""
+        """Requests that have not reached the engine. verl waits for them before an update stops the engine.
+
+        verl takes a request off this count at its first output. Here that is its last, so the engine is asked how many
+        it has. Requests over HTTP are not in verl's count and make this smaller; in a stopped engine
+        they wait.
+        """
         return self._unanswered - self._in_engine()
 
     @_admitting.setter

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flashrl_verl.errors import ConfigError, FlashRLError
-from flashrl_verl.trainer.atomic_write import write_whole
+from flashrl_verl.trainer.atomic_write import write_atomically
 
 if TYPE_CHECKING:
     from pyarrow import RecordBatch
@@ -237,5 +237,5 @@ def data(
     for path, rows, words in made:
         content = pyarrow.BufferOutputStream()
         parquet.write_table(pyarrow.Table.from_pylist(rows), content, compression="zstd")
-        write_whole(path, content.getvalue())
+        write_atomically(path, content.getvalue())
         typer.echo(f"{path}: {words}")

@@ -23,7 +23,7 @@ from flashrl_verl.tools.export.checkpoint import Checkpoint, find
 from flashrl_verl.tools.log_excerpt import last_error
 from flashrl_verl.tools.process_tree import ProcessTree, Stopped, stoppable
 from flashrl_verl.tools.recipe_process import ROOT, quoted
-from flashrl_verl.trainer.atomic_write import write_whole
+from flashrl_verl.trainer.atomic_write import write_atomically
 
 if TYPE_CHECKING:
     from flashrl_verl.tools.intervals import Figure
@@ -85,7 +85,7 @@ def evaluate(
     rows, problems = compare(found), len(found[name])
     figures = {name: {key: figure._asdict() for key, figure in row.items()} for name, row in rows.items()}
     report = {"asked": words, "sampling": sampling, "problems": problems, "figures": figures}
-    write_whole(output / "eval.json", (json.dumps(report, indent=1) + "\n").encode())
+    write_atomically(output / "eval.json", (json.dumps(report, indent=1) + "\n").encode())
     table = Table(f"{problems} problems", *rows[name])
     for name, row in rows.items():
         table.add_row(name, *map(str, row.values()))

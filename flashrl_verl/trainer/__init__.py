@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The DAPO trainer on verl's synchronous V1 trainer, its actor worker, and what it watches."""
+"""DAPO on verl's synchronous and colocated asynchronous V1 trainers: trainer, actor worker, and what it watches."""

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A file that is written whole or not at all: whoever reads its name, after a stop too, finds the old content or the
-new."""
+"""Atomic writes: whoever reads the file, after a stop too, finds its old content or its new."""
 
 import contextlib
 import os
 from pathlib import Path
 
 
-def write_whole(path: Path, content: bytes) -> None:
+def write_atomically(path: Path, content: bytes) -> None:
     """Write a file of which there is one writer at a time; its folder is there.
 
     Raises:

@@ -16,7 +16,7 @@ import orjson
 from flashrl_verl.errors import ConfigError, listed
 from flashrl_verl.fp32_head import FP32
 from flashrl_verl.settings import KVCache, Precision
-from flashrl_verl.trainer.atomic_write import write_whole
+from flashrl_verl.trainer.atomic_write import write_atomically
 
 
 def refit_metrics(reports: list[dict], receipt: dict) -> dict[str, float]:
@@ -161,7 +161,7 @@ class MetricsFile:
             with contextlib.suppress(orjson.JSONDecodeError, KeyError, TypeError):
                 if orjson.loads(line)["step"] <= resumed_step:
                     history.append(line)
-        write_whole(path, b"".join(line + b"\n" for line in history))
+        write_atomically(path, b"".join(line + b"\n" for line in history))
         self._file = open(path, "ab", buffering=0)
 
     def log(self, data: dict, step: int) -> None:

@@ -81,8 +81,8 @@ class RefillBuffer(ReplayBuffer):
 
     Args:
         seed: of the draw of a batch from the groups that finished.
-        max_prompts: that a step may start; infinite for no bound. The prompt after the last is asked for only when
-            nothing runs and a batch is still not there, so that `refill_fn` refuses it.
+        max_prompts: bound on the prompts of a step, may be infinite. One more is asked for when nothing runs and the
+            batch is not full, so that `refill_fn` refuses it.
         kwargs: verl's.
 
     Raises:

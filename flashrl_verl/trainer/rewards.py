@@ -42,7 +42,7 @@ class Scored(NamedTuple):
     failure: str
     """Why it has no reward, in words."""
     shown: str
-    """In words, of the first since the worker was asked and of those that failed."""
+    """Prompt, response and answer for an error message; only of failures and of the first response of an interval."""
 
 
 def check_rewards(config: DictConfig) -> None:

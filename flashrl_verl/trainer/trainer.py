@@ -36,7 +36,7 @@ from flashrl_verl.refit.receipt import verify_ranks
 from flashrl_verl.refit.self_check import require_same, sleeps_between_steps
 from flashrl_verl.rollout.replicas import describe, precisions
 from flashrl_verl.run_environment import settle_packages
-from flashrl_verl.trainer.atomic_write import write_whole
+from flashrl_verl.trainer.atomic_write import write_atomically
 from flashrl_verl.trainer.guard import Guard
 from flashrl_verl.trainer.metrics import (
     MetricsFile,
@@ -283,7 +283,7 @@ class FlashRLMixin:
         folder = Path(self.config.trainer.default_local_dir) / f"global_step_{self.global_steps}"
         # First: verl ends with the record that makes it the last checkpoint.
         folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / "config.yaml", self._composed.encode())  # for `flashrl eval` and `flashrl export`
+        write_atomically(folder / "config.yaml", self._composed.encode())  # for `flashrl eval` and `flashrl export`
         super()._save_checkpoint()
         if self.guard.healthy:
             self.guard.last_checkpoint = folder

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from flashrl_verl.tools.process_tree import Stopped
-from flashrl_verl.trainer.atomic_write import write_whole
+from flashrl_verl.trainer.atomic_write import write_atomically
 
 
 @pytest.mark.parametrize("error", [OSError("no space"), Stopped(15)], ids=["no space", "SIGTERM"])
@@ -15,8 +15,8 @@ def test_a_file_that_is_not_written_whole_leaves_the_old_one(tmp_path, monkeypat
         raise error
 
     path = tmp_path / "state.json"
-    write_whole(path, b"old")
+    write_atomically(path, b"old")
     monkeypatch.setattr(os, "fsync", stop)
     with pytest.raises(type(error)):
-        write_whole(path, b"new")
+        write_atomically(path, b"new")
     assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
