@@ -8,7 +8,7 @@ import statistics
 import numpy as np
 import pytest
 
-from benchmarks import common, gsm8k, mismatch, rollout, tables
+from benchmarks import gsm8k, mismatch, rollout, tables
 
 
 def test_every_table_of_the_results_and_the_readme_is_that_of_the_raw_data():
@@ -17,18 +17,6 @@ def test_every_table_of_the_results_and_the_readme_is_that_of_the_raw_data():
     changed = [name for name, text in texts.items() if tables.rewritten(text) != text]
     assert not changed, f"not up to date: {changed}"
     assert sum(len(tables.PLACE.findall(text)) for text in texts.values()) > 10
-
-
-# ---- intervals, variants ----
-
-
-def test_an_interval_covers_the_mean_in_19_of_20_draws():
-    """The property that gives it its name, of three and of eight normal values."""
-    generator = np.random.default_rng(0)
-    for size in (3, 8):
-        draws = [common.interval(list(generator.normal(1.0, 2.0, size))) for _ in range(4000)]
-        covered = sum(abs(middle - 1.0) < half for middle, half in draws) / len(draws)
-        assert 0.935 < covered < 0.965
 
 
 # ---- gsm8k ----
