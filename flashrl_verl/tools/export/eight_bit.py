@@ -189,6 +189,7 @@ def survey(folder: Path, settings: FlashRLConfig, names: Collection[str]) -> Lay
         FlashRLError: a layer of vLLM's has no name in the checkpoint.
     """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from vllm.model_executor.layers import rotary_embedding
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
     from vllm.model_executor.layers.linear import LinearBase
     from vllm.model_executor.model_loader.utils import initialize_model
@@ -214,6 +215,7 @@ def survey(folder: Path, settings: FlashRLConfig, names: Collection[str]) -> Lay
                 model = initialize_model(vllm_config=vllm_config)
         finally:
             torch.set_default_dtype(before)
+            rotary_embedding._ROPE_DICT.clear()  # of this process: an engine would take the tables without data
         config.packed_modules_mapping = vllm_config.quant_config.packed_modules_mapping
         for name, module in model.named_modules():
             if isinstance(module, LinearBase | RoutedExperts):
