@@ -110,17 +110,20 @@ def test_of_two_replicas_one_samples_in_int8_and_one_in_bf16(large_assets, tmp_p
 
 
 @pytest.mark.parametrize(
-    "preset, metric",
+    "setting, metric",
     [
-        ("seq_tis", "rollout_corr/rollout_is_seq_mean"),
-        ("icepop", "rollout_corr/rollout_is_oob_ratio"),
-        ("geo_rs", "rollout_corr/rollout_rs_seq_masked_fraction"),
-        ("bypass", "rollout_corr/k3_kl"),
-        ("none", "rollout_corr/k3_kl"),
+        ("correction=seq_tis", "rollout_corr/rollout_is_seq_mean"),
+        ("correction=icepop", "rollout_corr/rollout_is_oob_ratio"),
+        ("correction=geo_rs", "rollout_corr/rollout_rs_seq_masked_fraction"),
+        ("correction=bypass", "rollout_corr/k3_kl"),
+        ("correction=none", "rollout_corr/k3_kl"),
+        ("actor_rollout_ref.rollout.dtype=half", "rollout_corr/k3_kl"),
+        ("actor_rollout_ref.actor.use_kl_loss=true actor_rollout_ref.actor.kl_loss_coef=0.001", "actor/kl_loss"),
+        ("algorithm.use_kl_in_reward=true algorithm.kl_ctrl.kl_coef=0.001", "actor/reward_kl_penalty"),
     ],
 )
-def test_two_steps_with_each_preset(large_assets, tmp_path, preset, metric):
-    words = (f"correction={preset}", "flashrl.precision=int8", "flashrl.guard.patience=1", "flashrl.guard.action=stop")
+def test_two_steps_with_one_other_setting(large_assets, tmp_path, setting, metric):
+    words = (*setting.split(), "flashrl.precision=int8", "flashrl.guard.patience=1", "flashrl.guard.action=stop")
     metrics = train(large_assets, tmp_path, *words, "flashrl.guard.rejected_share_max=null", steps=2)
     for step in (1, 2):
         assert math.isfinite(metrics[step][metric])
