@@ -123,8 +123,15 @@ def test_of_two_replicas_one_samples_in_int8_and_one_in_bf16(large_assets, tmp_p
     ],
 )
 def test_two_steps_with_one_other_setting(large_assets, tmp_path, setting, metric):
-    words = (*setting.split(), "flashrl.precision=int8", "flashrl.guard.patience=1", "flashrl.guard.action=stop")
-    metrics = train(large_assets, tmp_path, *words, "flashrl.guard.rejected_share_max=null", steps=2)
+    words = (
+        *setting.split(),
+        "flashrl.precision=int8",
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=16",
+        "flashrl.guard.patience=1",
+        "flashrl.guard.action=stop",
+        "flashrl.guard.rejected_share_max=null",
+    )
+    metrics = train(large_assets, tmp_path, *words, steps=2)
     for step in (1, 2):
         assert math.isfinite(metrics[step][metric])
         assert all(math.isfinite(v) for v in metrics[step].values())
