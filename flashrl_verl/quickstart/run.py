@@ -134,5 +134,7 @@ def run_quickstart(config: QuickstartConfig, console: Console) -> int:
         begins = "no checkpoint yet, so from the start" if saved is None else f"from the checkpoint of step {saved}"
         say(console, f"To resume ({begins}): the same command with --resume")
     else:
-        say(console, f"the trained model: flashrl eval {output}, or flashrl export {output} --format int8")
+        flashrl = Path(sys.executable).with_name("flashrl")  # `bash scripts/quickstart.sh` activates no environment
+        say(console, f"the trained model: {flashrl} eval {output}, or {flashrl} export {output} --format int8")
+        say(console, "eval samples at temperature 1, where the accuracy above is greedy: its score is lower")
     return code if code >= 0 else 128 - code  # Popen says -n of a process that signal n ended
