@@ -99,7 +99,7 @@ def runs(*paths: str) -> Rows:
 
 
 def readme() -> Rows:
-    """At most five rows: a pretrained model's mismatch, rollouts of 32B, a whole step. Each with its baseline."""
+    """At most five rows: a pretrained model's mismatch, rollouts of 32B. Each with its baseline."""
     rows = [["on H200s", "baseline", "8-bit rollout", ""]]
     far = load("mismatch/h200-qwen2.5-coder-1.5b.json")
     k3_kl = {one["variant"]: one["own"][K3_KL] for one in far["results"]}

@@ -118,8 +118,7 @@ class FlashRLHttpServer(vLLMHttpServer):
         """Requests that have not reached the engine. verl waits for them before an update stops the engine.
 
         verl takes a request off this count at its first output. Here that is its last, so the engine is asked how many
-        it has. Requests over HTTP are not in verl's count and make this smaller; in a stopped engine
-        they wait.
+        it has. Requests over HTTP are not in verl's count and make this smaller. In a stopped engine they wait.
         """
         return self._unanswered - self._in_engine()
 
