@@ -254,10 +254,10 @@ def differences(records: Sequence[dict[str, Any]], variant: str, base: str) -> l
 
 
 def by_variant(records: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Runs that have a final score."""
+    """Runs whose weights were asked."""
     found: dict[str, list[dict[str, Any]]] = {}
     for run in itertools.chain.from_iterable(record["runs"] for record in records):
-        if final_score(run) is not None:
+        if run["bf16"] is not None:
             found.setdefault(run["variant"], []).append(run)
     return found
 
@@ -276,15 +276,15 @@ def table(records: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
     rows = []
     for variant, runs in variants.items():
         of = {name: [run["series"][name]["value"] for run in runs if name in run["series"]] for name in SERIES}
-        kl = of["k3_kl"]
+        kl, asked = of["k3_kl"], sorted({run["bf16_step"] for run in runs})
         rows.append(
             (
                 variant,
                 f"{len(runs)}",
-                f"{min(run['bf16_step'] for run in runs)}-{max(run['bf16_step'] for run in runs)}",
+                "-".join(map(str, dict.fromkeys((asked[0], asked[-1])))),
                 mean([run["series"]["score"]["value"][0] for run in runs]),
                 mean([run["bf16"] for run in runs]),
-                mean([final_score(run) for run in runs]),
+                mean([score for run in runs if (score := final_score(run)) is not None]),
                 mean(differences(records, variant, base), "+.3f") if variant != base else "-",
                 f"{statistics.fmean(values[0] for values in kl):.1e}",
                 f"{statistics.fmean(itertools.chain.from_iterable(kl)):.1e}",

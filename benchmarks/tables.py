@@ -15,7 +15,7 @@ import statistics
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks import mismatch, refit, rollout
+from benchmarks import gsm8k, mismatch, refit, rollout
 from benchmarks.common import RESULTS, ROOT
 from benchmarks.engine import FP8_VERL
 from benchmarks.mismatch import K3_KL, far_off
@@ -90,6 +90,11 @@ def mismatch_kv_cache(*files: str) -> Rows:
     return rows
 
 
+def learning(*files: str) -> Rows:
+    """Results of ``benchmarks.gsm8k``, the same settings in each."""
+    return [list(gsm8k.HEADER), *map(list, gsm8k.table([load(f"gsm8k/{file}.json") for file in files]))]
+
+
 def runs(*paths: str) -> Rows:
     """Runs of the recipe, as ``flashrl report`` tells of them."""
     return report.table_rows(report.load(*(RESULTS / path for path in paths)))
@@ -111,9 +116,8 @@ def readme() -> Rows:
             f"[{k3_kl[FP8_VERL] / k3_kl['int8']:.1f} x closer](docs/results/mismatch.md)",
         ]
     )
-    tail, rotated = "rollout/qwen2.5-32b-long-tail", "rollout/h200-rotation-long-tail"
-    for file, variant, said in ((rotated, "int8", "INT8"), (tail, "int8+int8kv", "INT8* and KV cache")):
-        of = {one.variant: one for one in rollout.rollouts_of(lines(f"{file}.jsonl")) if one.workload[0] == 384}
+    of = {one.variant: one for one in rollout.rollouts_of(lines("rollout/qwen2.5-32b-long-tail.jsonl"))}
+    for variant, said in (("int8", "INT8"), ("int8+int8kv", "INT8 and KV cache")):
         bf16, ours = (f"{statistics.median(of[name].tokens_per_second):.0f}" for name in ("bf16", variant))
         gain = f"[{rollout.speed_up(of[variant], of['bf16'])} x](docs/results/throughput.md)"
         rows.append(["tokens/s, Qwen2.5-32B on one GPU, long-tailed lengths", f"BF16: {bf16}", f"{said}: {ours}", gain])
@@ -128,7 +132,7 @@ def readme() -> Rows:
 TABLES: dict[str, Callable[..., Rows]] = {
     function.__name__: function
     for function in (
-        throughput, engines_of_four, refits, steps_run, mismatches, mismatch_kv_cache, runs, readme,
+        throughput, engines_of_four, refits, steps_run, mismatches, mismatch_kv_cache, learning, runs, readme,
     )
 }  # fmt: skip
 

@@ -340,15 +340,16 @@ def _rules_of_weights(cfg: DictConfig) -> Iterator[Rule]:
     if fp32 or get(cfg, f"{ACTOR}.strategy") == "fsdp2":
         reason = "they multiply by lm_head's weight themselves, under FSDP2 by a shard, and never in FP32"
         yield Rule(f"{MODEL_NODE}.use_fused_kernels", one_of(None, False), reason, "false")
-    if fp32:  # the same logits on both sides need the same operands
-        names = {None: "bfloat16", "bf16": "bfloat16", **dict.fromkeys(("fp16", "16", "half"), "float16")}
-        rollout = get(cfg, f"{ROLLOUT}.dtype")
-        yield Rule(
-            f"{_MIXED}.param_dtype",
-            lambda trainer: names.get(trainer, trainer) == names.get(rollout, rollout),
-            f"flashrl.fp32_lm_head needs the same operands on both sides, and {ROLLOUT}.dtype={rollout}",
-            f"{rollout}, {ROLLOUT}.dtype as the trainer's, or flashrl.fp32_lm_head=false",
-        )
+    names = {None: "bfloat16", "bf16": "bfloat16", **dict.fromkeys(("fp16", "16", "half"), "float16")}
+    keys = f"{ROLLOUT}.dtype", f"{_MIXED}.param_dtype"
+    rollout, trainer = (names.get(dtype := get(cfg, key), dtype) for key in keys)
+    if "float16" in (rollout, trainer):  # k3 KL 0.05 after one update: docs/LOG.md
+        key, other = (keys[0], trainer) if rollout == "float16" else (keys[1], rollout)
+        reason = f"rollout and trainer would have other weights: it is {other} on the other side"
+        yield Rule(key, lambda _: trainer == rollout, reason, other)
+    elif fp32:
+        reason = f"flashrl.fp32_lm_head needs the same operands on both sides, and {keys[0]} is {rollout}"
+        yield Rule(keys[1], lambda _: trainer == rollout, reason, f"{rollout}, or flashrl.fp32_lm_head=false")
 
 
 def _rules_of_correction(cfg: DictConfig) -> Iterator[Rule]:

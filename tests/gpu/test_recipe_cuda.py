@@ -115,7 +115,11 @@ def test_of_two_replicas_one_samples_in_int8_and_one_in_bf16(large_assets, tmp_p
         ("correction=geo_rs", "rollout_corr/rollout_rs_seq_masked_fraction"),
         ("correction=bypass", "rollout_corr/k3_kl"),
         ("correction=none", "rollout_corr/k3_kl"),
-        ("actor_rollout_ref.rollout.dtype=half", "rollout_corr/k3_kl"),
+        (
+            "actor_rollout_ref.rollout.dtype=half"
+            " +actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fp16",
+            "rollout_corr/k3_kl",
+        ),
         ("actor_rollout_ref.actor.use_kl_loss=true actor_rollout_ref.actor.kl_loss_coef=0.001", "actor/kl_loss"),
         ("algorithm.use_kl_in_reward=true algorithm.kl_ctrl.kl_coef=0.001", "actor/reward_kl_penalty"),
     ],

@@ -59,9 +59,9 @@ def test_attention_of_this_gpu_is_right_and_a_wrong_one_is_found(monkeypatch):
     assert only(arithmetic.check_attention([HERE])).level == "ok"
     write = attention.write
 
-    def wrongly(key, value, pages, slots):
-        write(key, value, pages, slots)
-        pages.value_scales[:, 1].mul_(1.02)
+    def wrongly(key, value, cache, slots):
+        value[:, 1] *= 1.02
+        write(key, value, cache, slots)
 
     monkeypatch.setattr(attention, "write", wrongly)
     assert only(arithmetic.check_attention([HERE])).level == "error"

@@ -92,7 +92,9 @@ CASES = [
     ({f"{ACTOR}.fsdp_config.qat.enable": True}, f"{ACTOR}.fsdp_config.qat.enable=false"),
     ({f"{ACTOR_MODEL}.use_fused_kernels": True}, f"{ACTOR_MODEL}.use_fused_kernels=false"),
     ({"flashrl.fp32_lm_head": True, f"{MIXED}.param_dtype": "float32"}, f"{MIXED}.param_dtype=bfloat16"),
-    ({"flashrl.fp32_lm_head": True, f"{ROLLOUT}.dtype": "float16"}, "flashrl.fp32_lm_head=false"),
+    ({f"{ROLLOUT}.dtype": "half"}, f"{ROLLOUT}.dtype=bfloat16"),
+    ({f"{MIXED}.param_dtype": "fp16"}, f"{MIXED}.param_dtype=bfloat16"),
+    ({"flashrl.fp32_lm_head": True, f"{MIXED}.param_dtype": "fp32"}, "flashrl.fp32_lm_head=false"),
     # what nothing reads
     ({"model": "x"}, "the key below actor_rollout_ref"),
     ({"trainer.val_generations": "x"}, "log_val_generations"),
@@ -247,7 +249,7 @@ def test_every_argument_of_vllms_that_would_win_over_ours_is_refused_in_every_sp
 # ---- what is accepted ----
 
 ACCEPTED = [
-    {f"{ROLLOUT}.dtype": "half"},
+    {f"{ROLLOUT}.dtype": "half", MIXED: {"param_dtype": "float16"}},
     {f"{ROLLOUT}.n": 1, "trainer.val_only": True},
     {f"{ACTOR_MODEL}.lora_rank": 8, f"{ACTOR_MODEL}.lora.merge": True},
     {"my_own": {"a": 1}},
