@@ -346,7 +346,7 @@ def _rules_of_weights(cfg: DictConfig) -> Iterator[Rule]:
     if "float16" in (rollout, trainer):  # k3 KL 0.05 after one update: docs/LOG.md
         key, other = (keys[0], trainer) if rollout == "float16" else (keys[1], rollout)
         reason = f"rollout and trainer would have other weights: it is {other} on the other side"
-        yield Rule(key, lambda _: trainer == rollout, reason, other)
+        yield Rule(key, lambda _: trainer == rollout, reason, f"{other}, or both float16 (+{keys[1]}=fp16)")
     elif fp32:
         reason = f"flashrl.fp32_lm_head needs the same operands on both sides, and {keys[0]} is {rollout}"
         yield Rule(keys[1], lambda _: trainer == rollout, reason, f"{rollout}, or flashrl.fp32_lm_head=false")
