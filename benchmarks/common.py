@@ -128,10 +128,11 @@ def ranged(values: Sequence[float], form: str) -> str:
 
 def show(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table."""
-    from rich.console import Console
     from rich.table import Table
+
+    from flashrl_verl.tools.console import new_console
 
     table = Table(*header, title=title, title_justify="left")
     for row in rows:
         table.add_row(*row)
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
+    new_console().print(table)

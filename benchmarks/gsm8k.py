@@ -102,7 +102,7 @@ class Run:
     def rows(self) -> dict[int, dict[str, float]]:
         """What verl logged, by step."""
         with suppress(FlashRLError):  # nothing yet
-            return dict(sorted(read_metrics(self.folder / "metrics.jsonl").rows.items()))
+            return read_metrics(self.folder / "metrics.jsonl").rows
         return {}
 
     def train(self, words: Sequence[str], gpu: str | None, end: float, stop: threading.Event) -> None:
@@ -254,10 +254,10 @@ def differences(records: Sequence[dict[str, Any]], variant: str, base: str) -> l
 
 
 def by_variant(records: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Runs whose weights were asked."""
+    """Runs that validated and whose weights were asked."""
     found: dict[str, list[dict[str, Any]]] = {}
     for run in itertools.chain.from_iterable(record["runs"] for record in records):
-        if run["bf16"] is not None:
+        if run["bf16"] is not None and run["series"]["score"]["value"]:
             found.setdefault(run["variant"], []).append(run)
     return found
 

@@ -138,7 +138,7 @@ def train(
             code = follow(command, folder, steps, Console(), variables)
         except Stopped as stopped:
             raise SystemExit(stopped.exit_code) from None
-    rows = dict(sorted(read_metrics(metrics).rows.items())) if metrics.is_file() else {}
+    rows = read_metrics(metrics).rows if metrics.is_file() else {}
     if code or max(rows, default=0) < steps:
         raise FlashRLError("\n".join([f"exit code {code}; log: {log}", *last_error(log.read_text(errors="replace"))]))
     return rows

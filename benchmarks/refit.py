@@ -54,14 +54,16 @@ def measure(variant: str, folder: str, repeats: int) -> dict[str, Any]:
     buckets = list(models.buckets(Path(folder), device))
     with models.model(Path(folder), **arguments) as (built, vllm_config):
         loading: list[float] = []
-        make = our_update if ours else their_update
-        update = make(built, vllm_config.model_config, buckets, loading, variant)
+        if ours:
+            update = our_update(built, vllm_config.model_config, buckets, loading)
+        else:
+            update = their_update(built, vllm_config.model_config, buckets, "layerwise" in variant)
         update()
         update()
         extra = extra_bytes(update)
         seconds = [timed(update) for _ in range(repeats)]
         return {
-            "arm": variant,
+            "variant": variant,
             "read_bytes": sum(tensor.nbytes for bucket in buckets for _, tensor in bucket),
             "written_bytes": sum(parameter.nbytes for parameter in built.parameters()),
             "refit_seconds": seconds,
@@ -70,7 +72,7 @@ def measure(variant: str, folder: str, repeats: int) -> dict[str, Any]:
         }
 
 
-def our_update(built: Any, model_config: Any, buckets: list, loading: list[float], variant: str) -> Callable:
+def our_update(built: Any, model_config: Any, buckets: list, loading: list[float]) -> Callable:
     """FlashRL's, with its checks; appends the seconds of loading alone."""
     from flashrl_verl.refit.load import WeightRefit
 
@@ -85,15 +87,15 @@ def our_update(built: Any, model_config: Any, buckets: list, loading: list[float
     return update
 
 
-def their_update(built: Any, model_config: Any, buckets: list, loading: list[float], variant: str) -> Callable:
+def their_update(built: Any, model_config: Any, buckets: list, layerwise: bool) -> Callable:
     """vLLM's."""
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
     def update() -> None:
-        if "layerwise" in variant:
+        if layerwise:
             initialize_layerwise_reload(built)
         built.load_weights(itertools.chain.from_iterable(buckets))
-        if "layerwise" in variant:
+        if layerwise:
             finalize_layerwise_reload(built, model_config)
 
     return update
@@ -120,7 +122,7 @@ def table(records: Iterable[dict[str, Any]]) -> list[list[str]]:
             form = ".0f" if min(one["refit_seconds"]) > 1 else ".1f"
             update = ranged([1e3 * s for s in one["refit_seconds"]], form)
             loading = f"{1e3 * statistics.median(one['load_seconds']):{form}}"
-            rows.append([record["model"], one["arm"], update, loading, f"{one['extra_bytes'] / 2**20:.0f}"])
+            rows.append([record["model"], one["variant"], update, loading, f"{one['extra_bytes'] / 2**20:.0f}"])
     return rows
 
 

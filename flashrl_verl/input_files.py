@@ -20,8 +20,8 @@ from flashrl_verl.errors import ConfigError, listed, refuse, words
 from flashrl_verl.settings import ACTOR, DATA, MODEL, ROLLOUT, get, has_critic
 from flashrl_verl.upstream.versions import verl_configs
 
-_LOOKED_AT = 20_000
-"""Rows of a file whose prompts are looked at."""
+_LOOKED_AT, _LONGEST = 20_000, 32
+"""Rows of a file whose prompts are looked at, and those of them whose tokens are counted."""
 _LFS = b"version https://git-lfs"
 _REWARD = "reward.custom_reward_function"
 _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -126,7 +126,8 @@ def _check_data(cfg: DictConfig, key: str, files: list[Path]) -> None:
                 refuse(key, str(file), reason, remedy)
             _check_sources(cfg, key, {str(row["data_source"]) for row in first})
         texts = [_text(row[prompt]) for row in first]
-        if not filtered and (most := tokens(max(texts, key=len))) > limit:
+        longest = sorted(texts, key=lambda text: len(text.encode()))[-_LONGEST:]  # rare characters are more tokens
+        if not filtered and (most := max(map(tokens, longest))) > limit:
             reason = f"a prompt of {file} has {most} tokens, and verl cuts longer ones from the left without an error"
             refuse("data.max_prompt_length", limit, reason, "a larger one, or data.filter_overlong_prompts=true")
         fits = not filtered or count > len(texts) or any(tokens(text) <= limit for text in texts)

@@ -82,13 +82,22 @@ def _check_variables() -> None:
     if os.environ.get(name) and name not in envs.read_text():
         remedy = f"unset {name}, and +{ENGINE}.attention_backend=<name>"
         refuse(name, os.environ[name], f"vLLM {find('vllm').installed} does not read it any more", remedy)
-    host, _, port = os.environ.get("RAY_ADDRESS", "").rpartition(":")
-    if host and port.isdecimal() and "://" not in host:  # Ray tries for minutes where nobody answers
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
-        except OSError as error:
-            remedy = "start the cluster (`ray start --head`), or unset RAY_ADDRESS for one of the run's own"
-            refuse("RAY_ADDRESS", f"{host}:{port}", f"nobody answers there ({error})", remedy)
+    try:
+        reach(address := os.environ.get("RAY_ADDRESS", ""))
+    except OSError as error:
+        remedy = "start the cluster (`ray start --head`), or unset RAY_ADDRESS for one of the run's own"
+        refuse("RAY_ADDRESS", address, f"nobody answers there ({error})", remedy)
+
+
+def reach(address: str) -> None:
+    """Connect to a Ray address of host and port once, where Ray would try for minutes.
+
+    Raises:
+        OSError: nobody answers.
+    """
+    host, _, port = address.rpartition(":")
+    if host and port.isdecimal() and "://" not in host:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
 
 
 def _check_engine_names(cfg: DictConfig) -> None:

@@ -340,9 +340,9 @@ def _rules_of_weights(cfg: DictConfig) -> Iterator[Rule]:
     if fp32 or get(cfg, f"{ACTOR}.strategy") == "fsdp2":
         reason = "they multiply by lm_head's weight themselves, under FSDP2 by a shard, and never in FP32"
         yield Rule(f"{MODEL_NODE}.use_fused_kernels", one_of(None, False), reason, "false")
-    names = {None: "bfloat16", "bf16": "bfloat16", **dict.fromkeys(("fp16", "16", "half"), "float16")}
+    names = {"None": "bfloat16", "bf16": "bfloat16", **dict.fromkeys(("fp16", "16", "half"), "float16")}
     keys = f"{ROLLOUT}.dtype", f"{_MIXED}.param_dtype"
-    rollout, trainer = (names.get(dtype := get(cfg, key), dtype) for key in keys)
+    rollout, trainer = (names.get(dtype := str(get(cfg, key)), dtype) for key in keys)
     if "float16" in (rollout, trainer):  # k3 KL 0.05 after one update: docs/LOG.md
         key, other = (keys[0], trainer) if rollout == "float16" else (keys[1], rollout)
         reason = f"rollout and trainer would have other weights: it is {other} on the other side"

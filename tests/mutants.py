@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LEFT_OUT = shutil.ignore_patterns(".git", ".self", ".venv", ".*_cache", "__pycache__", "*.egg-info", "build")
+LEFT_OUT = shutil.ignore_patterns(".git", ".venv", ".*_cache", "__pycache__", "*.egg-info", "build")
 LIMIT_S = 1500
 """Seconds for one call of pytest."""
 

@@ -86,7 +86,7 @@ def refused(cfg, **settings) -> str:
         ([row("2 + 2")] * 4, "its column prompt is text, and verl takes messages"),
         ([row(["2 + 2"])] * 4, "its column prompt is text, and verl takes messages"),
         ([{"question": "2 + 2"}] * 4, "it has no column prompt, reward_model, data_source, but question"),
-        ([*[row(messages("2"))] * 4, row(messages("a " * 9))], "has 9 tokens, and verl cuts"),
+        ([*[row(messages("2" * 30))] * 4, row(messages("a " * 9))], "has 9 tokens, and verl cuts"),
         ([row(messages("a " * 5) * 2), *[row(messages("2"))] * 4], "has 10 tokens, and verl cuts"),
         ([row(messages("2"), reward_model="4")] * 4, "the reward reads ground_truth in it"),
     ],

@@ -79,12 +79,14 @@ def test_memory_is_what_engines_measured():
     seen = 0
     for file, settings, planned, there in engines_measured():
         assert planned.weights == pytest.approx(there["weight_bytes"], rel=1e-3), file
-        # For CUDA graphs of up to 1,024 sequences vLLM leaves 3 to 6 % more out of the cache than is planned.
-        more = 1.043 if (settings.get("max_cudagraph_capture_size") or 512) > 512 else 1.0
-        within = 0.017 if more > 1 else 0.012 if there["kv_bytes"] < 7e9 else 0.01
+        # For CUDA graphs of up to 1,024 sequences vLLM leaves that much more out of the cache than is planned.
+        many = (settings.get("max_cudagraph_capture_size") or 512) > 512
+        graphs = many * (2.1e9 if settings["tensor_parallel"] == 1 else 5.4e9)
+        more = 1 + graphs / there["kv_bytes"]
+        within = 0.012 if there["kv_bytes"] < 7e9 else 0.01
         assert planned.tokens == pytest.approx(more * there["kv_tokens"], rel=within), file
         seen += 1
-    assert seen > 40
+    assert seen >= 40
 
 
 def test_weights_of_a_mixture_of_experts_are_what_an_engine_wrote():

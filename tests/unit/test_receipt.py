@@ -3,7 +3,6 @@
 
 import pickle
 import re
-import time
 from collections.abc import Callable
 
 import pytest
@@ -83,9 +82,8 @@ def test_what_the_driver_compares_of_a_step_does_not_grow_with_the_model():
     ranks = [{"replica": n // 4, "rank_in_replica": n % 4, "sent": brief(receipt)} for n in range(32)]
     held = [[brief(receipt)] * 4 for _ in range(8)]
     bytes_moved = sum(len(pickle.dumps(one)) for one in [*ranks, *sum(held, [])])
-    started = time.perf_counter()
     verify_ranks(ranks, held, 3, pytest.fail)
-    assert bytes_moved < 20_000 and time.perf_counter() - started < 0.2
+    assert bytes_moved < 20_000
 
 
 def test_the_order_in_which_tensors_pass_does_not_matter_and_small_ones_are_looked_at_together(monkeypatch):

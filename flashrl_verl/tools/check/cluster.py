@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 from collections.abc import Iterator
 from dataclasses import replace
 
+from flashrl_verl.run_environment import reach
 from flashrl_verl.tools.check import Finding, machine
 from flashrl_verl.upstream.versions import INSTALL_COMMAND
 
@@ -33,9 +33,7 @@ def look() -> Iterator[Finding]:
     variables = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
     environment = {"env_vars": variables, "py_modules": package()}
     try:
-        host, _, port = address.rpartition(":")
-        if host:  # or Ray tries for minutes where nobody answers
-            socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+        reach(address)
         ray.init(address, log_to_driver=False, logging_level=logging.WARNING, runtime_env=environment)
     except Exception as raised:  # noqa: BLE001 - Ray raises several kinds; the text is what differs
         yield Finding("error", "cluster", f"{address} cannot be joined: {type(raised).__name__}: {raised}", _JOIN)

@@ -39,7 +39,7 @@ ROWS = [
     Row("qwen2.5-32b", 32.8, 4, 112, "768 x (128 -> 256)", (1.21, None, 1.15)),
     Row("qwen2.5-32b", 32.8, 4, 112, "191-256 x (7424 -> 512)", (1.27, None, 1.52)),
 ]
-"""Of each workload by size. Random weights, INT8 without rotation."""
+"""Of each workload by size. Random weights; INT8 without rotation, but for one GPU with 112 GiB."""
 
 
 def rows_for(billions: float, gpus: int, gib: float) -> list[Row]:
