@@ -8,7 +8,6 @@ import torch
 from tensordict import TensorDict
 from verl.utils import tensordict_utils
 
-from flashrl_verl.errors import FlashRLError
 from flashrl_verl.upstream.patches import patch_index_select
 
 ROWS = 7
@@ -45,8 +44,3 @@ def test_selected_rows_are_verls(indices):
         else:
             assert tensordict_utils.get(made, key) == tensordict_utils.get(expected, key)
     assert patched(None, indices) is None
-
-
-def test_a_verl_without_the_function_is_refused():
-    with pytest.raises(FlashRLError, match="index_select_tensor_dict any more"):
-        patch_index_select(types.SimpleNamespace(__name__="verl.utils.tensordict_utils"))

@@ -94,7 +94,6 @@ CASES = [
     ({"flashrl.fp32_lm_head": True, f"{MIXED}.param_dtype": "float32"}, f"{MIXED}.param_dtype=bfloat16"),
     ({f"{ROLLOUT}.dtype": "half"}, f"{ROLLOUT}.dtype=bfloat16"),
     ({f"{MIXED}.param_dtype": 16}, f"{MIXED}.param_dtype=bfloat16"),
-    ({"flashrl.fp32_lm_head": True, f"{MIXED}.param_dtype": "fp32"}, "flashrl.fp32_lm_head=false"),
     # what nothing reads
     ({"model": "x"}, "the key below actor_rollout_ref"),
     ({"trainer.val_generations": "x"}, "log_val_generations"),
