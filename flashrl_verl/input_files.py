@@ -53,12 +53,21 @@ def check_files(cfg: DictConfig) -> None:
     if missing:
         here = f"not found on this machine (relative paths start at {Path.cwd()})"
         raise ConfigError(f"{', '.join(missing)} {here}. Remedy: {remedy}.")
+    check_what_is_there(cfg)
+
+
+def check_what_is_there(cfg: DictConfig) -> None:
+    """``check_files`` of a machine that need not have all of them.
+
+    Raises:
+        ConfigError: the first file that will not do.
+    """
     if not get(cfg, "data.custom_cls.path"):  # the user's own class reads what it likes
         for key in DATA:
             files = [Path(os.path.expanduser(text)) for text in _files(cfg, key)]
             if all(file.is_file() for file in files):
                 _check_data(cfg, key, files)
-    if (path := get(cfg, f"{_REWARD}.path")) and path.endswith(".py"):
+    if (path := get(cfg, f"{_REWARD}.path")) and path.endswith(".py") and Path(path).is_file():
         _check_reward(cfg, Path(path), str(get(cfg, f"{_REWARD}.name")))
     _check_model(cfg, Path(get(cfg, MODEL, "")))
     _check_checkpoints(cfg)

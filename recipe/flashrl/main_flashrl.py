@@ -30,6 +30,7 @@ with environment_needed():
     from flashrl_verl import input_files, platforms, run_environment, validation
     from flashrl_verl.errors import FlashRLError
     from flashrl_verl.launch import checked_runner, prepare
+    from flashrl_verl.settings import MODEL, get
     from flashrl_verl.tools.dry_run import report
     from flashrl_verl.tools.recipe_process import hydra_message
     from flashrl_verl.upstream import versions
@@ -79,17 +80,18 @@ def dry_run(cfg: DictConfig) -> None:
     if missing := input_files.missing_paths(cfg):  # no error: a dry run need not happen where the run will
         here = f"not found on this machine (relative paths start at {Path.cwd()})"
         sys.stdout.write(f"Warning: {', '.join(missing)} {here}.\n")
-    else:
-        input_files.check_files(cfg)
+    input_files.check_what_is_there(cfg)
     flashrl = cfg.flashrl
     if flashrl.ignore or flashrl.keep_first_layers or flashrl.keep_last_layers:
         sys.stdout.write(
             "Warning: whether the model has the layers to keep is known when the rollout engine has started.\n"
         )
+    if not Path(model := get(cfg, MODEL)).is_dir():
+        sys.stdout.write(f"Not looked at: the model, as {model} is no folder here.\n")
     sys.stdout.write(
         "Not looked at: GPUs, and whether model, batch and KV cache fit them (flashrl plan, flashrl check).\n"
     )
-    files = f", but for {len(missing)} paths that are not here" if missing else ""
+    files = f", but for what is not here ({len(missing)})" if missing else ""
     sys.stdout.write(f"The configuration is valid{files}. Nothing was started.\n")
 
 

@@ -15,7 +15,7 @@ from tiny_models import make
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from flashrl_verl.errors import ConfigError
-from flashrl_verl.input_files import check_files, missing_paths
+from flashrl_verl.input_files import check_files, check_what_is_there, missing_paths
 from flashrl_verl.settings import ACTOR, DATA, MODEL
 from flashrl_verl.tools.recipe_process import ROOT
 
@@ -220,6 +220,9 @@ def test_a_checkpoints_folder_an_adapter_and_missing_shards_are_refused(run):
     (model / "config.json").unlink()
     (model / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "Qwen/Qwen2.5-7B"}))
     assert "is refused: it is a LoRA adapter. Remedy: Qwen/Qwen2.5-7B" in refused(cfg)
+    OmegaConf.update(cfg, DATA[0], "/no/such.parquet")
+    with pytest.raises(ConfigError, match="it is a LoRA adapter"):
+        check_what_is_there(cfg)
 
 
 def test_what_a_run_would_resume_from_is_looked_at(run):

@@ -117,7 +117,7 @@ def test_a_dry_run_of_a_copied_recipe_prints_the_difference_and_starts_and_leave
     if os.environ.get("FLASHRL_UPDATE_SNAPSHOTS") == "1":
         SNAPSHOT.write_text(told)
     assert told == SNAPSHOT.read_text(), "if this is meant, run again with FLASHRL_UPDATE_SNAPSHOTS=1"
-    assert done.stdout.endswith("is valid, but for 2 paths that are not here. Nothing was started.\n")
+    assert done.stdout.endswith("is valid, but for what is not here (2). Nothing was started.\n")
     assert "Started a local Ray instance" not in done.stdout + done.stderr
     assert {path for path in set(fork.rglob("*")) - before if "__pycache__" not in path.parts} == set()
     assert list(cwd.iterdir()) == []

@@ -26,9 +26,9 @@ NOT_COUNTED = (
     "which vLLM sets up to 5 GiB more aside."
 )
 CAVEAT = (
-    "On H200s with the memory in the table. Random weights; INT8 without rotation (but at 112 GiB on one GPU), which "
-    "costs up to 2 % of a decode step and less than 1 % of a rollout; tail: lengths have a long tail. Nothing longer "
-    "than 8,384 tokens was measured. BF16 that hardly fits (2 times and more) may do better in engines of more GPUs."
+    "On H200s with the memory in the table. Random weights; INT8 mostly without rotation, which costs up to 2 % of a "
+    "decode step and less than 1 % of a rollout; tail: lengths have a long tail. Nothing longer than 8,384 tokens was "
+    "measured. BF16 that hardly fits (2 times and more) may do better in engines of more GPUs."
 )
 
 
