@@ -19,7 +19,6 @@ from difflib import get_close_matches
 from importlib import import_module
 from typing import Any, NamedTuple
 
-import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -42,7 +41,7 @@ from flashrl_verl.settings import (
     leaves,
     positive_integer,
 )
-from flashrl_verl.upstream.versions import verl_configs
+from flashrl_verl.upstream.versions import verl_defaults
 
 GROUPS = ("precision", "correction", "hardware", "experiment")
 """Folders of ``flashrl_verl/configs``."""
@@ -500,8 +499,7 @@ searching the modules that a run imports for each key's name."""
 def _check_defaults(cfg: DictConfig) -> None:
     """What differs from verl's default where nothing reads it, or in its kind: `flase` is true, and a text fails where
     it is computed with."""
-    file = verl_configs() / "_generated_ppo_trainer.yaml"  # all of verl's, in one
-    defaults = yaml.load(file.read_text(), yaml.CSafeLoader)
+    defaults = verl_defaults()
     _refuse_unknown("trainer", get(cfg, "trainer", {}), [*defaults["trainer"]])
     for key, default in leaves(defaults).items():
         value, is_switch = get(cfg, key), isinstance(default, bool)

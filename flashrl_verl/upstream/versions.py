@@ -12,7 +12,7 @@ import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from packaging.version import InvalidVersion, Version
 
@@ -107,6 +107,14 @@ def require(name: str) -> Finding:
 def verl_configs() -> Path:
     """The folder of verl's configurations. verl is not imported, which takes seconds; it has to be installed."""
     return Path(next(iter(importlib.util.find_spec("verl").submodule_search_locations))) / "trainer" / "config"
+
+
+def verl_defaults() -> dict[str, Any]:
+    """All of verl's, interpolations unresolved, from the file that verl generates: to compose them takes a second."""
+    import yaml
+
+    defaults = yaml.load((verl_configs() / "_generated_ppo_trainer.yaml").read_text(), yaml.CSafeLoader)
+    return {"model_engine": "dp", **defaults}  # the one that the file leaves out
 
 
 def cuda_capability() -> int:

@@ -8,6 +8,7 @@ Words are Hydra overrides. ``--dry-run`` checks the configuration, prints its di
 before Ray or a model is touched. Hydra's own ``--cfg job --resolve`` prints all of it.
 """
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -64,6 +65,7 @@ def train(cfg: DictConfig) -> None:
     require_registered()
     auto_set_device(cfg)
     validation.validate_by_verl(cfg)
+    gc.enable()
     run_ppo(cfg, task_runner_class=checked_runner(TaskRunnerV1, cfg))
 
 
@@ -97,6 +99,7 @@ def dry_run(cfg: DictConfig) -> None:
 
 def main() -> None:
     """Compose the configuration from the command line and run, or describe, the training."""
+    gc.disable()  # what imports make stays: to look through it again and again takes a second
     try:
         versions.require("verl")  # before Hydra, whose own message about verl's missing configuration helps nobody
     except FlashRLError as error:
