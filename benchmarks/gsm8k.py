@@ -46,12 +46,12 @@ EXTRAS = {
 }
 """Words of a variant beside precision and correction."""
 SIZES = (
-    "data.train_batch_size=128",
+    "data.train_batch_size=64",
     "actor_rollout_ref.rollout.n=8",
-    "actor_rollout_ref.actor.ppo_mini_batch_size=32",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=16",
     "data.filter_overlong_prompts=false",
 )
-"""A fifth of the recipe's step, so that half an hour has enough of them. GSM8K's longest prompt has 256 tokens, and to
+"""A tenth of the recipe's step, so that half an hour has enough of them. GSM8K's longest prompt has 256 tokens, and to
 look for longer ones takes 12 s."""
 ASKING_S = 150.0
 """Of the deadline, kept for ending the run and for the engine that is asked then."""
