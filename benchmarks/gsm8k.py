@@ -45,14 +45,6 @@ EXTRAS = {
     "async": "trainer.v1.trainer_mode=flashrl_colocate_async",
 }
 """Words of a variant beside precision and correction."""
-SIZES = (
-    "data.train_batch_size=64",
-    "actor_rollout_ref.rollout.n=8",
-    "actor_rollout_ref.actor.ppo_mini_batch_size=16",
-    "data.filter_overlong_prompts=false",
-)
-"""A tenth of the recipe's step, so that half an hour has enough of them. GSM8K's longest prompt has 256 tokens, and to
-look for longer ones takes 12 s."""
 ASKING_S = 150.0
 """Of the deadline, kept for ending the run and for the engine that is asked then."""
 START_S = 240.0
@@ -181,7 +173,6 @@ def run_overrides(this: Run, model: str, data: Path, test_every: int, kv_cache_b
     words = [
         "experiment=gsm8k_qwen2.5_0.5b_int8",
         *variant_overrides(this.variant),
-        *SIZES,
         f"actor_rollout_ref.model.path={quoted(model)}",
         f"data.train_files={quoted(str(data / 'gsm8k-boxed-train.parquet'))}",
         f"data.val_files={quoted(str(data / 'gsm8k-boxed-test.parquet'))}",
@@ -382,7 +373,7 @@ def gsm8k(
     except FileExistsError:
         raise ConfigError(f"{output} is there already. Name another --output, or remove it") from None
     settings = {"model": Path(folder).name, "steps": steps, "test_every": test_every, "per_gpu": per_gpu}
-    settings |= {"overrides": [*SIZES, *context.args]}
+    settings |= {"overrides": context.args}
     here = environment()
     kv_cache_bytes = None if kv_cache_gib is None else int(kv_cache_gib * 2**30)
     last_step = began + 60 * deadline - ASKING_S
