@@ -34,7 +34,7 @@ def even_order(lengths: Sequence[int], padding: Sequence[bool], mini_batches: in
     drawn = [rows[number::mini_batches] for number in range(mini_batches)]
     shared = []
     for part in drawn:
-        work = calculate_workload(torch.tensor([lengths[row] for row in part]))
+        work = calculate_workload(torch.tensor([lengths[row] for row in part])).tolist()  # tensors compare slowly
         shared.append(
             [[part[i] for i in share] for share in get_seqlen_balanced_partitions(work, ranks, equal_size=True)]
         )
