@@ -66,6 +66,8 @@ def engine(path: Path, settings: dict[str, Any], *, compiled: bool = False, **ar
         )
         yield llm
     finally:
+        if llm is not None:  # a caller's reference, when it goes, would end the next engine's process groups
+            llm.llm_engine.engine_core.shutdown()
         del llm
         torch.set_default_dtype(torch.float32)  # vLLM leaves its own behind when a model cannot be built
         cleanup_dist_env_and_memory()  # other engines and tests of this process want process groups of their own
@@ -87,10 +89,7 @@ def parallel_engine(path: Path, settings: dict[str, Any], ranks: int) -> Iterato
         mock.patch.dict(os.environ, {VARIABLE: cores, "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}),
         engine(path, settings, **parallel) as llm,
     ):
-        try:
-            yield llm
-        finally:
-            llm.llm_engine.model_executor.shutdown()  # or its processes would stay as long as this one
+        yield llm
 
 
 def storage(llm: Any) -> list[dict[str, torch.Tensor]]:
