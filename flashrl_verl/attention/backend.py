@@ -50,7 +50,7 @@ def _refuse(what: str) -> None:
 class Int8KVBackend(AttentionBackend):
     """The name, the shapes and what is supported."""
 
-    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list[str]] = [KV_CACHE_DTYPE]
     forward_includes_kv_cache_update: bool = False
 
@@ -169,7 +169,6 @@ class Int8KVAttention(AttentionImpl):
             "ALiBi": alibi_slopes,
             "sliding window": sliding_window,
             "cap on logits": logits_soft_cap,
-            "KV cache that layers share": kv_sharing_target_layer_name,
             **unknown,
         }.items():
             if given:

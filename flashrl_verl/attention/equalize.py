@@ -102,7 +102,8 @@ def measure(model: torch.nn.Module, config: ModelConfig) -> None:
         offset, scale = layer.key_offset, layer.key_scale
         keys = _keys_of_noise(model, name, layer, noise, positions).float().view(-1, *offset.shape)
         offset.copy_((keys.amax(0) + keys.amin(0)) / 2 * _takes_an_offset(layer.impl))
-        scale.copy_((keys - offset).abs().amax(0).clamp_min(1e-6))
+        # Not below half of BF16's step at the offset, which a channel of nothing but a bias is rounded by.
+        scale.copy_((keys - offset).abs().amax(0).maximum(offset.abs() / 256).clamp_min(1e-6))
 
 
 def _takes_an_offset(attention: AttentionImpl) -> bool:
@@ -124,18 +125,18 @@ def _keys_of_noise(
     around_name = name.rpartition(".")[0]
     around, block = model.get_submodule(around_name), model.get_submodule(around_name.rpartition(".")[0])
     norm = getattr(block, "input_layernorm", None)
-    if norm is None and not hasattr(around, "k_norm"):  # of keys: it gives them their range whatever comes before
+    if norm is None and getattr(around, "k_norm", None) is None:  # which gives keys their range whatever comes before
         raise ValueError(
             f"{name}: {type(block).__name__} has no input_layernorm, whose output keys are made of. {_REMEDY}"
         )
-    hidden = noise if norm is None else norm(noise)
-    known = {"positions": positions, "position_ids": positions, "hidden_states": hidden}
 
     def stop(_: Attention, args: tuple) -> None:
         raise _Keys(args[1])
 
     handle = layer.register_forward_pre_hook(stop, prepend=True)
     try:
+        hidden = noise if norm is None else norm(noise)
+        known = {"positions": positions, "position_ids": positions, "hidden_states": hidden}
         around(**{word: known[word] for word in inspect.signature(around.forward).parameters if word in known})
     except _Keys as found:
         return found.keys

@@ -38,6 +38,10 @@ from flashrl_verl.settings import FlashRLConfig
 
 NAME = "flashrl"
 
+GRAPH = "graph", 1
+"""In the engine's configuration, raised when layers compute something else with the same settings: vLLM finds a
+compiled model by its configuration and the files it was traced through, and would not miss a hook in a new file."""
+
 QUANTIZED_LAYERS = (ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear)
 """Exact types, not subclasses: their loaders are known to go through the parameter. ``ReplicatedLinear`` (a MoE router)
 ``copy_``s behind the parameter's back, which would truncate BF16 into 8-bit storage."""
@@ -48,8 +52,7 @@ class FlashRLQuantizationConfig(QuantizationConfig):
     """8-bit codes (or none) for ``QUANTIZED_LAYERS`` and fused experts; everything else keeps the model's dtype.
 
     Args:
-        settings: all but ``kv_cache`` is read here, which the engine argument ``kv_cache_dtype`` sets; it is refused
-            where nothing computes with it.
+        settings: ``kv_cache`` is only checked; the engine argument ``kv_cache_dtype`` sets it.
 
     Raises:
         ConfigError: nothing computes with such a KV cache here.
@@ -86,7 +89,7 @@ class FlashRLQuantizationConfig(QuantizationConfig):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "FlashRLQuantizationConfig":
-        config = {key: value for key, value in config.items() if key != "quant_method"}
+        config = {key: value for key, value in config.items() if key not in ("quant_method", GRAPH[0])}
         try:
             return cls(FlashRLConfig(**config))
         except TypeError as error:
@@ -161,6 +164,7 @@ def quantization_config_dict(settings: FlashRLConfig) -> dict[str, Any]:
     """What goes into the engine's ``hf_overrides["quantization_config"]``."""
     return {
         "quant_method": NAME,
+        GRAPH[0]: GRAPH[1],
         "precision": settings.precision.value,
         "rotation": settings.rotation,
         "ignore": list(settings.ignore),

@@ -158,6 +158,13 @@ class FlashRLHttpServer(vLLMHttpServer):
         """Each worker's receipt of the last update, brief or whole."""
         return await self.collective_rpc("flashrl_receipt", args=(whole,))
 
+    async def clear_kv_cache(self) -> None:
+        """verl's, with requests in flight too, as over HTTP: vLLM reads their tokens anew, with the weights of now.
+        verl's alone would then keep all keys, those of older weights too, and only log it."""
+        if self.node_rank == 0:
+            await self.engine.reset_prefix_cache(reset_running_requests=True)
+        await super().clear_kv_cache()
+
     async def flashrl_state(self) -> EngineState:
         """What the engine holds, and its greedy answer to a fixed prompt, computed anew."""
         await self.clear_kv_cache()

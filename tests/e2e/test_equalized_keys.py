@@ -87,7 +87,7 @@ def look(path: Path, name: str, precision: str) -> None:
                 # Without a bias noise and its negative cancel; under a cap there is no constant to take off.
                 offset = (keys.amax(0) + keys.amin(0)) / 2 * (name != "one plus the gain, a cap")
                 scale = (keys - offset).abs().amax(0)
-                within = float(keys.abs().max()) * (1 / 64 if precision == "bf16" else 1 / 16)  # of the largest key
+                within = float(keys.abs().max()) / 64  # of the largest key
                 torch.testing.assert_close(layer.key_offset, offset, rtol=0, atol=within)
                 torch.testing.assert_close(layer.key_scale, scale, rtol=0, atol=within)
         with_them = torch.tensor(sum(teacher_forced(llm, SEQUENCES), []))

@@ -46,13 +46,14 @@ def read(llm, responses: list[list[int]]) -> list[list[float]]:
     return [found[len(prompt) - 1 :] for found, prompt in zip(teacher_forced(llm, whole), PROMPTS, strict=True)]
 
 
-BIASED = "qwen2.5 with keys' biases of 20"
-"""Some 40 times what differs between its tokens, which one scale a token would round away; larger in Qwen2.5 itself."""
+BIASED = "qwen2.5 with two biases of 60 a head"
+"""A hundred times what differs between its tokens, which one scale a token would round away: with keys as they come the
+test fails. In Qwen2.5 itself biases are larger."""
 
 
 def same_k3(family: str) -> float:
-    """Below it two ways to one token agree. BF16 rounds a key of 20 and more to a sixteenth before any cache has it."""
-    return 1e-3 if family == BIASED else 1e-4
+    """Below it two ways to one token agree. BF16 rounds a key of 60 to a quarter before any cache has it."""
+    return 4e-4 if family == BIASED else 1e-4
 
 
 def trainers(family: str) -> list[torch.nn.Module]:
@@ -63,7 +64,7 @@ def trainers(family: str) -> list[torch.nn.Module]:
     with torch.no_grad():
         for name, parameter in [pair for model in models for pair in model.named_parameters()]:
             if family == BIASED and name.endswith("k_proj.bias"):
-                parameter.mul_(200)
+                parameter.view(models[0].config.num_key_value_heads, -1)[:, :2] += 60
     return models
 
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens in bundles are the tokens and log-probs that vLLM sends one by one; an abort ends what waits."""
+"""Tokens in bundles are the tokens and log-probs that vLLM sends one by one; an abort ends what waits. A cache that is
+cleared keeps no keys, whatever runs."""
+
+import asyncio
 
 import pytest
 from engines import engine
@@ -60,3 +63,43 @@ def test_bundles_hold_what_vllm_sends_one_by_one_and_nothing_after_an_abort(tmp_
         assert len(core.scheduler._waiting) == 3
         core.scheduler.finish_requests(None, core.scheduler.running[0].status.FINISHED_ABORTED)
         assert not core.scheduler._waiting
+
+
+async def cached_after_clearing(path) -> tuple[int, int]:
+    """Tokens of a prompt in the prefix cache before and after, while another request runs."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from flashrl_verl.rollout.server import FlashRLHttpServer
+
+    settings = dict(skip_tokenizer_init=True, load_format="dummy", enforce_eager=True)
+    server = object.__new__(FlashRLHttpServer)
+    server.node_rank, server.engine = 0, AsyncLLM.from_engine_args(AsyncEngineArgs(str(path), **settings))
+
+    async def ask(name: str, first: int, tokens: int) -> int:
+        params = SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False)
+        outputs = []
+        async for output in server.engine.generate({"prompt_token_ids": [first, *[7] * 140]}, params, name):
+            outputs.append(output)
+            started.set()
+        return outputs[-1].num_cached_tokens
+
+    started = asyncio.Event()
+    try:
+        await ask("first", 3, 1)
+        started.clear()
+        runs = asyncio.ensure_future(ask("runs", 4, 100))
+        await started.wait()
+        before = await ask("second", 3, 1)
+        await server.clear_kv_cache()
+        assert not runs.done()
+        return before, await ask("third", 3, 1)
+    finally:
+        server.engine.shutdown()
+
+
+def test_a_cleared_cache_keeps_no_keys_while_a_request_runs(tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    make("llama3", 0).config.save_pretrained(tmp_path)
+    before, after = asyncio.run(cached_after_clearing(tmp_path))
+    assert before > 0 == after

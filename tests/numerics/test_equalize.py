@@ -104,6 +104,19 @@ def test_a_rank_has_the_constants_of_its_heads():
             torch.testing.assert_close(torch.cat([getattr(s, name) for s in shares]), getattr(whole, name))
 
 
+@pytest.mark.parametrize("impl", [SimpleNamespace(logits_soft_cap=30.0), SimpleNamespace(sinks=torch.zeros(HEADS))])
+def test_no_constant_is_taken_off_where_more_than_softmax_sees_the_logits(monkeypatch, impl):
+    assert measured(0, 1)[1].key_offset.abs().min() > 0
+    monkeypatch.setattr(Layer, "impl", impl)
+    assert not measured(0, 1)[1].key_offset.any()
+
+
+def test_a_layer_that_reads_anothers_keys_is_refused(monkeypatch):
+    monkeypatch.setattr(Layer, "kv_sharing_target_layer_name", "model.layers.0.self_attn.attn")
+    with pytest.raises(ValueError, match="attn reads the keys of another layer.*flashrl.kv_cache=auto"):
+        measured(0, 1)
+
+
 def test_a_block_of_an_unknown_structure_is_refused():
     with pytest.raises(ValueError, match="has no input_layernorm.*flashrl.kv_cache=auto"):
         measured(0, 1, norm="attention_norm")

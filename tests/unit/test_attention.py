@@ -86,8 +86,6 @@ def test_prompts_are_read_together_up_to_a_number_of_tokens():
         ({"alibi_slopes": [0.5]}, "no ALiBi"),
         ({"sliding_window": 4096}, "no sliding window"),
         ({"logits_soft_cap": 30.0}, "no cap on logits"),
-        ({"kv_sharing_target_layer_name": "model.layers.0.self_attn.attn"}, "no KV cache that layers share"),
-        ({"sinks": True}, "no sinks"),
     ],
 )
 def test_layers_of_another_kind_are_refused_with_a_remedy(given, said):

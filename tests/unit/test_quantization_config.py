@@ -90,3 +90,20 @@ def test_a_gpu_gets_a_kernel_that_it_has_or_is_told_another_precision(fmt, devic
         said = f"flashrl.precision={fmt.name} .*capability {capability / 10}.* Set flashrl.precision={expected}"
         with pytest.raises(ConfigError, match=said):
             choose_kernel(fmt, device, capability)
+
+
+def test_layers_that_compute_something_else_are_another_compiled_model_to_vllm(tmp_path, monkeypatch):
+    from tiny_models import CONFIGS
+    from vllm.engine.arg_utils import EngineArgs
+
+    from flashrl_verl.quantization import config
+
+    CONFIGS["qwen2.5"].save_pretrained(tmp_path)
+    hashes = set()
+    for number in (1, 2):
+        monkeypatch.setattr(config, "GRAPH", (config.GRAPH[0], number))
+        arguments = config.engine_arguments(FlashRLConfig())
+        hashes.add(
+            EngineArgs(str(tmp_path), skip_tokenizer_init=True, **arguments).create_model_config().compute_hash()
+        )
+    assert len(hashes) == 2
