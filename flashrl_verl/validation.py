@@ -430,7 +430,6 @@ def _rules_of_batches(cfg: DictConfig) -> Iterator[Rule]:
         reason = "verl fills the last one up with empty rows, where its loss of bypass mode fails"
         yield Rule(_MINI_BATCH, lambda size: prompts % size == 0, reason, f"<a divisor of {prompts}>")
     data_parallel = ranks // get(cfg, ulysses)
-    reason = f"times {ROLLOUT}.n={samples} it cannot be shared evenly by {data_parallel} ranks"
     longest = get(cfg, f"{ROLLOUT}.prompt_length") + get(cfg, f"{ROLLOUT}.response_length")
     for key, dynamic in (
         (f"{ACTOR}.ppo_max_token_len_per_gpu", f"{ACTOR}.use_dynamic_bsz"),
@@ -440,6 +439,7 @@ def _rules_of_batches(cfg: DictConfig) -> Iterator[Rule]:
             least, size = -(-longest // get(cfg, ulysses)), get(cfg, key)
             reason = f"a longest sequence has {longest} tokens, and the step that samples one would end the run"
             yield Rule(key, lambda size: size is None or size >= least, reason, f"<{least} or more>")  # noqa: B023
+    reason = f"times {ROLLOUT}.n={samples} it cannot be shared evenly by {data_parallel} ranks"
     multiple = f"<a multiple of {data_parallel // math.gcd(data_parallel, samples)}>"
     yield Rule(_MINI_BATCH, lambda size: size * samples % data_parallel == 0, reason, multiple)
     whole = math.lcm(data_parallel, mini_batch * samples)  # to a multiple of which verl fills the batch up

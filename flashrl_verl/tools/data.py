@@ -157,21 +157,21 @@ def read(wanted: Published, source: Path | None = None) -> tuple[int, Iterable[R
     from huggingface_hub import hf_hub_download
     from pyarrow import json, parquet
 
+    file: str | Path = wanted.path if source is None else source / wanted.path
     try:
         if source is not None and (lines := source / f"{wanted.split}.jsonl").is_file():
-            table = json.read_json(lines)
+            table = json.read_json(file := lines)
             return len(table), table.to_batches()
         if source is None:
             file = hf_hub_download(wanted.hub_id, wanted.path, repo_type="dataset", revision=wanted.revision)
-        else:
-            file = source / wanted.path
         opened = parquet.ParquetFile(file)
         return opened.metadata.num_rows, opened.iter_batches()
     except Exception as error:  # noqa: BLE001 - the hub's client, the file system and pyarrow have no class in common
         raise FlashRLError(
-            f"{source or wanted.hub_id}: {wanted.path} was not read: {type(error).__name__}: "
+            f"{wanted.hub_id}: {file} was not read: {type(error).__name__}: "
             f"{' '.join(str(error).split())[:300]}. Remedy: where there is a network, `hf download {wanted.hub_id} "
-            f"--repo-type dataset --revision {wanted.revision} --local-dir FOLDER`; then here --source FOLDER."
+            f"--repo-type dataset --revision {wanted.revision} --local-dir FOLDER`; then here --source FOLDER, "
+            f"in which {wanted.split}.jsonl does as well."
         ) from error
 
 
@@ -184,6 +184,9 @@ def prepare(count: int, batches: Iterable[RecordBatch], wanted: Published) -> tu
 
     Returns:
         The rows, and in words what was made of how many.
+
+    Raises:
+        FlashRLError: a row is not of this data set.
     """
     from tqdm import tqdm
 
@@ -191,7 +194,13 @@ def prepare(count: int, batches: Iterable[RecordBatch], wanted: Published) -> tu
     prompts: dict[tuple, dict[str, Row]] = {}  # by prompt, then by answer: equal rows are one object
     rows = (row for batch in batches for row in batch.to_pylist())
     for row in tqdm(rows, f"reading {wanted.hub_id}", count, leave=False, disable=None):
-        example = wanted.convert(row)
+        try:
+            example = wanted.convert(row)
+        except KeyError as error:
+            raise FlashRLError(
+                f"{wanted.hub_id}: a row of the {wanted.split} split has no {error}, but {', '.join(row)}. Remedy: "
+                "give --source the folder of this data set"
+            ) from error
         prompt = tuple((message["role"], message["content"]) for message in example["prompt"])
         made.append(prompts.setdefault(prompt, {}).setdefault(example["reward_model"]["ground_truth"], example))
     kept = [examples for examples in prompts.values() if wanted.keep_duplicates or len(examples) == 1]

@@ -35,6 +35,14 @@ Values = dict[tuple[str, str], list[float]]
 """(prompt, ground truth) -> what each response is worth."""
 
 
+def _precisions(text: str) -> list[Precision]:
+    try:
+        return [Precision(word) for word in text.split(",")]
+    except ValueError as error:
+        known = ", ".join(precision.value for precision in Precision)
+        raise typer.BadParameter(f"{text!r} is not of {known}, separated by commas") from error
+
+
 def evaluate(
     words: Annotated[
         list[str],
@@ -43,7 +51,7 @@ def evaluate(
     precision: Annotated[
         Any,
         typer.Option(
-            parser=lambda text: [Precision(word) for word in text.split(",")],
+            parser=_precisions,
             metavar="NAME,...",
             help="bf16, int8, fp8, or several of them.",
         ),

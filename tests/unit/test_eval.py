@@ -55,6 +55,11 @@ def test_missing_responses_and_other_problems_are_refused(tmp_path):
         read(file, 2)
 
 
+def test_a_precision_that_there_is_not_is_refused_with_those_that_there_are():
+    refused = CliRunner().invoke(app, ["eval", "model", "--precision", "int8,int9"])
+    assert refused.exit_code == 2 and "is not of int8, fp8, bf16" in " ".join(refused.output.split())
+
+
 def test_what_is_done_is_not_run_again_and_other_words_weights_and_runs_are_kept_apart(tmp_path, monkeypatch):
     ran = []
 
