@@ -56,7 +56,7 @@ def quickstart(
 @app.command()
 def report(
     paths: Annotated[
-        list[Path], typer.Argument(metavar="RUN_OR_JSONL...", help="Run directories, or metrics .jsonl files.")
+        list[Path], typer.Argument(metavar="RUN_OR_JSONL...", help="Runs' folders, metrics .jsonl files, or folders of these.")
     ],
     output: Annotated[
         Path | None,

@@ -108,23 +108,30 @@ def read_metrics(path: Path) -> Metrics:
 
 
 def load(*paths: Path) -> dict[str, Metrics]:
-    """Read runs: folders that hold a `metrics.jsonl`, or metrics files. Each has the name of its folder or file; where
-    two would have the same, its path.
+    """Read runs: folders that hold a `metrics.jsonl`, metrics files, or folders of either. Each run has the name of its
+    folder or file; where two would have the same, its path.
 
     Raises:
         FlashRLError: a path is no run, or holds no step yet.
     """
-    files = [path / METRICS_FILE if path.is_dir() else path for path in paths]
+    files = [file for path in paths for file in _files(path)]
     names = [file.resolve().parent.name if file.name == METRICS_FILE else file.stem for file in files]
     runs = {}
-    for path, file, name in zip(paths, files, names, strict=True):
+    for file, name in zip(files, names, strict=True):
         metrics = read_metrics(file)
         if not metrics.rows:
             raise FlashRLError(
                 f"{file} holds no step: the run ended before its first validation or step, or this is another file."
             )
-        runs[str(path) if names.count(name) > 1 else name] = metrics
+        runs[str(file) if names.count(name) > 1 else name] = metrics
     return runs
+
+
+def _files(path: Path) -> list[Path]:
+    own = path / METRICS_FILE
+    if not path.is_dir():
+        return [path]
+    return [own] if own.is_file() else sorted((*path.glob(f"*/{METRICS_FILE}"), *path.glob("*.jsonl"))) or [own]
 
 
 # ---- the table ----

@@ -73,6 +73,16 @@ def test_a_run_that_logged_nothing_is_an_error(tmp_path):
             report.load(tmp_path)
 
 
+def test_a_folder_of_runs_is_its_runs(tmp_path):
+    for name in "ab":
+        make_run(tmp_path / name)
+    (tmp_path / "b" / "metrics.jsonl").rename(tmp_path / "recipe.jsonl")
+    assert list(report.load(tmp_path)) == ["a", "recipe"]
+    twice = tmp_path / "other" / "a"
+    make_run(twice)
+    assert list(report.load(tmp_path, twice))[-1] == str(twice / "metrics.jsonl"), "two of a name"
+
+
 # ---- the table and the picture ----
 
 
