@@ -56,7 +56,8 @@ def quickstart(
 @app.command()
 def report(
     paths: Annotated[
-        list[Path], typer.Argument(metavar="RUN_OR_JSONL...", help="Runs' folders, metrics .jsonl files, or folders of these.")
+        list[Path],
+        typer.Argument(metavar="RUN_OR_JSONL...", help="Runs' folders, metrics files, or folders of these."),
     ],
     output: Annotated[
         Path | None,
