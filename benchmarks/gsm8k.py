@@ -287,32 +287,48 @@ def table(records: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
     return rows
 
 
+PANELS = {
+    "score": "accuracy, own engine (dots: BF16)",
+    "k3_kl": "k3 KL of rollout and trainer",
+    "response_length": "response length, tokens",
+    "entropy": "entropy of the policy, nats",
+}
+"""Series by step."""
+
+
 def plot(records: Sequence[dict[str, Any]], path: Path) -> None:
-    """Accuracy by step and by seconds of training, mismatch, response length: a line a run."""
+    """Accuracy by step and by seconds of training, mismatch, response length, entropy: a thin line a run, and a thick
+    one for the mean of a variant's runs over the steps that all of them have."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 7), layout="constrained", dpi=110)
-    (by_step, by_seconds), (mismatch, length) = figure.subplots(2, 2)
-    variants: dict[str, int] = {}
+    figure = Figure(figsize=(13, 7), layout="constrained", dpi=110)
+    *by_step, by_seconds, names = figure.subplots(2, 3).flat
+    variants: dict[str, list[dict[str, Any]]] = {}
     for run in itertools.chain.from_iterable(record["runs"] for record in records):
-        label = None if run["variant"] in variants else run["variant"]
-        look = {"color": f"C{variants.setdefault(run['variant'], len(variants))}", "linewidth": 1.0}
-        series = run["series"]
-        of_steps = series.get("step_s", {"step": [], "value": []})
-        seconds = dict(zip(of_steps["step"], itertools.accumulate(of_steps["value"]), strict=True))
-        steps, scores = series["score"]["step"], series["score"]["value"]
-        by_step.plot(steps, scores, label=label, **look)
-        if run["bf16"] is not None:
-            by_step.plot([run["bf16_step"]], [run["bf16"]], "o", markersize=4, color=look["color"])
-        by_seconds.plot([seconds.get(step, 0.0) for step in steps], scores, **look)
-        for axes, name in ((mismatch, "k3_kl"), (length, "response_length")):
-            if name in series:
-                axes.plot(series[name]["step"], series[name]["value"], **look)
-    by_step.set(xlabel="step", ylabel="accuracy, own engine (dots: BF16)")
+        variants.setdefault(run["variant"], []).append(run)
+    for at, (variant, runs) in enumerate(variants.items()):
+        thin, thick = ({"color": f"C{at}", "linewidth": width, "alpha": alpha} for width, alpha in ((0.8, 0.5), (2, 1)))
+        for axes, name in zip(by_step, PANELS, strict=True):
+            logged = [run["series"].get(name, {"step": [], "value": []}) for run in runs]
+            of = [curve for series in logged if (curve := dict(zip(series["step"], series["value"], strict=True)))]
+            for curve in of:
+                axes.plot(curve.keys(), curve.values(), **thin)
+            common = sorted(set(of[0]).intersection(*of)) if of else []
+            axes.plot(common, [statistics.fmean(curve[step] for curve in of) for step in common], **thick)
+        for run in runs:
+            of_steps = run["series"].get("step_s", {"step": [], "value": []})
+            seconds = dict(zip(of_steps["step"], itertools.accumulate(of_steps["value"]), strict=True))
+            score = run["series"]["score"]
+            by_seconds.plot([seconds.get(step, 0.0) for step in score["step"]], score["value"], **thin)
+            if run["bf16"] is not None:
+                by_step[0].plot([run["bf16_step"]], [run["bf16"]], "o", markersize=4, color=f"C{at}")
+        names.plot([], label=f"{variant}, seeds: {len(runs)}", **thick)
+    for axes, label in zip(by_step, PANELS.values(), strict=True):
+        axes.set(xlabel="step", ylabel=label)
+    by_step[1].set(yscale="log")
     by_seconds.set(xlabel="seconds of training steps", ylabel="accuracy, own engine")
-    mismatch.set(xlabel="step", ylabel="k3 KL of rollout and trainer", yscale="log")
-    length.set(xlabel="step", ylabel="response length, tokens")
-    by_step.legend(frameon=False)
+    names.legend(frameon=False, loc="center")
+    names.axis("off")
     figure.savefig(path)
 
 
