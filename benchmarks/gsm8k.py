@@ -305,7 +305,8 @@ def plot(records: Sequence[dict[str, Any]], path: Path) -> None:
     *by_step, by_seconds, names = figure.subplots(2, 3).flat
     variants: dict[str, list[dict[str, Any]]] = {}
     for run in itertools.chain.from_iterable(record["runs"] for record in records):
-        variants.setdefault(run["variant"], []).append(run)
+        if len(run["series"]["score"]["value"]) > 1:
+            variants.setdefault(run["variant"], []).append(run)
     for at, (variant, runs) in enumerate(variants.items()):
         thin, thick = ({"color": f"C{at}", "linewidth": width, "alpha": alpha} for width, alpha in ((0.8, 0.5), (2, 1)))
         for axes, name in zip(by_step, PANELS, strict=True):
@@ -394,7 +395,7 @@ def gsm8k(
     kv_cache_bytes = None if kv_cache_gib is None else int(kv_cache_gib * 2**30)
     last_step = began + 60 * deadline - ASKING_S
     stop, starting = threading.Event(), threading.Lock()
-    slots = visible_gpus() * per_gpu
+    slots = [gpu for gpu in visible_gpus() for _ in range(per_gpu)]  # a seed's runs share what goes wrong
     free, asked = list(slots), {}
 
     def carry_out(work: Callable[[Run, str | None], None], this: Run) -> None:
