@@ -3,9 +3,10 @@
 
 import asyncio
 import dataclasses
+import inspect
 import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import ray
@@ -83,6 +84,7 @@ class FlashRLHttpServer(vLLMHttpServer):
             self._server_address = loopback_address(self.replica_rank)  # where verl is about to bind the HTTP server
         require_key(args)
         await super().run_server(args)
+        self._take_pause_of_verl()
         await asyncio.to_thread(verify_refusal, self._server_address, self._server_port)
         self._layers = await self.collective_rpc("flashrl_layers")
         for layers in self._layers:
@@ -93,6 +95,16 @@ class FlashRLHttpServer(vLLMHttpServer):
                     "actor_rollout_ref.rollout.logprobs_mode says; look for conflicting keys under "
                     "actor_rollout_ref.rollout.engine_kwargs.vllm"
                 )
+
+    def _take_pause_of_verl(self) -> None:
+        """verl 0.9.1 pauses with ``wait_for_inflight_requests=False``, for which vLLM has ``mode`` alone since 0.32."""
+        pause = self.engine.pause_generation
+        if "wait_for_inflight_requests" not in inspect.signature(pause).parameters:
+
+            def with_mode(wait_for_inflight_requests: bool = False, **kwargs: Any) -> Awaitable[None]:
+                return pause(**{"mode": "wait" if wait_for_inflight_requests else "abort", **kwargs})
+
+            self.engine.pause_generation = with_mode
 
     async def flashrl_http_access(self) -> tuple[str, str]:
         """Base URL of this server, and its key; a request brings it as ``Authorization: Bearer <key>``."""
