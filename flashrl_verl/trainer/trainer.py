@@ -36,6 +36,7 @@ from flashrl_verl.refit.receipt import verify_ranks
 from flashrl_verl.refit.self_check import require_same, sleeps_between_steps
 from flashrl_verl.rollout.replicas import describe, precisions
 from flashrl_verl.run_environment import settle_packages
+from flashrl_verl.trainer import refill  # as a whole: whoever imports it first is here while it is half read
 from flashrl_verl.trainer.atomic_write import write_atomically
 from flashrl_verl.trainer.guard import Guard
 from flashrl_verl.trainer.metrics import (
@@ -49,7 +50,6 @@ from flashrl_verl.trainer.metrics import (
     summarize_layers,
 )
 from flashrl_verl.trainer.mini_batches import even_order, length_variation
-from flashrl_verl.trainer.refill import RefillBuffer
 from flashrl_verl.trainer.rewards import RewardWatch, check_rewards
 from flashrl_verl.trainer.worker_watch import WorkerWatch
 from flashrl_verl.upstream.versions import check_versions
@@ -123,7 +123,7 @@ class FlashRLMixin:
             # verl keeps every argument under its own name.
             arguments = {name: getattr(replay_buffer, name) for name in inspect.signature(ReplayBuffer).parameters}
             limit = self.flashrl.max_num_gen_batches * self.config.data.train_batch_size or math.inf
-            replay_buffer = RefillBuffer(seed=self._seed, max_prompts=limit, **arguments)
+            replay_buffer = refill.RefillBuffer(seed=self._seed, max_prompts=limit, **arguments)
         replay_buffer.poll_interval = _POLL_INTERVAL_S
         return replay_buffer
 

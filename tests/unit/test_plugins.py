@@ -22,7 +22,7 @@ import verl  # loads its plugins
 from verl.plugin.platform import get_platform
 from verl.workers.rollout.base import get_rollout_class
 from verl.workers.rollout.replica import RolloutReplicaRegistry
-import verl.trainer.ppo.v1
+import flashrl_verl.trainer.refill  # loads verl.trainer.ppo.v1, and that our trainer, while it is half read
 from verl.trainer.ppo.v1.trainer_base import get_trainer_cls
 import verl.utils.distributed
 print("REGISTERED", RolloutReplicaRegistry.get("flashrl").__name__, get_rollout_class("flashrl", "async").__name__,
