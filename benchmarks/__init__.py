@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Benchmarks, run from a checkout: ``python -m benchmarks --help``. They are not installed."""
+"""Benchmarks, run from a checkout: ``python -m benchmarks.NAME --help``. They are not installed."""

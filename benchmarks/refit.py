@@ -127,7 +127,7 @@ def table(records: Iterable[dict[str, Any]]) -> list[list[str]]:
 
 
 def refit(
-    model: Annotated[str, typer.Option(help="A name (qwen2.5-14b, tiny, ...), a config.json, or its folder.")] = "tiny",
+    model: Annotated[str, typer.Option(help="A name (qwen2.5-14b, tiny, ...), or a config.json's folder.")] = "tiny",
     precision: Annotated[str, typer.Option(help="Or int8-unrotated, separated by commas.")] = "int8,fp8,bf16",
     repeats: Annotated[int, typer.Option(min=1, help="Measured updates, after two that are not.")] = 5,
     upstream: Annotated[bool, typer.Option(help="Also vLLM's BF16 loading and layerwise FP8 reload (GPU).")] = True,

@@ -197,7 +197,7 @@ def table(measured: Sequence[list[Any]]) -> list[list[str]]:
 
 
 def rollout(
-    model: Annotated[str, typer.Option(help="A name (qwen2.5-32b, tiny, ...), a config.json, or its folder.")] = "tiny",
+    model: Annotated[str, typer.Option(help="A name (qwen2.5-32b, tiny, ...), or a config.json's folder.")] = "tiny",
     variants: Annotated[str, typer.Option(help="precision[+int8kv], separated by commas.")] = "bf16,int8",
     workloads: Annotated[str, typer.Option(help="SEQUENCESxPROMPT+RESPONSE, separated by commas.")] = "64x64+64",
     spread: Annotated[float, typer.Option(min=0, help="Of the logarithm of lognormal responses; 0: all alike.")] = 0.0,

@@ -77,7 +77,7 @@ def table(record: dict[str, Any]) -> list[list[str]]:
 
 def step(
     context: typer.Context,
-    model: Annotated[str, typer.Option(help="A name (qwen2.5-0.5b, ...), a config.json, or its folder.")] = "tiny",
+    model: Annotated[str, typer.Option(help="A name (qwen2.5-0.5b, ...), or a folder with a config.json.")] = "tiny",
     variants: Annotated[str, typer.Option(help=f"Each of {', '.join(LEVERS)}, joined by +.")] = "stock,bf16,int8",
     steps: Annotated[int, typer.Option(min=2, help="Of each variant; the first is not counted.")] = 3,
     median: Annotated[float, typer.Option(min=1, help="Tokens of a response, the median.")] = 1024,

