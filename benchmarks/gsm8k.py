@@ -34,6 +34,7 @@ import typer
 from benchmarks.common import environment, in_own_process, interval, show, words_of, write_json
 from benchmarks.common import run as run_command
 from flashrl_verl.errors import ConfigError, FlashRLError
+from flashrl_verl.settings import Precision
 from flashrl_verl.tools import recipe_process
 from flashrl_verl.tools.log_excerpt import last_error
 from flashrl_verl.tools.process_tree import ProcessTree, Stopped, stoppable
@@ -139,13 +140,10 @@ def variant_overrides(variant: str) -> list[str]:
     Raises:
         ConfigError: it is not one precision, one correction, and perhaps words of ``EXTRAS``.
     """
-    import flashrl_verl
-
-    configs = Path(flashrl_verl.__file__).parent / "configs"
-    words = variant.split("+")
-    chosen = {}
-    for kind in ("precision", "correction"):
-        known = sorted(path.stem for path in (configs / kind).glob("*.yaml"))
+    corrections = (recipe_process.ROOT / "flashrl_verl" / "configs" / "correction").glob("*.yaml")
+    words, chosen = variant.split("+"), {}
+    kinds = {"precision": [p.value for p in Precision], "correction": sorted(path.stem for path in corrections)}
+    for kind, known in kinds.items():
         found = [word for word in words if word in known]
         if len(found) != 1:
             raise ConfigError(f"--variants {variant!r} needs one {kind} of {', '.join(known)}, such as int8+tis")

@@ -137,8 +137,7 @@ RENAMED = {
     **dict.fromkeys(("vllm_importance_sampling_cap", "rollout_is_threshold"), _CAP),
     **dict.fromkeys(("vllm_importance_sampling_correction", "rollout_is", "rollout_is_level"), "correction=tis"),
     "rollout_is_mode": "correction=tis or icepop",
-    # earlier versions of this package
-    **dict.fromkeys(("trainer_forward", "trainer_backward"), "none, as rotation (on) removes what it did: docs/LOG.md"),
+    "precision": "flashrl.precision",  # a group of earlier versions
 }
 """What other versions and libraries call it -> what to set here."""
 

@@ -43,7 +43,7 @@ from flashrl_verl.settings import (
 )
 from flashrl_verl.upstream.versions import verl_defaults
 
-GROUPS = ("precision", "correction", "hardware", "experiment")
+GROUPS = ("correction", "hardware", "experiment")
 """Folders of ``flashrl_verl/configs``."""
 PLATFORM = "ray_kwargs.ray_init.runtime_env.env_vars.VERL_PLATFORM"
 ENGINE = f"{ROLLOUT}.engine_kwargs.vllm"
@@ -401,8 +401,7 @@ def _rules_of_correction(cfg: DictConfig) -> Iterator[Rule]:
             "its advantages depend on weights or rejected tokens, which only the actors know",
             " or ".join(ROW_ESTIMATORS),
         )
-    # correction=metrics_only, which compares log-probs too, is known by its threshold; correction=none has none.
-    if weights or rejects or bypass or correction.get("rollout_is_threshold") is not None:
+    if weights or rejects or bypass:
         for name, test, instead in (
             ("calculate_log_probs", one_of(True), "true"),
             ("logprobs_mode", one_of("processed_logprobs"), "processed_logprobs"),

@@ -22,10 +22,9 @@ CORRECTIONS = {
     "tis_8": ("token", 8.0, None, False),
     "seq_tis": ("sequence", 2.0, None, False),
     "icepop": ("token", "0.5_5.0", None, False),
-    "geo_rs": (None, None, "seq_mean_k1", False),
-    "bypass": (None, None, None, True),
-    "metrics_only": (None, 2.0, None, False),
-    "none": (None, None, None, False),
+    "geo_rs": (None, 2.0, "seq_mean_k1", False),
+    "bypass": (None, 2.0, None, True),
+    "none": (None, 2.0, None, False),
 }
 """What each preset is: level, threshold, rejection and mode."""
 
@@ -82,9 +81,6 @@ def test_a_correction_that_is_chosen_is_the_one_that_runs(experiment, preset):
 
 def test_the_other_groups_can_be_chosen_and_have_no_more_than_these_files():
     assert set(FILES) - {"__pycache__"} == set(GROUPS) and set(FILES["correction"]) == set(CORRECTIONS)
-    assert set(FILES["precision"]) == {p.value for p in Precision}
-    for precision in FILES["precision"]:
-        assert check(through_main_ppo("quickstart", f"precision={precision}")).precision.value == precision
     for hardware in FILES["hardware"]:
         cfg = through_main_ppo("base", f"hardware={hardware}")
         assert check(cfg) and cfg.trainer.device == hardware

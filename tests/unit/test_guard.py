@@ -157,7 +157,7 @@ NO_LOG_PROBS = ("correction=none", "actor_rollout_ref.rollout.calculate_log_prob
         (REJECTING, set()),
         (("flashrl.precision=bf16",), {"rejected_share", "code_change_rate"}),
         (("correction=seq_tis",), {"rejected_share"}),
-        (("correction=metrics_only",), {"rejected_share", *NO_WEIGHTS}),
+        (("correction=none",), {"rejected_share", *NO_WEIGHTS}),
         (NO_LOG_PROBS, {*NAMES} - {"code_change_rate"}),
         (("correction=bypass",), {*NAMES} - {"code_change_rate"}),
         ((f"trainer.v1.trainer_mode={ASYNC}",), {"rejected_share", "correlation", "k3_kl"}),
