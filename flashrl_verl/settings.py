@@ -307,13 +307,6 @@ class FlashRLConfig(Settings):
     )
     """Number format of the rollout engine's linear layers and experts."""
 
-    bf16_replica_fraction: float = _number(
-        0.0, lambda v: 0 <= v < 1, "a share from 0 to below 1 (flashrl.precision=bf16 runs all replicas in BF16)"
-    )
-    """Share of the rollout's replicas that run in BF16 beside those of ``precision``: FlashRL's hybrid rollout. Of R
-    replicas the last floor(share x R + 1/2) do, at least 1 and at most R - 1. The batch's mismatch falls with the share
-    of tokens that they generate (``flashrl/replica_<i>_generated_tokens``)."""
-
     rotation: bool | None = _switch(None)
     """Whether inputs and weights of INT8 layers are rotated before they are quantized (``quantization/numerics.py``).
     null: with INT8. Other precisions have none."""
@@ -373,11 +366,4 @@ class FlashRLConfig(Settings):
                 "true",
                 f"flashrl.precision={self.precision.value} has no rotated layers: they are INT8's",
                 "flashrl.rotation=null, or flashrl.precision=int8",
-            )
-        if self.bf16_replica_fraction and self.precision is Precision.BF16:
-            refuse(
-                "flashrl.bf16_replica_fraction",
-                self.bf16_replica_fraction,
-                "it has no effect with flashrl.precision=bf16, where all replicas are in BF16",
-                "flashrl.precision=int8 or fp8, or flashrl.bf16_replica_fraction=0",
             )

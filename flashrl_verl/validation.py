@@ -26,7 +26,6 @@ from flashrl_verl.attention.limits import REMEDY, why_not_model
 from flashrl_verl.correction.settings import CorrectionSettings
 from flashrl_verl.errors import ConfigError, listed, refuse, words
 from flashrl_verl.input_files import model_config
-from flashrl_verl.rollout.replicas import bf16_replicas
 from flashrl_verl.settings import (
     ACTOR,
     ASYNC,
@@ -78,8 +77,6 @@ def validate_config(cfg: DictConfig) -> FlashRLConfig:
     _check_defaults(cfg)
     CorrectionSettings.from_config(get(cfg, CORRECTION))
     _check_engine_arguments(cfg)
-    if settings.bf16_replica_fraction:
-        bf16_replicas(settings, _ranks(cfg) // get(cfg, _TENSOR_PARALLEL))
     vllms = (f"{ENGINE}.attention_backend", f"{ENGINE}.attention_config.backend")
     ours = settings.kv_cache is not KVCache.AUTO and not any(get(cfg, key) for key in vllms)
     if ours and (reason := why_not_model(model_config(cfg))):

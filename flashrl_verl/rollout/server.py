@@ -2,7 +2,6 @@
 """verl's vLLM server, started with the flashrl quantization and checked to be what it says it is."""
 
 import asyncio
-import dataclasses
 import inspect
 import os
 import uuid
@@ -23,7 +22,6 @@ from flashrl_verl.refit.transfer import socket_scope
 from flashrl_verl.rollout import scheduler
 from flashrl_verl.rollout.access import base_url, loopback_address, require_key, server_key, verify_refusal
 from flashrl_verl.rollout.inspection import require_settings
-from flashrl_verl.rollout.replicas import settings_of
 from flashrl_verl.settings import FlashRLConfig, ServerAddress
 from flashrl_verl.upstream.versions import vllm_device
 
@@ -197,22 +195,6 @@ class FlashRLReplica(vLLMReplica):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.server_class = ray.remote(FlashRLHttpServer)
-
-    async def init_hybrid(self, worker_group) -> None:
-        """verl's; only here is known how many replicas there are."""
-        self.take_precision(worker_group.world_size // self.world_size)
-        await super().init_hybrid(worker_group)
-
-    def take_precision(self, replicas: int) -> None:
-        """Give the servers of this replica their own settings, one of ``replicas`` (``replicas.py``).
-
-        Raises:
-            ConfigError: so many replicas do not make the mixture that is asked for.
-        """
-        custom = self.config.custom or {}
-        own = settings_of(FlashRLConfig.from_mapping(custom.get("flashrl", {})), self.replica_rank, replicas)
-        # A copy: verl's configuration is frozen, and the other replicas may share it.
-        self.config = dataclasses.replace(self.config, custom={**custom, "flashrl": dataclasses.asdict(own)})
 
     def _get_server_name_prefix(self) -> str:
         return f"{NAME}_"

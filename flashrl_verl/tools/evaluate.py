@@ -115,7 +115,7 @@ def recipe_words(checkpoint: Checkpoint, precision: Precision, sampling: dict[st
     if (kept := checkpoint.config) is not None:
         words = ["--config-path", str(kept.parent), "--config-name", kept.stem]
     words += ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=stdout"]
-    flashrl: dict[str, Any] = {"precision": precision.value, "bf16_replica_fraction": 0.0}
+    flashrl: dict[str, Any] = {"precision": precision.value}
     if precision is not Precision.INT8:
         flashrl["rotation"] = None
     if precision is Precision.BF16:

@@ -190,9 +190,7 @@ def _rollout(run: Metrics) -> str:
         return MISSING
     precision = f"8-bit, {layers:.0f} layers" if layers else "bf16"
     precision += ", rotated" if run.last("flashrl/rotated_weights") else ""
-    precision += ", 8-bit KV" if run.last("flashrl/kv_cache_bits") == 8 else ""
-    mixed = run.last("flashrl/bf16_replicas") if layers else 0
-    return precision + (f", {mixed:.0f} in bf16" if mixed else "")
+    return precision + (", 8-bit KV" if run.last("flashrl/kv_cache_bits") == 8 else "")
 
 
 def _first_last(key: str) -> Callable[[Metrics], str]:

@@ -13,9 +13,9 @@ from typing import Any
 
 import orjson
 
-from flashrl_verl.errors import ConfigError, listed
+from flashrl_verl.errors import listed
 from flashrl_verl.fp32_head import FP32
-from flashrl_verl.settings import KVCache, Precision
+from flashrl_verl.settings import KVCache
 from flashrl_verl.trainer.atomic_write import write_atomically
 
 
@@ -50,31 +50,15 @@ def refit_metrics(reports: list[dict], receipt: dict) -> dict[str, float]:
     return metrics
 
 
-def summarize_layers(replicas: Sequence[Sequence[dict]], wanted: Sequence[Precision]) -> dict[str, float]:
-    """Metrics of what the rollout is; every replica must be in the precision that it was started in.
+def summarize_layers(workers: Sequence[dict]) -> dict[str, float]:
+    """Metrics of what the rollout is: layers of the first worker, bytes of all.
 
     Args:
-        replicas: what each replica's workers say (``FlashRLWorkerExtension.flashrl_layers``).
-        wanted: each replica's precision (``replicas.precisions``).
-
-    Returns:
-        Layers of a quantized replica (of any, where none is), bytes of all workers together, and the number of replicas
-        in BF16. In a mixture ``weight_bytes`` has the BF16 replicas too, the quantized bytes do not, and each replica's
-        layers and bytes are there as well, as ``flashrl/replica_<i>_*``.
-
-    Raises:
-        ConfigError: a replica is in another precision.
+        workers: what they say (``FlashRLWorkerExtension.flashrl_layers``), and their servers have checked
+            (``rollout/inspection.py``).
     """
-    # That each engine is what its precision says, its own server has checked (``rollout/inspection.py``).
-    found = [sorted({worker["precision"] for worker in workers}) for workers in replicas]
-    if found != [[want.value] for want in wanted]:
-        raise ConfigError(
-            f"the rollout's replicas are in {found} where {[want.value for want in wanted]} was asked for"
-        )
-    workers = [worker for replica in replicas for worker in replica]
-    first = max(workers, key=lambda worker: worker["quantized_layers"])
-    metrics = {
-        "flashrl/bf16_replicas": sum(want is Precision.BF16 for want in wanted),
+    first = workers[0]
+    return {
         "flashrl/quantized_layers": first["quantized_layers"],
         "flashrl/rotated_weights": first["rotated"],
         "flashrl/unquantized_layers": len(first["unquantized_layers"]),
@@ -84,15 +68,6 @@ def summarize_layers(replicas: Sequence[Sequence[dict]], wanted: Sequence[Precis
         "flashrl/quantized_bytes": sum(w["quantized_bytes"] for w in workers),
         "flashrl/quantized_bytes_as_bf16": sum(w["quantized_bytes_as_bf16"] for w in workers),
     }
-    if len(set(wanted)) == 1:
-        return metrics
-    metrics |= per_replica("quantized_layers", [replica[0]["quantized_layers"] for replica in replicas])
-    return metrics | per_replica("weight_bytes", [sum(w["weight_bytes"] for w in replica) for replica in replicas])
-
-
-def per_replica(name: str, values: Sequence[float]) -> dict[str, float]:
-    """``flashrl/replica_<i>_<name>``, by verl's rank of the replica."""
-    return {f"flashrl/replica_{i}_{name}": value for i, value in enumerate(values)}
 
 
 def describe_rollout(precision: str, layers: dict[str, float], refit: dict[str, float]) -> str:

@@ -34,7 +34,6 @@ from flashrl_verl.input_files import check_files, resumes_from
 from flashrl_verl.launch import check_cluster
 from flashrl_verl.refit.receipt import verify_ranks
 from flashrl_verl.refit.self_check import require_same, sleeps_between_steps
-from flashrl_verl.rollout.replicas import describe, precisions
 from flashrl_verl.run_environment import settle_packages
 from flashrl_verl.trainer import refill  # as a whole: whoever imports it first is here while it is half read
 from flashrl_verl.trainer.atomic_write import write_atomically
@@ -45,7 +44,6 @@ from flashrl_verl.trainer.metrics import (
     describe_rollout,
     describe_unrotated,
     metrics_path,
-    per_replica,
     refit_metrics,
     summarize_layers,
 )
@@ -140,11 +138,10 @@ class FlashRLMixin:
         self._require_reward_workers()
         metrics = self._verify_refit()
         replicas = self._ask_servers("flashrl_layers")
-        wanted = precisions(self.flashrl, len(replicas))
-        self._layer_metrics = summarize_layers(replicas, wanted)
-        log.info(describe_rollout(describe(wanted), self._layer_metrics, metrics))
-        worker = max((w for r in replicas for w in r), key=lambda w: w["quantized_layers"])
-        for line in filter(None, (describe_never_quantized(worker), describe_unrotated(worker))):
+        self._layer_metrics = summarize_layers([worker for replica in replicas for worker in replica])
+        log.info(describe_rollout(self.flashrl.precision.value, self._layer_metrics, metrics))
+        first = replicas[0][0]
+        for line in filter(None, (describe_never_quantized(first), describe_unrotated(first))):
             log.info(line)
         if self.flashrl.self_check:
             self._self_check()
@@ -303,8 +300,6 @@ class FlashRLMixin:
         if "gen" in timing_raw:
             metrics["flashrl/tokens_per_second_gen"] = sum(self._generated_tokens) / timing_raw["gen"]
         metrics.update(self._reward_metrics)
-        if self.flashrl.bf16_replica_fraction:
-            metrics.update(per_replica("generated_tokens", self._generated_tokens))
 
     # ---- ours ----
 

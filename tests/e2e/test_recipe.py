@@ -191,18 +191,13 @@ def test_two_ranks_train_and_sample_with_every_receipt_verified(recipe):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_an_int8_and_a_bf16_replica_sample_for_one_trainer(recipe):
-    run = recipe(*TWO_REPLICAS, "flashrl.bf16_replica_fraction=0.5", timeout=800)
+def test_two_replicas_sample_for_one_trainer(recipe):
+    run = recipe(*TWO_REPLICAS, timeout=800)
     assert_healthy(run, steps=2)
-    assert "rollout precision int8 (1 of 2 replicas, the other in bf16): 8 quantized layers" in run.output
     for step in (1, 2):
         told = {key.removeprefix("flashrl/"): value for key, value in run.metrics()[step].items()}
-        assert told["receipts_verified"] == 2 and told["bf16_replicas"] == 1
-        assert (told["replica_0_quantized_layers"], told["replica_1_quantized_layers"]) == (8, 0)
-        assert told["quantized_layers"] == 8 and told["refit_quantized"] == LAYERS * 4 and told["code_change_rate"] > 0
-        generated = [told[f"replica_{i}_generated_tokens"] for i in (0, 1)]
-        assert min(generated) > 0
-        assert sum(generated) == pytest.approx(told["tokens_per_second_gen"] * told["timing_s/gen"])
+        assert told["receipts_verified"] == 2 and told["quantized_layers"] == 8
+        assert told["refit_quantized"] == LAYERS * 4 and told["code_change_rate"] > 0
 
 
 @pytest.mark.slow

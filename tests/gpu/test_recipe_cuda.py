@@ -86,27 +86,6 @@ def test_ten_steps_with_cuda_graphs_and_sleep_mode(large_assets, tmp_path, preci
         assert all(math.isfinite(v) for v in metrics[step].values())
 
 
-@pytest.mark.parametrize("gpus", [pytest.param(2, marks=two_gpus), pytest.param(4, marks=four_gpus)])
-def test_of_two_replicas_one_samples_in_int8_and_one_in_bf16(large_assets, tmp_path, gpus):
-    metrics = train(
-        large_assets,
-        tmp_path,
-        f"trainer.n_gpus_per_node={gpus}",
-        f"actor_rollout_ref.rollout.tensor_model_parallel_size={gpus // 2}",
-        "flashrl.precision=int8",
-        "flashrl.bf16_replica_fraction=0.5",
-        steps=STEPS,
-    )
-    for step in range(1, STEPS + 1):
-        held = {key.removeprefix("flashrl/"): value for key, value in metrics[step].items()}
-        assert held["receipts_verified"] == gpus and held["bf16_replicas"] == 1
-        assert (held["replica_0_quantized_layers"], held["replica_1_quantized_layers"]) == (4 * 24, 0)
-        assert held["replica_0_weight_bytes"] < held["replica_1_weight_bytes"]
-        assert held["replica_0_generated_tokens"] > 0 and held["replica_1_generated_tokens"] > 0
-        assert 0 <= metrics[step]["rollout_corr/k3_kl"] < 1e-2
-        assert all(math.isfinite(v) for v in metrics[step].values())
-
-
 @pytest.mark.parametrize(
     "setting, metric",
     [

@@ -23,7 +23,6 @@ NUMBERS = {
     "max_num_gen_batches": (0, -1),
     "failed_rewards_max": (1, 1.1),
     "update_timeout_s": (0.1, math.inf),
-    "bf16_replica_fraction": (0.99, 1.0),
     "guard.patience": (1, 0),
     "guard.k3_kl_max": (1e-6, 0),
     "guard.correlation_min": (-1, 1.0),
@@ -76,7 +75,7 @@ def test_every_setting_takes_its_range_and_refuses_what_is_beyond_it_or_of_anoth
 @pytest.mark.parametrize(
     ("key", "value", "remedy"),
     [
-        ("precison", "int8", "remove it, or use one of precision, bf16_replica_fraction, rotation"),
+        ("precison", "int8", "remove it, or use one of precision, rotation, kv_cache"),
         ("guard.patiense", 3, "remove it, or use one of enable, action, patience"),
         *(("guard", value, "flashrl.guard.enable=false") for value in (None, False, "off")),
     ],
@@ -89,8 +88,6 @@ def test_settings_that_contradict_each_other_are_refused():
     for precision in ("fp8", "bf16"):
         with pytest.raises(ConfigError, match="flashrl.rotation=true is refused: .*flashrl.rotation=null"):
             FlashRLConfig.from_mapping({"rotation": True, "precision": precision})
-    with pytest.raises(ConfigError, match="flashrl.bf16_replica_fraction=0.5 is refused: .*flashrl.precision=bf16"):
-        FlashRLConfig.from_mapping({"bf16_replica_fraction": 0.5, "precision": "bf16"})
 
 
 def test_the_yaml_repeats_the_dataclasses_and_nothing_else(base):

@@ -7,11 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from flashrl_verl.errors import ConfigError
-from flashrl_verl.settings import Precision
-from flashrl_verl.trainer.metrics import MetricsFile, metrics_path, refit_metrics, summarize_layers
-
-INT8, BF16 = Precision.INT8, Precision.BF16
+from flashrl_verl.trainer.metrics import MetricsFile, metrics_path, refit_metrics
 
 
 def test_a_refits_codes_are_the_quantized_replicas_and_its_seconds_the_slowest_workers():
@@ -24,39 +20,6 @@ def test_a_refits_codes_are_the_quantized_replicas_and_its_seconds_the_slowest_w
     assert metrics["flashrl/code_change_rate"] == pytest.approx(0.2) and metrics["flashrl/refit_quantized"] == 14
     assert metrics["flashrl/refit_seconds"] == 4.0 and metrics["flashrl/refit_gather_seconds"] == 0.5
     assert "flashrl/code_change_rate" not in refit_metrics([report(4.0, None, 0)], receipt)
-
-
-# ---- what the rollout is ----
-
-WORKER = {
-    **{"precision": "int8", "quantized_layers": 8, "head_dtype": "bfloat16", "unquantized_layers": {}},
-    **{"rotated": 8, "weight_bytes": 100, "quantized_bytes": 51, "quantized_bytes_as_bf16": 100},
-    "kv_cache": {"dtypes": {"int8_per_token_head": 2}},
-}
-PLAIN = WORKER | {
-    **{"precision": "bf16", "quantized_layers": 0, "unquantized_layers": {"a": "Linear"}},
-    **{"rotated": 0, "weight_bytes": 149, "quantized_bytes": 0, "quantized_bytes_as_bf16": 0},
-    "kv_cache": {"dtypes": {"auto": 2}},
-}
-
-
-@pytest.mark.parametrize(
-    "wanted, replicas",
-    [
-        ([INT8, INT8], [[WORKER], [PLAIN]]),
-        ([INT8, BF16], [[PLAIN], [WORKER]]),
-        ([INT8, BF16], [[WORKER], [WORKER]]),
-        ([INT8, BF16], [[PLAIN], [PLAIN]]),
-        ([INT8, BF16], [[WORKER], [PLAIN, WORKER]]),
-        ([INT8, INT8], [[WORKER | {"precision": "fp8"}], [WORKER | {"precision": "fp8"}]]),
-    ],
-)
-def test_a_rollout_that_is_not_what_was_asked_for_stops_the_run(wanted, replicas):
-    right = {INT8: [WORKER, WORKER], BF16: [PLAIN, PLAIN]}
-    metrics = summarize_layers([right[precision] for precision in wanted], wanted)
-    assert metrics["flashrl/quantized_layers"] == 8 and metrics["flashrl/quantized_bytes"] == 102 * wanted.count(INT8)
-    with pytest.raises(ConfigError, match=rf"where \['int8', '{wanted[1].value}'\] was asked for"):
-        summarize_layers(replicas, wanted)
 
 
 # ---- the file ----

@@ -21,7 +21,6 @@ MIXED = f"{ACTOR}.fsdp_config.mixed_precision"
 LOSS_MODE = f"{ACTOR}.policy_loss.loss_mode"
 GPUS, TENSOR_PARALLEL = "trainer.n_gpus_per_node", f"{ROLLOUT}.tensor_model_parallel_size"
 MINI_BATCH, NORMALIZE = f"{ACTOR}.ppo_mini_batch_size", f"{CORRECTION}.rollout_is_batch_normalize"
-FRACTION = "flashrl.bf16_replica_fraction"
 ATTENTION = f"{ACTOR_MODEL}.override_config.attn_implementation"
 OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg"
 MODE, THRESHOLD = "trainer.v1.trainer_mode", "trainer.v1.sampler.max_off_policy_threshold"
@@ -173,7 +172,6 @@ CASES = [
     ({**BYPASS, **NO_WEIGHTS, "data.train_batch_size": 512, MINI_BATCH: 7}, f"{MINI_BATCH}=<a divisor of 512>"),
     # 15 samples of an update on 4 ranks
     ({"trainer.nnodes": 1, GPUS: 4, f"{ROLLOUT}.n": 5, MINI_BATCH: 3}, f"{MINI_BATCH}=<a multiple of 4>"),
-    ({"trainer.nnodes": 2, GPUS: 2, TENSOR_PARALLEL: 1, FRACTION: 0.9}, f"{FRACTION} from 0.25 to 0.75"),
 ]
 ON_CPU = [
     ({f"{ACTOR}.strategy": "fsdp"}, f"{ACTOR}.strategy=fsdp2"),
@@ -263,7 +261,6 @@ ACCEPTED = [
     {**NO_WEIGHTS, f"{ROLLOUT}.top_p": 0.9, f"{ROLLOUT}.calculate_log_probs": False},
     {"flashrl.fp32_lm_head": True, MIXED: {"reduce_dtype": "fp32"}},
     {"flashrl.fp32_lm_head": True, MIXED: {"param_dtype": "fp16"}, f"{ROLLOUT}.dtype": "half"},
-    {"trainer.nnodes": 2, "trainer.n_gpus_per_node": 8, f"{ROLLOUT}.tensor_model_parallel_size": 4, FRACTION: 0.25},
 ]
 
 
