@@ -312,7 +312,7 @@ class FlashRLConfig(Settings):
     null: with INT8. Other precisions have none."""
 
     kv_cache: KVCache = _choice(KVCache.AUTO, "auto (BF16) or int8_per_token_head (A100 and later)")
-    """Number format of keys and values in the rollout engine. Replicas in BF16 keep theirs in BF16."""
+    """Number format of keys and values in the rollout engine."""
 
     ignore: tuple[str, ...] = _field((), _layers)
     """Layers that stay in high precision: exact names of the checkpoint (without ``.weight``), or ``re:`` and a regular

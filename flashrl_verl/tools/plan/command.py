@@ -22,7 +22,7 @@ DEFAULTS: dict[str, Any] = {"model": "qwen2.5-32b", "gpus": 8, "tensor_parallel"
 """Without a run and without options."""
 
 NOT_COUNTED = (
-    "Not counted: layers and replicas in BF16, engine_kwargs.vllm, and CUDA graphs for more than 512 sequences, for "
+    "Not counted: layers in BF16, engine_kwargs.vllm, and CUDA graphs for more than 512 sequences, for "
     "which vLLM sets up to 5 GiB more aside."
 )
 CAVEAT = (
