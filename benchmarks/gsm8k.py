@@ -393,7 +393,11 @@ def gsm8k(
     kv_cache_bytes = None if kv_cache_gib is None else int(kv_cache_gib * 2**30)
     last_step = began + 60 * deadline - ASKING_S
     stop, starting = threading.Event(), threading.Lock()
-    slots = [gpu for gpu in visible_gpus() for _ in range(per_gpu)]  # a seed's runs share what goes wrong
+    gpus = visible_gpus()
+    share = min(per_gpu, -(-len(runs) // len(gpus)))
+    slots = [
+        gpu for gpu in gpus for _ in range(share)
+    ]  # a seed's runs are neighbours: what ends one GPU ends whole pairs
     free, asked = list(slots), {}
 
     def carry_out(work: Callable[[Run, str | None], None], this: Run) -> None:
