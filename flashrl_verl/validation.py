@@ -398,15 +398,17 @@ def _rules_of_correction(cfg: DictConfig) -> Iterator[Rule]:
             "its advantages depend on weights or rejected tokens, which only the actors know",
             " or ".join(ROW_ESTIMATORS),
         )
-    if weights or rejects or bypass:
+    # Without a correction they are compared all the same, for the mismatch and its guard.
+    if weights or rejects or bypass or get(cfg, f"{ROLLOUT}.calculate_log_probs"):
         for name, test, instead in (
             ("calculate_log_probs", one_of(True), "true"),
             ("logprobs_mode", one_of("processed_logprobs"), "processed_logprobs"),
             ("top_p", one_of(1), "1.0"),
             ("top_k", one_of(-1, 0), "-1"),
         ):
-            reason = "the correction divides by the sampler's probabilities, of all tokens and after the temperature"
-            yield Rule(f"{ROLLOUT}.{name}", test, reason, f"{instead}, or correction=none")
+            reason = "ratios are to the sampler's probabilities, of all tokens and after the temperature"
+            without = f"correction=none {ROLLOUT}.calculate_log_probs=false"
+            yield Rule(f"{ROLLOUT}.{name}", test, reason, f"{instead}, or {without}")
 
 
 def _rules_of_batches(cfg: DictConfig) -> Iterator[Rule]:

@@ -150,6 +150,7 @@ CASES = [
     ({**REJECTION, "algorithm.adv_estimator": "reinforce_plus_plus"}, "algorithm.adv_estimator=grpo"),
     # what is sampled: the correction, and metrics without weights too, need the log-probs of the policy that sampled
     ({f"{ROLLOUT}.temperature": 0.001}, f"{ROLLOUT}.temperature=1.0"),
+    ({**NO_WEIGHTS, f"{ROLLOUT}.top_p": 0.9}, f"{ROLLOUT}.top_p=1.0"),
     *(
         ({**correction, f"{ROLLOUT}.{key}": bad}, remedy.format(f"{ROLLOUT}.{key}"))
         for correction in ({}, {**NO_WEIGHTS, **REJECTION})
