@@ -90,6 +90,35 @@ def mismatch_kv_cache(*files: str) -> Rows:
     return rows
 
 
+def versions(*names: str) -> Rows:
+    """What ran in several versions of vLLM, a column each; where one has no file of its own, the named one is its."""
+    of_first = {"mismatch.json": "mismatch/h200-qwen2.5-coder-0.5b-kv.json", "refit.json": "refit/qwen2.5-14b.json"}
+    cells: dict[str, dict[str, str]] = {}
+    for name in names:
+
+        def path_of(file: str, name: str = name) -> str:
+            own = f"versions/{name}/{file}"
+            return of_first.get(file, own) if name == names[0] else own
+
+        if (RESULTS / path_of("rollout.jsonl")).exists():
+            for one in rollout.rollouts_of(lines(path_of("rollout.jsonl"))):
+                what = "tokens/s, {} x ({} -> {}), {}".format(*one.workload, one.variant)
+                cells.setdefault(what, {})[name] = f"{one.tokens_per_second[0]:.0f}"
+        for variant, sizes in load(path_of("steps.json")).items():
+            if variant.startswith("int8"):
+                for n, passes in sizes.items():
+                    median = statistics.median(of_pass[1] for of_pass in passes)
+                    cells.setdefault(f"ms a decode step, {n} sequences, {variant}", {})[name] = f"{median:.2f}"
+        for one in load(path_of("mismatch.json"))["results"]:
+            if one["variant"] in ("bf16", "int8", "int8+int8kv"):
+                cells.setdefault(f"k3 KL, {one['variant']}", {})[name] = far_off(one["own"])
+        if (RESULTS / path_of("refit.json")).exists():
+            for one in load(path_of("refit.json"))["results"]:
+                median = 1e3 * statistics.median(one["refit_seconds"])
+                cells.setdefault(f"ms a weight update, {one['variant']}", {})[name] = f"{median:.0f}"
+    return [["vLLM", *names], *([what, *(of.get(name, "-") for name in names)] for what, of in cells.items())]
+
+
 def learning(*files: str) -> Rows:
     """Results of ``benchmarks.gsm8k``, the same settings in each."""
     return [list(gsm8k.HEADER), *map(list, gsm8k.table([load(f"gsm8k/{file}.json") for file in files]))]
@@ -132,7 +161,7 @@ def readme() -> Rows:
 TABLES: dict[str, Callable[..., Rows]] = {
     function.__name__: function
     for function in (
-        throughput, engines_of_four, refits, steps_run, mismatches, mismatch_kv_cache, learning, runs, readme,
+        throughput, engines_of_four, refits, steps_run, mismatches, mismatch_kv_cache, versions, learning, runs, readme,
     )
 }  # fmt: skip
 
