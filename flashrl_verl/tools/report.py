@@ -108,23 +108,26 @@ def read_metrics(path: Path) -> Metrics:
 
 
 def load(*paths: Path) -> dict[str, Metrics]:
-    """Read runs: folders that hold a `metrics.jsonl`, metrics files, or folders of either. Each run has the name of its
-    folder or file; where two would have the same, its path.
+    """Read runs: folders that hold a `metrics.jsonl`, metrics files, or folders of either, of whose files those without
+    a step are left out. Each run has the name of its folder or file; where two would have the same, its path.
 
     Raises:
         FlashRLError: a path is no run, or holds no step yet.
     """
-    files = [file for path in paths for file in _files(path)]
-    names = [file.resolve().parent.name if file.name == METRICS_FILE else file.stem for file in files]
-    runs = {}
-    for file, name in zip(files, names, strict=True):
-        metrics = read_metrics(file)
-        if not metrics.rows:
+    found: dict[Path, Metrics] = {}
+    for path in paths:
+        of_path = {file: read_metrics(file) for file in _files(path)}
+        with_steps = {file: metrics for file, metrics in of_path.items() if metrics.rows}
+        if not with_steps:
             raise FlashRLError(
-                f"{file} holds no step: the run ended before its first validation or step, or this is another file."
+                f"{path} holds no step: the run ended before its first validation or step, or this is another file."
             )
-        runs[str(file) if names.count(name) > 1 else name] = metrics
-    return runs
+        found |= with_steps
+    names = [file.resolve().parent.name if file.name == METRICS_FILE else file.stem for file in found]
+    return {
+        str(file) if names.count(name) > 1 else name: metrics
+        for (file, metrics), name in zip(found.items(), names, strict=True)
+    }
 
 
 def _files(path: Path) -> list[Path]:

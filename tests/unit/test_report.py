@@ -77,6 +77,7 @@ def test_a_folder_of_runs_is_its_runs(tmp_path):
     for name in "ab":
         make_run(tmp_path / name)
     (tmp_path / "b" / "metrics.jsonl").rename(tmp_path / "recipe.jsonl")
+    (tmp_path / "data.jsonl").write_text('{"question": "no run"}\n')
     assert list(report.load(tmp_path)) == ["a", "recipe"]
     twice = tmp_path / "other" / "a"
     make_run(twice)
