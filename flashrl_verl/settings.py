@@ -202,15 +202,6 @@ class KVCache(str, Enum):
     """INT8, a scale for each token and head, made as it is written. Our attention (``attention/``), since A100."""
 
 
-class ServerAddress(str, Enum):
-    """Where the HTTP server of a rollout engine listens. Whoever asks it needs its key, wherever it listens."""
-
-    LOOPBACK = "loopback"
-    """An address that only programs on the same machine reach."""
-    NODE = "node"
-    """The node's address in the Ray cluster, for programs on other nodes: an agent framework, a monitor."""
-
-
 class Action(str, Enum):
     """What an event of the guard does."""
 
@@ -345,12 +336,6 @@ class FlashRLConfig(Settings):
     ship_code: bool = _switch(True)
     """Whether the driver's copy of this package goes to every node with Ray's runtime environment
     (``launch.py``); false where each node has it installed. verl's own entry point never ships it."""
-
-    server_address: ServerAddress = _choice(
-        ServerAddress.LOOPBACK, "loopback (this machine only) or node (the node's address in the Ray cluster)"
-    )
-    """Where the engines' HTTP servers listen. The trainer never uses them, it asks its engines through Ray. Every
-    request needs the server's key (``rollout/access.py``)."""
 
     sampling: SamplingConfig = _field(SamplingConfig(), lambda _, value: SamplingConfig.from_mapping(value))
     """Dynamic sampling and mini-batches; a mapping is read as ``flashrl.sampling``."""

@@ -223,7 +223,7 @@ def _rules_of_backends(cfg: DictConfig) -> Iterator[Rule]:
         meant = get(cfg, source)
         reason = f"workers read this copy, and it differs from {source}={words(meant)}"
         yield Rule(copy, one_of(meant), reason, f"'${{{source}}}'")
-    reason = "it asks the rollout's servers without the key that they want (docs/clusters.md)"
+    reason = "it asks the rollout's servers, which answer nobody (docs/clusters.md)"
     yield Rule(f"{ROLLOUT}.prometheus.enable", one_of(None, False), reason, "false")
     yield Rule("trainer.logger", lambda loggers: "rl_insight" not in (loggers or ()), reason, "[console]")
     yield from _rules_of_void_keys(cfg)

@@ -20,9 +20,9 @@ from flashrl_verl.refit import self_check
 from flashrl_verl.refit.self_check import EngineState
 from flashrl_verl.refit.transfer import socket_scope
 from flashrl_verl.rollout import scheduler
-from flashrl_verl.rollout.access import base_url, loopback_address, require_key, server_key, verify_refusal
+from flashrl_verl.rollout.access import loopback_address, refuse_requests, verify_refusal
 from flashrl_verl.rollout.inspection import require_settings
-from flashrl_verl.settings import FlashRLConfig, ServerAddress
+from flashrl_verl.settings import FlashRLConfig
 from flashrl_verl.upstream.versions import vllm_device
 
 NAME = "flashrl"
@@ -78,9 +78,8 @@ class FlashRLHttpServer(vLLMHttpServer):
             bind_ranks(self.config.tensor_model_parallel_size)
 
     async def run_server(self, args) -> None:
-        if self.flashrl.server_address is ServerAddress.LOOPBACK:
-            self._server_address = loopback_address(self.replica_rank)  # where verl is about to bind the HTTP server
-        require_key(args)
+        self._server_address = loopback_address(self.replica_rank)  # where verl is about to bind the HTTP server
+        refuse_requests(args)
         await super().run_server(args)
         self._take_pause_of_verl()
         await asyncio.to_thread(verify_refusal, self._server_address, self._server_port)
@@ -103,10 +102,6 @@ class FlashRLHttpServer(vLLMHttpServer):
                 return pause(**{"mode": "wait" if wait_for_inflight_requests else "abort", **kwargs})
 
             self.engine.pause_generation = with_mode
-
-    async def flashrl_http_access(self) -> tuple[str, str]:
-        """Base URL of this server, and its key; a request brings it as ``Authorization: Bearer <key>``."""
-        return base_url(*self.get_server_address()), server_key()
 
     async def generate(
         self, prompt_ids: list[int], sampling_params: dict[str, Any], *args: Any, **kwargs: Any

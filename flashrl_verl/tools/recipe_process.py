@@ -25,8 +25,9 @@ MODULE = "recipe.flashrl.main_flashrl"
 
 def environment(metrics: Path) -> dict[str, str]:
     """Variables of a run that logs to ``metrics``, has a Ray of its own and asks no network."""
-    env = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "RAY_JOB_ADDRESS")}
+    env = {name: value for name, value in os.environ.items() if name != "RAY_JOB_ADDRESS"}
     return env | {
+        "RAY_ADDRESS": "local",  # left out, it would be the cluster that `ray start` has made on this machine
         "VERL_FILE_LOGGER_PATH": str(metrics),
         "PYTHONUNBUFFERED": "1",
         "HF_HUB_OFFLINE": "1",

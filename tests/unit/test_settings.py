@@ -35,7 +35,6 @@ NUMBERS = {
 OTHERS = {
     "precision": "int4",
     "kv_cache": "fp8",
-    "server_address": "0.0.0.0",
     "guard.action": "abort",
     **dict.fromkeys((name for name, default in DEFAULTS.items() if isinstance(default, bool)), 1),
     "rotation": "true",
