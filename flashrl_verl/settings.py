@@ -93,12 +93,10 @@ def _limit(default: float, accepts: Callable[[Any], bool], wanted: str) -> Any:
     )
 
 
-def _switch(default: bool | None) -> Any:
-    def read(key: str, value: Any) -> bool | None:
-        if not isinstance(value, bool) and (value is not None or default is not None):
-            wanted = "true or false" if default is not None else "true, false, or null for what the precision has"
-            word = "null" if default is None else str(default).lower()
-            refuse(key, _quoted(value), f"it has to be {wanted}", f"{key}={word}, the default")
+def _switch(default: bool) -> Any:
+    def read(key: str, value: Any) -> bool:
+        if not isinstance(value, bool):
+            refuse(key, _quoted(value), "it has to be true or false", f"{key}={str(default).lower()}, the default")
         return value
 
     return _field(default, read)
@@ -298,9 +296,9 @@ class FlashRLConfig(Settings):
     )
     """Number format of the rollout engine's linear layers and experts."""
 
-    rotation: bool | None = _switch(None)
+    rotation: bool = _switch(True)
     """Whether inputs and weights of INT8 layers are rotated before they are quantized (``quantization/numerics.py``).
-    null: with INT8. Other precisions have none."""
+    Other precisions have no rotation."""
 
     kv_cache: KVCache = _choice(KVCache.AUTO, "auto (BF16) or int8_per_token_head (A100 and later)")
     """Number format of keys and values in the rollout engine."""
@@ -342,13 +340,3 @@ class FlashRLConfig(Settings):
 
     guard: GuardConfig = _field(GuardConfig(), lambda _, value: GuardConfig.from_mapping(value))
     """What is watched after every step, and what happens beyond a limit; a mapping is read as ``flashrl.guard``."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.rotation and self.precision is not Precision.INT8:
-            refuse(
-                "flashrl.rotation",
-                "true",
-                f"flashrl.precision={self.precision.value} has no rotated layers: they are INT8's",
-                "flashrl.rotation=null, or flashrl.precision=int8",
-            )

@@ -45,7 +45,6 @@ FP8 = WeightFormat(
 )
 
 
-def weight_format(precision: Precision, rotation: bool | None = None) -> WeightFormat | None:
+def weight_format(precision: Precision, rotation: bool = True) -> WeightFormat | None:
     """Return the format of a precision; None for BF16, which quantizes nothing. ``rotation``: ``flashrl.rotation``."""
-    int8 = INT8_UNROTATED if rotation is False else INT8
-    return {Precision.INT8: int8, Precision.FP8: FP8}.get(precision)
+    return {Precision.INT8: INT8 if rotation else INT8_UNROTATED, Precision.FP8: FP8}.get(precision)

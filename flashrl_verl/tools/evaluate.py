@@ -116,8 +116,6 @@ def recipe_words(checkpoint: Checkpoint, precision: Precision, sampling: dict[st
         words = ["--config-path", str(kept.parent), "--config-name", kept.stem]
     words += ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=stdout"]
     flashrl: dict[str, Any] = {"precision": precision.value}
-    if precision is not Precision.INT8:
-        flashrl["rotation"] = None
     if precision is Precision.BF16:
         flashrl |= {"kv_cache": "auto", "ignore": [], "keep_first_layers": 0, "keep_last_layers": 0}
     rollout, actor = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"

@@ -37,7 +37,6 @@ OTHERS = {
     "kv_cache": "fp8",
     "guard.action": "abort",
     **dict.fromkeys((name for name, default in DEFAULTS.items() if isinstance(default, bool)), 1),
-    "rotation": "true",
 }
 
 
@@ -81,12 +80,6 @@ def test_every_setting_takes_its_range_and_refuses_what_is_beyond_it_or_of_anoth
 )
 def test_an_unknown_key_and_a_word_for_a_node_are_told_what_there_is(key, value, remedy):
     assert remedy in refusal(key, value)
-
-
-def test_settings_that_contradict_each_other_are_refused():
-    for precision in ("fp8", "bf16"):
-        with pytest.raises(ConfigError, match="flashrl.rotation=true is refused: .*flashrl.rotation=null"):
-            FlashRLConfig.from_mapping({"rotation": True, "precision": precision})
 
 
 def test_the_yaml_repeats_the_dataclasses_and_nothing_else(base):
