@@ -395,9 +395,8 @@ def gsm8k(
     stop, starting = threading.Event(), threading.Lock()
     gpus = visible_gpus()
     share = min(per_gpu, -(-len(runs) // len(gpus)))
-    slots = [
-        gpu for gpu in gpus for _ in range(share)
-    ]  # a seed's runs are neighbours: what ends one GPU ends whole pairs
+    # A seed's runs are neighbours: what ends one GPU ends whole pairs.
+    slots = [gpu for gpu in gpus for _ in range(share)]
     free, asked = list(slots), {}
 
     def carry_out(work: Callable[[Run, str | None], None], this: Run) -> None:

@@ -91,29 +91,26 @@ def mismatch_kv_cache(*files: str) -> Rows:
 
 
 def versions(*names: str) -> Rows:
-    """What ran in several versions of vLLM, a column each; where one has no file of its own, the named one is its."""
-    of_first = {"mismatch.json": "mismatch/h200-qwen2.5-coder-0.5b-kv.json", "refit.json": "refit/qwen2.5-14b.json"}
+    """What ran in several versions of vLLM, a column each; the first's mismatch and weight updates stand elsewhere."""
+    elsewhere = {"mismatch.json": "mismatch/h200-qwen2.5-coder-0.5b-kv.json", "refit.json": "refit/qwen2.5-14b.json"}
     cells: dict[str, dict[str, str]] = {}
     for name in names:
-
-        def path_of(file: str, name: str = name) -> str:
-            own = f"versions/{name}/{file}"
-            return of_first.get(file, own) if name == names[0] else own
-
-        if (RESULTS / path_of("rollout.jsonl")).exists():
-            for one in rollout.rollouts_of(lines(path_of("rollout.jsonl"))):
+        kinds = "rollout.jsonl", "steps.json", "mismatch.json", "refit.json"
+        path = {kind: f"versions/{name}/{kind}" for kind in kinds} | (elsewhere if name == names[0] else {})
+        if (RESULTS / path["rollout.jsonl"]).exists():
+            for one in rollout.rollouts_of(lines(path["rollout.jsonl"])):
                 what = "tokens/s, {} x ({} -> {}), {}".format(*one.workload, one.variant)
                 cells.setdefault(what, {})[name] = f"{one.tokens_per_second[0]:.0f}"
-        for variant, sizes in load(path_of("steps.json")).items():
+        for variant, sizes in load(path["steps.json"]).items():
             if variant.startswith("int8"):
                 for n, passes in sizes.items():
                     median = statistics.median(of_pass[1] for of_pass in passes)
                     cells.setdefault(f"ms a decode step, {n} sequences, {variant}", {})[name] = f"{median:.2f}"
-        for one in load(path_of("mismatch.json"))["results"]:
+        for one in load(path["mismatch.json"])["results"]:
             if one["variant"] in ("bf16", "int8", "int8+int8kv"):
                 cells.setdefault(f"k3 KL, {one['variant']}", {})[name] = far_off(one["own"])
-        if (RESULTS / path_of("refit.json")).exists():
-            for one in load(path_of("refit.json"))["results"]:
+        if (RESULTS / path["refit.json"]).exists():
+            for one in load(path["refit.json"])["results"]:
                 median = 1e3 * statistics.median(one["refit_seconds"])
                 cells.setdefault(f"ms a weight update, {one['variant']}", {})[name] = f"{median:.0f}"
     return [["vLLM", *names], *([what, *(of.get(name, "-") for name in names)] for what, of in cells.items())]
