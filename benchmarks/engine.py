@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 from typing import Any
@@ -37,13 +38,14 @@ def formats_of(variant: str) -> FlashRLConfig:
     return FlashRLConfig(**WEIGHTS[name], kv_cache=KVCache.INT8_PER_TOKEN_HEAD if kv_cache else KVCache.AUTO)
 
 
-def start(model: str, variant: str, *, in_process: bool, **arguments: Any) -> Any:
+def start(model: str, variant: str, *, in_process: bool, fp32_lm_head: bool = False, **arguments: Any) -> Any:
     """Start an engine on token ids and give its model weights.
 
     Args:
         model: folder with config.json; its weights, or random ones where it has none, arrive by a weight update.
         variant: see ``formats_of``.
         in_process: keep the engine's core in this process, where an error of it can be read.
+        fp32_lm_head: as ``flashrl.fp32_lm_head``; not for ``FP8_VERL``.
         **arguments: of ``vllm.LLM``.
 
     Raises:
@@ -66,7 +68,8 @@ def start(model: str, variant: str, *, in_process: bool, **arguments: Any) -> An
 
     if vllm_device() != "cuda":
         arguments.pop("gpu_memory_utilization", None)
-    formats, is_verl_fp8 = formats_of(variant), variant == FP8_VERL
+    formats = dataclasses.replace(formats_of(variant), fp32_lm_head=fp32_lm_head)
+    is_verl_fp8 = variant == FP8_VERL
     llm = vllm.LLM(
         model,
         skip_tokenizer_init=True,

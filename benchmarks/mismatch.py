@@ -53,6 +53,7 @@ def sample(model: str, variant: str, job: dict[str, Any]) -> dict[str, Any]:
         model,
         variant,
         in_process=job["tensor_parallel"] == 1,
+        fp32_lm_head=job["fp32_lm_head"],
         enforce_eager=True,
         tensor_parallel_size=job["tensor_parallel"],
         max_model_len=job["max_model_len"] or max(map(len, prompts)) + job["tokens"] + 1,  # one more to score the last
@@ -94,14 +95,19 @@ class Trainer:
 
     Args:
         model: folder of the checkpoint.
+        fp32_lm_head: compute logits in FP32.
     """
 
-    def __init__(self, model: str):
+    def __init__(self, model: str, fp32_lm_head: bool):
         from transformers import AutoModelForCausalLM
+
+        from flashrl_verl.fp32_head import compute_head_in_fp32
 
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16, attn_implementation="sdpa")
         self.module = loaded.to(self.device).eval()
+        if fp32_lm_head:
+            compute_head_in_fp32(self.module)
 
     @torch.no_grad()
     def log_probs(self, prompts: Tokens, responses: Tokens) -> LogProbs:
@@ -253,15 +259,18 @@ def mismatch(
     max_model_len: Annotated[int | None, typer.Option(help="vLLM's; the prompts' and responses' otherwise.")] = None,
     tensor_parallel: Annotated[int, typer.Option(min=1, help="GPUs of an engine.")] = 1,
     gpu_memory_utilization: Annotated[float, typer.Option(help="vLLM's share of the GPU.")] = 0.5,
+    fp32_lm_head: Annotated[bool, typer.Option("--fp32-lm-head", help="Logits in FP32 on both sides.")] = False,
     seed: Annotated[int, typer.Option(min=0, help="Of the choice of problems.")] = 0,
     output: Annotated[Path, typer.Option(help="Folder for mismatch.json and logs.")] = Path("outputs/mismatch"),
 ) -> None:
     """Compare the rollout's log-probs with the trainer's, by variant."""
-    from benchmarks.engine import formats_of
+    from benchmarks.engine import FP8_VERL, formats_of
 
     names = ["bf16", *(name for name in words_of(variants, option="--variants") if name != "bf16")]
     for name in names:
         formats_of(name)
+    if fp32_lm_head and FP8_VERL in names:
+        raise ConfigError(f"--fp32-lm-head: {FP8_VERL} is verl's, which has no such logits. Name other --variants")
     folder, output = str(Path(model).expanduser().resolve()), output.expanduser().resolve()
     if not (Path(folder) / "config.json").is_file():
         raise ConfigError(f"--model {model} is no folder with a config.json: download the model, and give its folder")
@@ -270,16 +279,17 @@ def mismatch(
     if (longest := max(map(len, job["prompts"])) + tokens + 1) > (room := max_model_len or of_model):
         raise ConfigError(f"prompts and --tokens need {longest} positions, and the engine has {room}: lower --context")
     job |= {"tokens": tokens, "gpu_memory_utilization": gpu_memory_utilization, "common": None}
-    job |= {"tensor_parallel": tensor_parallel, "max_model_len": max_model_len}
+    job |= {"tensor_parallel": tensor_parallel, "max_model_len": max_model_len, "fp32_lm_head": fp32_lm_head}
     here = environment()
     record = {"model": Path(folder).name, "context": context, "device": here["device"], "versions": here, "seed": seed}
-    record |= {"tensor_parallel": tensor_parallel, "max_model_len": max_model_len, "results": []}
+    record |= {"tensor_parallel": tensor_parallel, "max_model_len": max_model_len, "fp32_lm_head": fp32_lm_head}
+    record["results"] = []
     trainer, common = None, []
     for name in names:
         print(f"{name}: started", flush=True)
         answer = in_own_process(sample, folder, name, job, log=output / f"{name}.log")
         if trainer is None:
-            trainer, job["common"] = Trainer(folder), answer["responses"]
+            trainer, job["common"] = Trainer(folder, fp32_lm_head), answer["responses"]
             common = trainer.log_probs(job["prompts"], job["common"])
         theirs = common if name == "bf16" else trainer.log_probs(job["prompts"], answer["responses"])
         one = {"variant": name, "own": compare(theirs, answer["own"]), "common": compare(common, answer["common"])}

@@ -90,6 +90,16 @@ def mismatch_kv_cache(*files: str) -> Rows:
     return rows
 
 
+def mismatch_logits(rounded: str, fp32: str) -> Rows:
+    """k3 KL of own tokens by variant, with logits in BF16 and in FP32 on both sides."""
+    rows = [["variant", "logits in BF16", "in FP32", "difference"]]
+    for one, other in zip(load(rounded)["results"], load(fp32)["results"], strict=True):
+        assert one["variant"] == other["variant"]
+        one, other, name = one["own"], other["own"], one["variant"]
+        rows.append([name, far_off(one), far_off(other), f"{other[K3_KL] - one[K3_KL]:.1e}"])
+    return rows
+
+
 def versions(*names: str) -> Rows:
     """What ran in several versions of vLLM, a column each; the first's mismatch and weight updates stand elsewhere."""
     elsewhere = {"mismatch.json": "mismatch/h200-qwen2.5-coder-0.5b-kv.json", "refit.json": "refit/qwen2.5-14b.json"}
@@ -158,7 +168,8 @@ def readme() -> Rows:
 TABLES: dict[str, Callable[..., Rows]] = {
     function.__name__: function
     for function in (
-        throughput, engines_of_four, refits, steps_run, mismatches, mismatch_kv_cache, versions, learning, runs, readme,
+        throughput, engines_of_four, refits, steps_run, mismatches, mismatch_kv_cache, mismatch_logits, versions,
+        learning, runs, readme,
     )
 }  # fmt: skip
 

@@ -45,7 +45,7 @@ why                                    vLLM's function of fused experts quantize
                                        and rotated experts need theirs rotated
 applied                                while ``QuantizedMoEMethod.apply`` of rotated experts calls that function
 upstream                               vllm/model_executor/layers/fused_moe/fused_moe.py
-versions                               vLLM 0.24 (GPU), 0.31 (CPU)
+versions                               vLLM 0.24, 0.31
 drop it when                           the function takes a quantizer
 tested by                              tests/numerics/test_moe_kernels.py on a GPU
 =====================================  =================================================================================

