@@ -296,7 +296,8 @@ def mismatch(
         record["results"].append(one | {"quantized_layers": answer["quantized_layers"]})
         write_json(output / "mismatch.json", record)
     header, *rows = table([record])
-    show(f"Mismatch on {here['device']}, {context} tokens of context", header, rows)
+    logits = ", logits in FP32" if fp32_lm_head else ""
+    show(f"Mismatch on {here['device']}, {context} tokens of context{logits}", header, rows)
     print(f"written: {output / 'mismatch.json'}")
 
 

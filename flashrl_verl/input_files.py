@@ -252,8 +252,8 @@ def _check_model(cfg: DictConfig, model: Path) -> None:
     if "quantization_config" in config:
         refuse_model("its weights are quantized, and are trained in BF16", "the model that it was made of")
     if len(config.get("architectures") or ()) != 1:
-        reason = "its config.json does not name one of architectures, which verl and vLLM go by"
-        refuse_model(reason, 'the original one, or in it such as "architectures": ["Qwen2ForCausalLM"]')
+        reason = "its config.json does not name one class under architectures, which verl and vLLM go by"
+        refuse_model(reason, 'the original config.json, or one with such as "architectures": ["Qwen2ForCausalLM"]')
     if "auto_map" in config and not any(get(cfg, f"{node}.{name}") for name in ("trust_remote_code", "external_lib")):
         from transformers import CONFIG_MAPPING  # which takes seconds
 

@@ -135,6 +135,7 @@ if ! unchanged .flashrl-environment "$environment_stamp"; then
   if unchanged .flashrl-begun "$environment_stamp"; then
     say "resuming $venv (Python $version, $device)"
   else
+    [ ! -e "$venv/.flashrl-environment" ] || say "$venv was made for other versions and is replaced (FLASHRL_VENV: another place)"
     say "new environment in $venv (Python $version, $device)"
     create_venv
   fi

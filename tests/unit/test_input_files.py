@@ -189,7 +189,7 @@ OWN_CODE = {"auto_map": {"AutoConfig": "own.Config"}}
     ("config", "said"),
     [
         ({"quantization_config": {"quant_method": "awq"}}, "its weights are quantized"),
-        ({"architectures": None}, "does not name one of architectures"),
+        ({"architectures": None}, "does not name one class under architectures"),
         ({**OWN_CODE, "model_type": "own"}, "also actor_rollout_ref.model.trust_remote_code=true"),
         (OWN_CODE, None),  # of a model that transformers has itself
         ({"max_position_embeddings": 15}, "it makes 16 tokens"),
