@@ -197,7 +197,11 @@ def _rollout(run: Metrics) -> str:
 
 
 def _first_last(key: str) -> Callable[[Metrics], str]:
-    return lambda run: f"{values[0]:.3f} -> {values[-1]:.3f}" if (values := run.series(key)[1]) else MISSING
+    def cell(run: Metrics) -> str:
+        values = run.series(key)[1]
+        return " -> ".join(f"{value:.3f}" for value in values[:1] + values[1:][-1:]) or MISSING
+
+    return cell
 
 
 def _reduced(key: str, reduce: Reduce, form: str) -> Callable[[Metrics], str]:

@@ -62,6 +62,8 @@ def test_null_is_how_the_logger_writes_nan_and_no_figure_hides_it(tmp_path):
     [row] = cells(path)
     assert row["accuracy, toy_addition"] == "0.500 -> nan" and row["k3-KL mean"] == row["k3-KL largest"] == "nan"
     report.draw(report.load(path), tmp_path)
+    path.write_text(lines({HELD_OUT: 0.5}))
+    assert cells(path)[0]["accuracy, toy_addition"] == "0.500", "one validation is no course"
 
 
 def test_a_run_that_logged_nothing_is_an_error(tmp_path):
