@@ -532,6 +532,7 @@ _RESERVED = {
         "drafts have to be n-grams, on GPUs and with flashrl.kv_cache=auto: "
         f"+{ENGINE}.speculative_config={{method: ngram, num_speculative_tokens: 3, prompt_lookup_max: 3}}",
     ),
+    "api_key": "verl prints it into the log, and the rollout's servers answer nobody",
     "ssl": "verl's server would not use it, and stay unencrypted (docs/clusters.md)",
     "config": "arguments in a further file cannot be checked",
 }

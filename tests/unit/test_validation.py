@@ -224,7 +224,7 @@ OWNED = """
 quantization q quantization_config hf_overrides kv_cache_dtype calculate_kv_scales kv_cache_dtype_skip_layers
 enable_expert_parallel worker_extension_cls override_generation_config logits_processors speculative_config enable_lora
 spec_method spec_model spec_tokens enable_batch_sharded_sampling
-config ssl ssl_certfile enable_ssl_refresh
+api_key config ssl ssl_certfile enable_ssl_refresh
 dtype load_format logprobs_mode max_model_len enable_sleep_mode
 tensor_parallel_size pipeline_parallel_size data_parallel_size
 """.split()
