@@ -8,7 +8,8 @@ Every (variant, seed) is the recipe in a process of its own, one on a GPU at a t
 order of the prompts and vLLM's seed, the same in every variant; variants of a seed run side by side. A run ends at its
 last step or at the deadline. When all have ended, an engine in BF16 answers the test problems greedily with the last
 weights that all runs of a seed have saved, so that variants differ in what was trained, neither in who is asked nor in
-how often. Nothing is resumed, and weights that were asked are not kept.
+how often. A run that failed has no say in which, and is asked too. Nothing is resumed, and weights that were asked are
+not kept. A run of the recipe takes up to 20 GiB of the host's memory.
 """
 
 from __future__ import annotations
@@ -133,6 +134,16 @@ class Run:
         step, score = self.bf16 or (None, None)
         found = {"variant": self.variant, "seed": self.seed, "step": max(rows, default=0), "problem": self.problem}
         return found | {"bf16_step": step, "bf16": score, "series": series}
+
+
+def weights_to_ask(runs: Sequence[Run]) -> dict[Run, int]:
+    """Steps of the last weights that all runs of a seed have, or else of a run's own last."""
+    saved = {run: steps for run in runs if (steps := run.saved())}
+    whole = {run: steps for run, steps in saved.items() if not run.problem}
+    return {
+        run: max(steps.intersection(*(of for other, of in whole.items() if other.seed == run.seed)) or steps)
+        for run, steps in saved.items()
+    }
 
 
 def variant_overrides(variant: str) -> list[str]:
@@ -401,14 +412,14 @@ def gsm8k(
     free, asked = list(slots), {}
 
     def carry_out(work: Callable[[Run, str | None], None], this: Run) -> None:
-        gpu = free.pop(0)
+        gpu, before = free.pop(0), this.problem
         try:
             work(this, gpu)
         except Exception as error:  # of one run, which must not end the others
             this.problem = f"{type(error).__name__}: {error}"
         finally:
             free.append(gpu)
-            if this.problem:
+            if this.problem != before:
                 tell(f"{this.name}: {this.problem} (logs: {this.folder})")
 
     def train(this: Run, gpu: str | None) -> None:
@@ -446,11 +457,8 @@ def gsm8k(
 
                 try:
                     all_of(train, runs)
-                    trained = [run for run in runs if not run.problem]
-                    for run in trained:
-                        common = set.intersection(*(other.saved() for other in trained if other.seed == run.seed))
-                        asked[run] = max(common or run.saved())
-                    all_of(ask, trained)
+                    asked.update(weights_to_ask(runs))
+                    all_of(ask, list(asked))
                 finally:
                     stop.set()  # the pool waits for what is going
         except Stopped as stopped:

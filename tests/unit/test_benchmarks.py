@@ -60,6 +60,20 @@ def test_a_score_is_the_mean_of_the_last_three_validations_and_of_the_last_weigh
 # ---- mismatch ----
 
 
+def test_all_runs_of_a_seed_are_asked_after_the_same_step_and_one_that_failed_has_no_say(tmp_path):
+    def run(variant: str, seed: int, saved: int, problem: str = "") -> gsm8k.Run:
+        folder = tmp_path / f"{variant}{seed}"
+        for step in range(8, saved + 1, 8):
+            (folder / "checkpoints" / f"global_step_{step}").mkdir(parents=True)
+            (folder / "checkpoints" / "latest_checkpointed_iteration.txt").write_text(str(step))
+        return gsm8k.Run(variant, seed, folder, 90, problem=problem)
+
+    whole, longer, failed, late = run("a", 1, 24), run("b", 1, 32), run("c", 1, 16, "killed"), run("d", 1, 32, "killed")
+    alone, other, none = run("a", 2, 16, "killed"), run("a", 3, 8), run("b", 3, 0, "not started")
+    asked = gsm8k.weights_to_ask([whole, longer, failed, late, alone, other, none])
+    assert asked == {whole: 24, longer: 24, failed: 16, late: 24, alone: 16, other: 8}
+
+
 def test_log_probs_are_compared_as_the_definitions_say():
     draw = np.random.default_rng(1)
     trainer = [list(-draw.random(length)) for length in (5, 1, 9, 3)]
