@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -73,6 +74,8 @@ def hydra_message(error: Exception) -> str:
         meant = f"{parent}.{near[0]}".lstrip(".") if near else "--cfg job prints all keys"
         meant = RENAMED.get(str(cause.key), meant)
         said = f"there is no key {cause.full_key}. Remedy: {meant}"
+    elif word := re.match(r"Error parsing override '(.*)'\s+missing EQUAL", said):
+        said = f"{word[1]} is no key=value. Remedy: experiment=dapo_qwen2.5_32b_int8, or another key=value"
     elif cause is not None:
         said += f": {cause}"
     return f"Hydra refuses the command line: {' '.join(said.split())}"
