@@ -8,20 +8,10 @@ which samples too, /tokenize, /metrics, /scale_elastic_ep, and /collective_rpc i
 """
 
 import argparse
-import http.client
 import ipaddress
 
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
-
-from flashrl_verl.errors import FlashRLError
-
-_ROUTE = "/health"
-"""What a server that has started is asked for: vLLM's own key leaves it open, and ours is around all routes."""
-
-_PROBE_TIMEOUT_S = 60
-"""How long a server may take to answer such a question, seconds; the engine has just started, and its host may be
-busy."""
 
 
 class RefuseRequests:
@@ -60,29 +50,3 @@ def loopback_address(replica_rank: int) -> str:
     have the same port, and one of the two replicas would get no requests.
     """
     return str(ipaddress.IPv4Address("127.0.0.1") + replica_rank)
-
-
-def verify_refusal(address: str, port: int) -> None:
-    """Ask a running server.
-
-    Raises:
-        FlashRLError: it answers, or says nothing at all.
-    """
-    server = f"the rollout's HTTP server at http://{address}:{port}"
-    connection = http.client.HTTPConnection(address, port, timeout=_PROBE_TIMEOUT_S)  # takes no notice of proxies
-    try:
-        connection.request("GET", _ROUTE)
-        status = connection.getresponse().status
-    except (OSError, http.client.HTTPException) as error:
-        raise FlashRLError(
-            f"{server} says nothing to GET {_ROUTE}, so that it is not known whether it refuses requests: "
-            f"{type(error).__name__}: {error}. Its own log says why"
-        ) from error
-    finally:
-        connection.close()
-    if status != 403:
-        raise FlashRLError(
-            f"{server} answers {status} to GET {_ROUTE} and not 403: this vLLM does not run flashrl_verl's "
-            "middleware; look for another one under actor_rollout_ref.rollout.engine_kwargs.vllm, and check "
-            "`flashrl version`"
-        )

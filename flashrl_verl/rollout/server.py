@@ -20,7 +20,7 @@ from flashrl_verl.refit import self_check
 from flashrl_verl.refit.self_check import EngineState
 from flashrl_verl.refit.transfer import socket_scope
 from flashrl_verl.rollout import scheduler
-from flashrl_verl.rollout.access import loopback_address, refuse_requests, verify_refusal
+from flashrl_verl.rollout.access import loopback_address, refuse_requests
 from flashrl_verl.rollout.inspection import require_settings
 from flashrl_verl.settings import FlashRLConfig
 from flashrl_verl.upstream.versions import vllm_device
@@ -82,7 +82,6 @@ class FlashRLHttpServer(vLLMHttpServer):
         refuse_requests(args)
         await super().run_server(args)
         self._take_pause_of_verl()
-        await asyncio.to_thread(verify_refusal, self._server_address, self._server_port)
         self._layers = await self.collective_rpc("flashrl_layers")
         for layers in self._layers:
             require_settings(self.flashrl, layers)
