@@ -75,6 +75,7 @@ class CheckedRewardManager(RewardManagerBase):
         if problem is not None:
             extra = {"acc": 0.0} | ({self._metric: 0.0} if self._metric not in (None, "reward") else {})
             result = {"reward_score": 0.0, "reward_extra_info": extra}
+        result["reward_score"] = float(result["reward_score"])  # with the length penalty verl makes it a tensor
         extra = result.get("reward_extra_info", {})
         extra.pop("reward", None)  # verl's name for the reward itself, and it puts both into one list
         value = float(extra.get("acc", result["reward_score"]))

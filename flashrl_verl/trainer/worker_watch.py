@@ -22,6 +22,14 @@ INTERVAL_S = 2.0
 SETTLING_S = 20.0
 """With several nodes, how long another error waits: a lost one may be its cause, and is noticed later."""
 
+_FULL = "low on memory"
+"""Ray's words. Pages of figures follow, from this on:"""
+_FIGURES = "OOM kill reason"
+_FREE_MEMORY = (
+    "What takes a host's memory: other programs, what FSDP offloads (actor_rollout_ref.actor.fsdp_config.param_offload "
+    "and optimizer_offload), helpers (actor_rollout_ref.rollout.agent.num_workers, reward.num_workers)."
+)
+
 _DEAD = (ray.exceptions.ActorDiedError, ray.exceptions.OutOfMemoryError)
 
 
@@ -72,4 +80,7 @@ class WorkerWatch:
         return error
 
     def _lost(self, reason: object) -> WorkerLostError:
-        return WorkerLostError(f"{textwrap.shorten(str(reason), 700, placeholder=' ...')} {self._remedy}")
+        said = str(reason)
+        if _FULL in said:
+            said = f"{said.partition(_FIGURES)[0].strip()}. {_FREE_MEMORY}"
+        return WorkerLostError(f"{textwrap.shorten(said, 700, placeholder=' ...')} {self._remedy}")

@@ -106,6 +106,7 @@ def test_a_number_passes_as_verls_manager_made_it(kind):
     reward, number = RIGHT[kind]
     manager = manager_of(reward)
     result = score(manager)
+    assert type(result["reward_score"]) is float, "Pydantic warns of a tensor, of every response"
     assert result["reward_score"] == number and result["reward_extra_info"]["acc"] == number
     [one] = manager.take()
     assert one[:2] == (number, "") and one.shown
