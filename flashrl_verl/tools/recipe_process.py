@@ -75,7 +75,7 @@ def hydra_message(error: Exception) -> str:
         meant = RENAMED.get(str(cause.key), meant)
         said = f"there is no key {cause.full_key}. Remedy: {meant}"
     elif word := re.match(r"Error parsing override '(.*)'\s+missing EQUAL", said):
-        said = f"{word[1]} is no key=value. Remedy: experiment=dapo_qwen2.5_32b_int8, or another key=value"
+        said = f"{word[1]} is no key=value. Remedy: one such as trainer.nnodes=1, or experiment=NAME"
     elif cause is not None:
         said += f": {cause}"
     return f"Hydra refuses the command line: {' '.join(said.split())}"

@@ -22,9 +22,8 @@ INTERVAL_S = 2.0
 SETTLING_S = 20.0
 """With several nodes, how long another error waits: a lost one may be its cause, and is noticed later."""
 
-_FULL = "low on memory"
-"""Ray's words. Pages of figures follow, from this on:"""
-_FIGURES = "OOM kill reason"
+_FULL, _FIGURES = "low on memory", "OOM kill reason"
+"""Ray's words for a full host, and those that its pages of figures begin with."""
 _FREE_MEMORY = (
     "What takes a host's memory: other programs, what FSDP offloads (actor_rollout_ref.actor.fsdp_config.param_offload "
     "and optimizer_offload), helpers (actor_rollout_ref.rollout.agent.num_workers, reward.num_workers)."
@@ -80,7 +79,7 @@ class WorkerWatch:
         return error
 
     def _lost(self, reason: object) -> WorkerLostError:
-        said = str(reason)
+        said = textwrap.shorten(str(reason).partition(_FIGURES)[0], 700, placeholder=" ...")
         if _FULL in said:
-            said = f"{said.partition(_FIGURES)[0].strip()}. {_FREE_MEMORY}"
-        return WorkerLostError(f"{textwrap.shorten(said, 700, placeholder=' ...')} {self._remedy}")
+            said += f". {_FREE_MEMORY}"
+        return WorkerLostError(f"{said} {self._remedy}")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What goes wrong ends the run with one error that names it, soon, and loses nothing."""
 
+import http.client
 import os
 import re
 import signal
@@ -125,6 +126,12 @@ def test_a_killed_agent_loop_ends_the_run_that_waits_for_its_responses(assets, t
         assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "log").read_text()[-3000:]
         time.sleep(0.2)
     time.sleep(5.0)  # into the next generation
+    # A run's own server, while it lasts: every route answers 403 (tests/unit/test_access.py asks all of them).
+    server = http.client.HTTPConnection(
+        re.search(r"LLMServerManager: \['([\d.:]+)'", (tmp_path / "log").read_text())[1]
+    )
+    server.request("GET", "/health")
+    assert server.getresponse().status == 403
     workers = psutil.Process(process.pid).children(recursive=True)
     next(one for one in workers if "AgentLoopWorker" in " ".join(one.cmdline())).kill()
     killed = time.monotonic()

@@ -57,9 +57,6 @@ def test_a_score_is_the_mean_of_the_last_three_validations_and_of_the_last_weigh
     assert gsm8k.final_score(run) == pytest.approx((0.1 + 0.2 + 0.3 + 0.4) / 4)
 
 
-# ---- mismatch ----
-
-
 def test_all_runs_of_a_seed_are_asked_after_the_same_step_and_one_that_failed_has_no_say(tmp_path):
     def run(variant: str, seed: int, saved: int, problem: str = "") -> gsm8k.Run:
         folder = tmp_path / f"{variant}{seed}"
@@ -72,6 +69,9 @@ def test_all_runs_of_a_seed_are_asked_after_the_same_step_and_one_that_failed_ha
     alone, other, none = run("a", 2, 16, "killed"), run("a", 3, 8), run("b", 3, 0, "not started")
     asked = gsm8k.weights_to_ask([whole, longer, failed, late, alone, other, none])
     assert asked == {whole: 24, longer: 24, failed: 16, late: 24, alone: 16, other: 8}
+
+
+# ---- mismatch ----
 
 
 def test_log_probs_are_compared_as_the_definitions_say():

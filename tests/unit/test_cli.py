@@ -71,7 +71,7 @@ def test_the_users_overrides_win_and_any_path_can_be_one(folder):
     [
         ("actor_rollout_ref.rolout.n=3", "no key actor_rollout_ref.rolout. Remedy: actor_rollout_ref.rollout"),
         ("corection=none", "no key corection. Remedy: correction"),
-        ("dapo_qwen2.5_32b_int8", "is no key=value. Remedy: experiment=dapo_qwen2.5_32b_int8"),
+        ("dapo_qwen2.5_32b_int8", "dapo_qwen2.5_32b_int8 is no key=value. Remedy: one such as trainer.nnodes=1"),
         ("actor_rollout_ref.actor.tis_imp_ratio_cap=2", "Remedy: algorithm.rollout_correction.rollout_is_threshold"),
         ("trainer.x=1", "no key trainer.x. Remedy: --cfg job"),
         ("correction=tiss", "Could not find 'correction/tiss' Available options in 'correction': bypass"),
