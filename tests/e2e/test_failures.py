@@ -131,11 +131,12 @@ def test_a_killed_agent_loop_ends_the_run_that_waits_for_its_responses(assets, t
         re.search(r"LLMServerManager: \['([\d.:]+)'", (tmp_path / "log").read_text())[1]
     )
     server.request("GET", "/health")
-    assert server.getresponse().status == 403
+    status = server.getresponse().status
     workers = psutil.Process(process.pid).children(recursive=True)
     next(one for one in workers if "AgentLoopWorker" in " ".join(one.cmdline())).kill()
     killed = time.monotonic()
     run = finish(process, tmp_path, timeout=120)
+    assert status == 403
     assert run.returncode != 0 and time.monotonic() - killed < 60
     assert_says(r"WorkerLostError: Actor\(AgentLoopWorkerTQ.* has ended: .*set trainer.save_freq", run.output)
 
