@@ -230,8 +230,8 @@ def accuracy(weights: str, data: str, gpu: str | None) -> float:
 
 # ---- what it came to ----
 
-HEADER = ("variant", "seeds", "steps", "first", "last, BF16", "score", "minus the first variant", "k3 KL first", "mean")
-HEADER += ("largest", "ESS", "s/step")
+HEADER = ("variant", "seeds", "steps", "first", "last, BF16", "score", "minus the first variant (pairs)", "k3 KL first")
+HEADER += ("mean", "largest", "ESS", "s/step")
 
 
 def final_score(run: dict[str, Any]) -> float | None:
@@ -276,6 +276,7 @@ def table(records: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
     base = records[0]["runs"][0]["variant"]
     rows = []
     for variant, runs in variants.items():
+        gaps = differences(records, variant, base) if variant != base else []
         of = {name: [run["series"][name]["value"] for run in runs if name in run["series"]] for name in SERIES}
         kl, asked = of["k3_kl"], sorted({run["bf16_step"] for run in runs})
         rows.append(
@@ -286,7 +287,7 @@ def table(records: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
                 mean([run["series"]["score"]["value"][0] for run in runs]),
                 mean([run["bf16"] for run in runs]),
                 mean([score for run in runs if (score := final_score(run)) is not None]),
-                mean(differences(records, variant, base), "+.3f") if variant != base else "-",
+                f"{mean(gaps, '+.3f')} ({len(gaps)})" if gaps else "-",
                 f"{statistics.fmean(values[0] for values in kl):.1e}",
                 f"{statistics.fmean(itertools.chain.from_iterable(kl)):.1e}",
                 f"{max(itertools.chain.from_iterable(kl)):.1e}",

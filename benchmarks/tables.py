@@ -27,6 +27,8 @@ PLACE = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end -->)", re.S)
 
 Rows = list[list[str]]
 """Header first."""
+GSM8K = "gsm8k/qwen2.5-coder-0.5b-seed*.json"
+"""What the README tells of learning."""
 
 
 def load(file: str) -> Any:
@@ -126,9 +128,9 @@ def versions(*names: str) -> Rows:
     return [["vLLM", *names], *([what, *(of.get(name, "-") for name in names)] for what, of in cells.items())]
 
 
-def learning(*files: str) -> Rows:
+def learning(pattern: str) -> Rows:
     """Results of ``benchmarks.gsm8k``, the same settings in each."""
-    return [list(gsm8k.HEADER), *map(list, gsm8k.table([load(f"gsm8k/{file}.json") for file in files]))]
+    return [list(gsm8k.HEADER), *map(list, gsm8k.table([load(path) for path in sorted(RESULTS.glob(pattern))]))]
 
 
 def runs(*paths: str) -> Rows:
@@ -140,7 +142,7 @@ def runs(*paths: str) -> Rows:
 
 
 def readme() -> Rows:
-    """At most five rows: a pretrained model's mismatch, rollouts of 32B. Each with its baseline."""
+    """At most six rows: a pretrained model's mismatch and learning, rollouts of 32B. Each with its baseline."""
     rows = [["on H200s", "baseline", "8-bit rollout", ""]]
     far = load("mismatch/h200-qwen2.5-coder-1.5b.json")
     k3_kl = {one["variant"]: one["own"][K3_KL] for one in far["results"]}
@@ -152,6 +154,12 @@ def readme() -> Rows:
             f"[{k3_kl[FP8_VERL] / k3_kl['int8']:.1f} x closer](docs/results/mismatch.md)",
         ]
     )
+    head, *learned = learning(GSM8K)
+    bf16, ours = (dict(zip(head, row, strict=True)) for row in learned if row[0] in ("bf16+tis", "int8+int8kv+tis"))
+    what = f"score on GSM8K after {ours['steps']} steps of training, Qwen2.5-Coder-0.5B-Instruct"
+    before, after = (of["score"].split()[0] for of in (bf16, ours))  # without the interval of seeds
+    gap = f"[{ours[head[6]].replace(')', ' seeds)')}](docs/results/learning.md)"
+    rows.append([what, f"BF16: {before}", f"INT8 and KV cache: {after}", gap])
     of = {one.variant: one for one in rollout.rollouts_of(lines("rollout/qwen2.5-32b-long-tail.jsonl"))}
     for variant, said in (("int8", "INT8"), ("int8+int8kv", "INT8 and KV cache")):
         bf16, ours = (f"{statistics.median(of[name].tokens_per_second):.0f}" for name in ("bf16", variant))

@@ -41,6 +41,7 @@ def train(assets, folder, *overrides: str, steps: int) -> dict[int, dict]:
         "actor_rollout_ref.actor.optim.lr=1e-5",
         # Given, not measured: vLLM stops where another run frees memory while it measures.
         f"+actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes={KV_CACHE_BYTES}",
+        "actor_rollout_ref.rollout.gpu_memory_utilization=0.05",
         "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=512",
         *overrides,
     )

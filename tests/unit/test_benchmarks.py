@@ -45,7 +45,7 @@ def test_scores_are_compared_with_those_of_the_same_seed_and_call():
     assert gsm8k.differences(calls, "int8+tis", "bf16+tis") == pytest.approx(sum(gaps, []))
     half = 4.303 * statistics.stdev(sum(gaps, [])) / math.sqrt(3)
     row = dict(zip(gsm8k.HEADER, gsm8k.table(calls)[1], strict=True))
-    assert row["minus the first variant"] == f"{statistics.mean(sum(gaps, [])):+.3f} ± {half:.3f}"
+    assert row["minus the first variant (pairs)"] == f"{statistics.mean(sum(gaps, [])):+.3f} ± {half:.3f} (3)"
     assert (row["seeds"], row["steps"], row["first"]) == ("3", "30", "0.200 ± 0.000")
 
 
