@@ -335,8 +335,8 @@ def _check_checkpoints(cfg: DictConfig) -> None:
     config = _json(model / "config.json")
     each = 4 if "float32" in (config.get("dtype"), config.get("torch_dtype")) else 2
     parameters = sum(path.stat().st_size for path in model.glob("*.safetensors")) / each
-    needed = parameters * sum(_SAVED.get(name, 0) for name in contents) / get(cfg, "trainer.nnodes")
+    needed = parameters * sum(_SAVED.get(name, 0) for name in contents)  # in a folder that all nodes share
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if needed > (free := shutil.disk_usage(there).free):
-        reason = f"a checkpoint takes {needed / 1e9:.0f} GB of each node, and {there} has {free / 1e9:.0f} GB"
+        reason = f"a checkpoint takes {needed / 1e9:.0f} GB, and {there} has {free / 1e9:.0f} GB"
         refuse("trainer.default_local_dir", str(folder), reason, "another folder, or trainer.save_freq=-1")

@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 import flashrl_verl
 from flashrl_verl.errors import ConfigError, FlashRLError
-from flashrl_verl.settings import DATA, MODEL, get
+from flashrl_verl.settings import DATA, MODEL, ROLLOUT, get
 from flashrl_verl.upstream.versions import DISTRIBUTION
 
 RUNTIME_ENV = "ray_kwargs.ray_init.runtime_env"
@@ -36,7 +36,9 @@ them."""
 WRITTEN = ("trainer.default_local_dir", "trainer.rollout_data_dir", "trainer.validation_data_dir")
 READ = (
     *(MODEL, "actor_rollout_ref.model.tokenizer_path", "critic.model.path", "trainer.resume_from_path"),
-    *("reward.custom_reward_function.path", "data.custom_cls.path"),
+    *("reward.custom_reward_function.path", "reward.reward_manager.module.path", "data.custom_cls.path"),
+    *(f"{ROLLOUT}.agent.agent_loop_config_path", f"{ROLLOUT}.multi_turn.tool_config_path"),
+    *(f"{ROLLOUT}.multi_turn.function_tool_path", "trainer.v1.sampler.custom_sampler.path"),
 )
 """Keys of paths: folders that a run makes, and what it reads; the latter may be names of the model hub."""
 
@@ -154,7 +156,8 @@ def prepare(cfg: DictConfig, *, ship_code: bool = True) -> None:
     given = {**variables, **(of_job.get("env_vars") or {})}
     found = {name: value for name in LOG_PATHS if (value := os.environ.get(name))}
     variables |= {name: _below(root, value) for name, value in {_ROOT: str(root), **found}.items() if name not in given}
-    if ship_code:
+    if ship_code:  # in a checkpoint's configuration is the package that trained it, which may have moved
+        modules = [module for module in modules if not Path(module).name.startswith(flashrl_verl.__name__)]
         modules += package()
     with open_dict(cfg):
         if os.environ.get("RAY_ADDRESS", "local") != "local":

@@ -325,7 +325,7 @@ class FlashRLConfig(Settings):
 
     failed_rewards_max: float = _number(0.01, lambda v: 0 <= v <= 1, "a share between 0 and 1")
     """Largest share of a step's responses whose reward may raise, or be no finite number
-    (``trainer/rewards.py``); they count as 0. Of the first batch none may."""
+    (``trainer/rewards.py``); they count as 0."""
 
     self_check: bool = _switch(True)
     """Whether a run starts by proving on its own engines that an update rewrites all they use

@@ -11,10 +11,14 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from flashrl_verl.errors import ConfigError, FlashRLError
 from flashrl_verl.settings import Precision
@@ -22,7 +26,7 @@ from flashrl_verl.tools.console import new_console
 from flashrl_verl.tools.export.checkpoint import Checkpoint, find
 from flashrl_verl.tools.log_excerpt import last_error
 from flashrl_verl.tools.process_tree import ProcessTree, Stopped, stoppable
-from flashrl_verl.tools.recipe_process import ROOT, quoted
+from flashrl_verl.tools.recipe_process import ROOT, compose, quoted
 from flashrl_verl.trainer.atomic_write import write_atomically
 
 if TYPE_CHECKING:
@@ -68,7 +72,7 @@ def evaluate(
     """
     from rich.table import Table
 
-    overrides = [word for word in words if "=" in word and not Path(word).exists()]
+    overrides = [word for word in words if ("=" in word or word.startswith("~")) and not Path(word).exists()]
     checkpoints = [find(Path(word)) for word in words if word not in overrides]
     if not checkpoints:
         raise ConfigError("name a checkpoint: a run, its global_step_<N>, or a Hugging Face folder")
@@ -79,7 +83,7 @@ def evaluate(
             for checkpoint, chosen in itertools.product(checkpoints, precision):
                 merged = output / f"{checkpoint.name}-{_digest(str(checkpoint.path), checkpoint.fingerprint())}"
                 model = merged / "model" if checkpoint.sharded else checkpoint.path
-                command = [*recipe_words(checkpoint, chosen, sampling, model), *overrides]
+                command = [*recipe_words(configuration(checkpoint, merged), chosen, sampling, model), *overrides]
                 folder = merged / f"{chosen.value}-{_digest(command)}"
                 name = chosen.value if len(checkpoints) == 1 else f"{merged.name} {chosen.value}"
                 done = (folder / RESPONSES).is_file()
@@ -109,10 +113,43 @@ def _digest(*values: Any) -> str:
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:8]
 
 
-def recipe_words(checkpoint: Checkpoint, precision: Precision, sampling: dict[str, Any], model: Path) -> list[str]:
+def configuration(checkpoint: Checkpoint, folder: Path) -> Path | None:
+    """Write the run's configuration into ``folder``, or None where the checkpoint has none.
+
+    verl resolves a configuration before the trainer can keep it. Here the interpolations of the recipe's defaults are
+    put back wherever they give what was kept, so that an override reaches all that follow its key.
+    """
+    if checkpoint.config is None:
+        return None
+    kept, defaults = OmegaConf.load(checkpoint.config), compose([])
+    for key, text in _interpolations(OmegaConf.to_container(defaults, resolve=False)):
+        then = OmegaConf.select(kept, key, default=_ABSENT)
+        if then is not _ABSENT:
+            OmegaConf.update(kept, key, text, merge=False)
+            with suppress(OmegaConfBaseException):
+                if OmegaConf.select(kept, key) == then:
+                    continue
+            OmegaConf.update(kept, key, then, merge=False)
+    file = folder / "config.yaml"
+    write_atomically(file, OmegaConf.to_yaml(kept).encode())
+    return file
+
+
+_ABSENT = object()
+
+
+def _interpolations(node: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    if isinstance(node, dict):
+        for name, value in node.items():
+            yield from _interpolations(value, f"{key}.{name}".lstrip("."))
+    elif isinstance(node, str) and "${" in node:
+        yield key, node
+
+
+def recipe_words(kept: Path | None, precision: Precision, sampling: dict[str, Any], model: Path) -> list[str]:
     """What the recipe is started with to validate ``model``, the checkpoint's weights, and to train nothing."""
     words = []
-    if (kept := checkpoint.config) is not None:
+    if kept is not None:
         words = ["--config-path", str(kept.parent), "--config-name", kept.stem]
     words += ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=stdout"]
     flashrl: dict[str, Any] = {"precision": precision.value}
@@ -122,11 +159,11 @@ def recipe_words(checkpoint: Checkpoint, precision: Precision, sampling: dict[st
     keys = {
         **{f"flashrl.{key}": value for key, value in flashrl.items()},
         **{f"{rollout}.val_kwargs.{key}": value for key, value in sampling.items()},
-        f"{rollout}.custom.flashrl": "${flashrl}",  # a kept one is resolved: what workers read would not follow
         "actor_rollout_ref.model.path": quoted(str(model)),
         "trainer.val_only": True,
         "trainer.val_before_train": True,
         "trainer.resume_mode": "disable",
+        "trainer.resume_from_path": None,
         "trainer.logger": ["console"],
         # verl checks the training's batches too, and loads its data: the least that any number of GPUs can cut.
         "data.train_files": "${data.val_files}",
@@ -134,6 +171,7 @@ def recipe_words(checkpoint: Checkpoint, precision: Precision, sampling: dict[st
         f"{actor}.ppo_mini_batch_size": "${trainer.n_gpus_per_node}",
         f"{rollout}.n": "${trainer.nnodes}",
         f"{actor}.use_dynamic_bsz": True,
+        f"{actor}.ppo_max_token_len_per_gpu": 1 << 20,
         f"{rollout}.log_prob_use_dynamic_bsz": True,
         "algorithm.filter_groups.enable": False,
     }

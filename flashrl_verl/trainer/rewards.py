@@ -115,11 +115,12 @@ class RewardWatch:
     Args:
         workers: verl's reward workers.
         reward: the function, for messages.
-        limit: ``flashrl.failed_rewards_max``. Until the first step has its batch, none may fail.
+        limit: ``flashrl.failed_rewards_max``, of a step's responses.
         batch: responses, after which at the latest one should have had a reward.
 
     Raises:
-        RewardError: from every method, of the first batch when one failed; at the end of others, more than the limit.
+        RewardError: from every method, of the first batch as soon as the limit of a whole one failed; at the end of
+            others, more than the limit.
     """
 
     def __init__(self, workers: Sequence[ray.actor.ActorHandle], reward: str, limit: float, batch: int):
@@ -159,8 +160,8 @@ class RewardWatch:
             self._scored += taken
         if not self._first:
             return
-        if self._failed():
-            self._refuse("of the first batch none may")
+        if len(self._failed()) > self._limit * max(self._batch, len(self._scored)):
+            self._refuse(f"more than flashrl.failed_rewards_max={self._limit:g} of the first batch")
         values, count = {one.value for one in self._scored}, len(self._scored)
         self.unrewarded = len(values) == 1 and max(values) <= 0
         if self.unrewarded and not self._said and (whole or count >= self._batch):

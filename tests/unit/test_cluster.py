@@ -56,7 +56,10 @@ def cfg(tmp_path, monkeypatch):
     return OmegaConf.create(
         {
             "data": {"train_files": "train.parquet", "val_files": ["train.parquet", "hdfs://nodes/val.parquet"]},
-            "actor_rollout_ref": {"model": {"path": "model"}},
+            "actor_rollout_ref": {
+                "model": {"path": "model"},
+                "rollout": {"agent": {"agent_loop_config_path": "train.parquet"}},
+            },
             "critic": {"model": {"path": "Qwen/Qwen2.5-32B"}},
             "reward": {"custom_reward_function": {"path": "pkg://flashrl_verl.quickstart.task"}},
             "trainer": {
@@ -81,6 +84,7 @@ def test_local_paths_are_the_drivers_and_names_and_addresses_stay(cfg, tmp_path)
     assert cfg.reward.custom_reward_function.path == "pkg://flashrl_verl.quickstart.task"
     assert cfg.trainer.default_local_dir == f"{tmp_path}/checkpoints/new", "made later"
     assert cfg.trainer.resume_from_path == f"{tmp_path}/checkpoints/run/global_step_2"
+    assert cfg.actor_rollout_ref.rollout.agent.agent_loop_config_path == f"{tmp_path}/train.parquet"
 
 
 def test_metrics_go_where_the_drivers_variables_say_and_the_configuration_wins(cfg, tmp_path, monkeypatch):
@@ -119,6 +123,10 @@ def test_the_package_is_added_to_the_users_modules_unless_switched_off(cfg, tmp_
     prepare(cfg, ship_code=ship)
     assert shipped(cfg, "py_modules")[:2] == [f"{tmp_path}/rewards", modules[1]]
     assert len(shipped(cfg, "py_modules")) == count
+    trained_there = ["/elsewhere/flashrl_verl", "/elsewhere/flashrl_verl-0.0.9.dist-info"]
+    cfg.ray_kwargs.ray_init.runtime_env.py_modules = [*modules, *trained_there]
+    prepare(cfg, ship_code=ship)
+    assert set(trained_there).isdisjoint(shipped(cfg, "py_modules")) == ship
 
 
 @pytest.mark.parametrize("address, counts", [(None, 16), ("local", 16), ("127.0.0.1:6379", None)])

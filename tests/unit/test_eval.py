@@ -4,6 +4,7 @@
 import json
 
 import pytest
+from omegaconf import OmegaConf
 from typer.testing import CliRunner
 
 from flashrl_verl.cli import app
@@ -12,6 +13,7 @@ from flashrl_verl.input_files import LATEST
 from flashrl_verl.tools import evaluate
 from flashrl_verl.tools.evaluate import compare, read
 from flashrl_verl.tools.export.checkpoint import find
+from flashrl_verl.tools.recipe_process import compose
 
 TRUTHS = {"1+1?": "2", "How many?": "2", "How many primes?": "17"}
 PROBLEMS = [*TRUTHS, "How many primes?"]
@@ -91,6 +93,24 @@ def test_what_is_done_is_not_run_again_and_other_words_weights_and_runs_are_kept
     assert run(first) == 1
     [refused] = [CliRunner().invoke(app, ["eval", "data.val_files=aime.parquet"]).exception]
     assert isinstance(refused, ConfigError) and "name a checkpoint" in str(refused)
+
+
+def test_an_override_reaches_all_that_follows_its_key_in_a_kept_configuration(tmp_path):
+    trained = compose(["experiment=dapo_qwen2.5_32b_int8"])
+    trained.actor_rollout_ref.rollout.prompt_length = 7  # its own, not data.max_prompt_length
+    OmegaConf.resolve(trained)  # as verl does before a trainer sees it
+    checkpoint = find(saved(tmp_path / "run", 3))
+    assert evaluate.configuration(checkpoint, tmp_path) is None
+    (checkpoint.path.parent / "config.yaml").write_text(OmegaConf.to_yaml(trained))
+    kept = OmegaConf.load(evaluate.configuration(checkpoint, tmp_path))
+    kept.data.max_response_length, kept.data.max_prompt_length, kept.flashrl.precision = 4096, 1024, "bf16"
+    rollout = kept.actor_rollout_ref.rollout
+    assert (rollout.response_length, rollout.prompt_length, rollout.custom.flashrl.precision) == (4096, 7, "bf16")
+    for key, value in (("data.max_response_length", 20480), ("data.max_prompt_length", 2048)):
+        OmegaConf.update(kept, key, value)
+    kept.flashrl.precision = "int8"
+    OmegaConf.resolve(kept)
+    assert kept == trained
 
 
 # ---- which checkpoint ----

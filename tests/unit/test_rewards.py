@@ -124,17 +124,18 @@ def scored(count: int, value: float = 1.0, failure: str = "", shown: str = "") -
     return [Scored(value, failure, shown)] * count
 
 
-def test_the_first_batch_has_no_failure_and_later_ones_no_more_than_the_limit(monkeypatch):
+def test_a_first_batch_fails_as_soon_as_it_is_sure_to_and_later_ones_at_their_end(monkeypatch):
     failing = [*scored(1, 0.0, "a"), *scored(2, 0.0, "b")]
-    watch = watch_of(monkeypatch, [scored(8), scored(100), scored(99), scored(98) + failing], 0.01)
-    assert watch.end_step() == {METRIC: 0.0}  # 108 of the first batch
+    watch = watch_of(monkeypatch, [scored(8), scored(99) + failing[:1], scored(99), scored(98) + failing], 0.01)
+    assert watch.end_step() == {METRIC: 1 / 108}
     with pytest.raises(
         RewardError, match="3 of 200 responses, more than flashrl.failed_rewards_max=0.01.* b. .*Remedy"
     ):
         watch.end_step()
-    watch = watch_of(monkeypatch, [scored(8), scored(7) + scored(1, 0.0, "c")], 1.0)
-    with pytest.raises(RewardError, match="1 of 16 responses, of the first batch none may. Of one of them c"):
-        watch.end_step()
+    watch = watch_of(monkeypatch, [scored(2, 0.0, "c"), [], [], scored(3, 0.0, "c")], 0.25)
+    watch.ask()  # 2 of a batch of 16
+    with pytest.raises(RewardError, match="5 of 5 responses, more than .*=0.25 of the first batch. Of one of them c"):
+        watch.ask()
 
 
 @pytest.mark.usefixtures("logged")
