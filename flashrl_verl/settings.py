@@ -307,12 +307,6 @@ class FlashRLConfig(Settings):
     """Layers that stay in high precision: exact names of the checkpoint (without ``.weight``), or ``re:`` and a regular
     expression. An entry that matches no layer is an error."""
 
-    keep_first_layers: int = _count(0, 0, "a number of layers, 0 or more")
-    """Decoder layers at the start of the model that stay in high precision."""
-
-    keep_last_layers: int = _count(0, 0, "a number of layers, 0 or more")
-    """Decoder layers at the end of the model that stay in high precision."""
-
     fp32_lm_head: bool = _switch(False)
     """Whether trainer and rollout both compute their logits in FP32 (``fp32_head.py``), at 4 bytes a logit
     in the trainer. A model or setting with which one of them cannot is refused."""

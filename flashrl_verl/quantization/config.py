@@ -5,11 +5,9 @@ It travels to every vLLM process inside the engine arguments (``hf_overrides["qu
 the environment.
 """
 
-import sys
 from typing import Any
 
 import torch
-from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
@@ -64,9 +62,7 @@ class FlashRLQuantizationConfig(QuantizationConfig):
         self.fp32_lm_head = settings.fp32_lm_head
         self.precision = settings.precision
         self.format = weight_format(settings.precision, settings.rotation)
-        self.selection = LayerSelection(
-            ignore=settings.ignore, keep_first=settings.keep_first_layers, keep_last=settings.keep_last_layers
-        )
+        self.selection = LayerSelection(ignore=settings.ignore)
 
     def __repr__(self) -> str:
         return f"FlashRLQuantizationConfig(precision={self.precision.value})"
@@ -105,7 +101,7 @@ class FlashRLQuantizationConfig(QuantizationConfig):
                 return QuantizedMoEMethod(self.format, layer.moe_config, prefix)
             return UnpackedMoEMethod(layer.moe_config) if current_platform.is_cpu() else None
         if isinstance(layer, VocabParallelEmbedding):
-            self._kept(prefix, [])
+            self.selection.keeps(prefix, [])
             # An embedding too: where it is tied, many models multiply by the embedding layer itself.
             return Fp32HeadMethod() if self.fp32_lm_head else None
         if isinstance(layer, Attention) and is_quantized_kv_cache(layer.kv_cache_dtype):
@@ -137,18 +133,12 @@ class FlashRLQuantizationConfig(QuantizationConfig):
             ConfigError: ``ignore`` names some of the fused parts only.
         """
         # Ask about every layer, also those that are never quantized, so that their entries of `ignore` count as used.
-        kept = self._kept(prefix, self.parts(layer, prefix))
+        kept = self.selection.keeps(prefix, self.parts(layer, prefix))
         return (
             self.format is not None
             and (isinstance(layer, RoutedExperts) or type(layer) in QUANTIZED_LAYERS)
             and not kept
         )
-
-    def _kept(self, prefix: str, parts: list[str]) -> bool:
-        layers = sys.maxsize
-        if self.selection.keep_last:
-            layers = get_current_vllm_config().model_config.hf_text_config.num_hidden_layers
-        return self.selection.keeps(prefix, parts, layers)
 
 
 def engine_arguments(settings: FlashRLConfig) -> dict[str, Any]:
@@ -168,8 +158,6 @@ def quantization_config_dict(settings: FlashRLConfig) -> dict[str, Any]:
         "precision": settings.precision.value,
         "rotation": settings.rotation,
         "ignore": list(settings.ignore),
-        "keep_first_layers": settings.keep_first_layers,
-        "keep_last_layers": settings.keep_last_layers,
         "fp32_lm_head": settings.fp32_lm_head,
         "kv_cache": settings.kv_cache.value,
     }

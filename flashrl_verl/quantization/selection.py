@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which layers a user keeps out of quantization: ``flashrl.ignore``, ``keep_first_layers`` and ``keep_last_layers``.
+"""Which layers a user keeps out of quantization: ``flashrl.ignore``.
 
 The words of compressed-tensors: an entry of ``ignore`` is an exact name or ``re:`` and a regular expression that has to
 match from the start of a name. Names are those of the Hugging Face checkpoint; where vLLM fuses several of its layers
@@ -12,10 +12,6 @@ from dataclasses import dataclass, field
 
 from flashrl_verl.errors import ConfigError, listed
 
-_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
-_TOWER = re.compile(r"vision|visual|audio|(?:^|\.)encoder\.")
-"""In the names of a multimodal model's other towers, whose layers are not the text model's."""
-
 
 @dataclass
 class LayerSelection:
@@ -23,32 +19,19 @@ class LayerSelection:
 
     ignore: Sequence[str] = ()
     """``flashrl.ignore``."""
-    keep_first: int = 0
-    """``flashrl.keep_first_layers``."""
-    keep_last: int = 0
-    """``flashrl.keep_last_layers``."""
     _used: set[str] = field(default_factory=set)
     _kept: list[str] = field(default_factory=list)
-    _numbers: set[int] = field(default_factory=set)
 
-    def keeps(self, name: str, parts: Sequence[str], num_layers: int) -> bool:
+    def keeps(self, name: str, parts: Sequence[str]) -> bool:
         """Whether a layer stays in high precision.
 
         Args:
             name: vLLM's name of the layer, such as ``model.layers.0.self_attn.qkv_proj``.
             parts: names of the checkpoint's layers that it fuses; empty when it fuses none.
-            num_layers: decoder layers of the model.
 
         Raises:
             ConfigError: ``ignore`` names some of the fused parts only, which share one weight.
         """
-        number = None if _TOWER.search(name) else _LAYER.search(name)
-        if number and not self.keep_first <= int(number[1]) < num_layers - self.keep_last:
-            # Entries that name it all the same are of use: what they ask for is what happens.
-            self._names_all(name, parts)
-            self._kept.append(name)
-            self._numbers.add(int(number[1]))
-            return True
         if self._names_all(name, parts):
             self._kept.append(name)
             return True
@@ -58,11 +41,6 @@ class LayerSelection:
     def kept(self) -> list[str]:
         """Layers that stay in high precision because the user said so."""
         return list(self._kept)
-
-    @property
-    def kept_indices(self) -> list[int]:
-        """Decoder layers that ``keep_first_layers`` and ``keep_last_layers`` keep."""
-        return sorted(self._numbers)
 
     def unused(self, never_quantized: Iterable[str] = ()) -> list[str]:
         """Entries of ``ignore`` that matched no layer.

@@ -40,12 +40,11 @@ def describe_model(runner: Any) -> dict[str, Any]:
         weights are; ``unrotated``: names of those that would be, but no rotation divides their input channels;
         ``unquantized_layers``: name -> class of other layers that came to our quantization config;
         ``never_quantized``: name -> bytes of all other modules with matrices, which vLLM builds without it (routers,
-        convolutions, plain parameters), embeddings and head left out; ``kept_layers`` that the user kept,
-        ``kept_indices`` of decoder layers kept whole, ``ignore_unused``: entries of ``flashrl.ignore`` that matched
-        neither; ``head_dtype`` in which logits are computed; ``quantized_bytes`` (codes and scales),
-        ``quantized_bytes_as_bf16``, ``weight_bytes`` of all parameters; ``logprobs_mode``; ``kv_cache``: ``dtypes``,
-        attention layers by vLLM's name of their KV cache's dtype, ``backends``, and ``equalized``: how many layers'
-        keys are.
+        convolutions, plain parameters), embeddings and head left out; ``kept_layers`` that the user kept;
+        ``ignore_unused``: entries of ``flashrl.ignore`` that matched neither; ``head_dtype`` in which logits are
+        computed; ``quantized_bytes`` (codes and scales), ``quantized_bytes_as_bf16``, ``weight_bytes`` of all
+        parameters; ``logprobs_mode``; ``kv_cache``: ``dtypes``, attention layers by vLLM's name of their KV cache's
+        dtype, ``backends``, and ``equalized``: how many layers' keys are.
     """
     model, config = runner.model, runner.vllm_config.quant_config
     quantized_bytes = bf16_bytes = rotated = 0
@@ -88,7 +87,6 @@ def describe_model(runner: Any) -> dict[str, Any]:
         "unquantized_layers": unquantized,
         "never_quantized": never,
         "kept_layers": selection.kept if selection is not None else [],
-        "kept_indices": selection.kept_indices if selection is not None else [],
         "ignore_unused": selection.unused(never) if selection is not None else [],
         "head_dtype": head_dtype(model, runner.vllm_config.model_config),
         "quantized_bytes": quantized_bytes,
@@ -179,7 +177,7 @@ def require_settings(settings: FlashRLConfig, found: dict[str, Any]) -> None:
     if set(found["quantized"]) != {fmt.storage}:
         raise FlashRLError(
             f"flashrl.precision={wanted.value}, but the engine's quantized weights are {found['quantized'] or 'none'} "
-            f"(kept by flashrl.ignore, keep_first_layers and keep_last_layers: {len(found['kept_layers'])} layers); "
+            f"(kept by flashrl.ignore: {len(found['kept_layers'])} layers); "
             "keep fewer, or set flashrl.precision=bf16"
         )
 
@@ -191,13 +189,6 @@ def _require_kept(settings: FlashRLConfig, found: dict[str, Any]) -> None:
             f"flashrl.ignore has entries that match no layer of this model: {found['ignore_unused']}. Its layers are "
             f"named like {examples}; correct the entries "
             "or remove them"
-        )
-    asked, kept = settings.keep_first_layers + settings.keep_last_layers, len(found["kept_indices"])
-    if kept < asked and settings.precision is not Precision.BF16:
-        raise ConfigError(
-            f"flashrl.keep_first_layers={settings.keep_first_layers} and keep_last_layers={settings.keep_last_layers} "
-            f"keep {kept} layers of this model instead of {asked}: they count the text model's '.layers.<number>.', "
-            "and need as many. Name the layers in flashrl.ignore"
         )
 
 

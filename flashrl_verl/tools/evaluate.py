@@ -154,7 +154,7 @@ def recipe_words(kept: Path | None, precision: Precision, sampling: dict[str, An
     words += ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=stdout"]
     flashrl: dict[str, Any] = {"precision": precision.value}
     if precision is Precision.BF16:
-        flashrl |= {"kv_cache": "auto", "ignore": [], "keep_first_layers": 0, "keep_last_layers": 0}
+        flashrl |= {"kv_cache": "auto", "ignore": []}
     rollout, actor = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
     keys = {
         **{f"flashrl.{key}": value for key, value in flashrl.items()},

@@ -46,7 +46,7 @@ class Limit(NamedTuple):
         return f"{self.name}_{'max' if self.beyond is operator.gt else 'min'}"
 
 
-_KEEP = "flashrl.ignore=['re:.*down_proj'], flashrl.keep_first_layers, flashrl.keep_last_layers"
+_KEEP = "flashrl.ignore=['re:.*down_proj']"
 _CLOSER = {
     Precision.INT8: f"layers kept in BF16 ({_KEEP}), flashrl.precision=bf16 to see what is not quantization's",
     # Three bits of mantissa against seven: docs/results/mismatch.md.

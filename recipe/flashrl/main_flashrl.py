@@ -83,8 +83,7 @@ def dry_run(cfg: DictConfig) -> None:
         here = f"not found on this machine (relative paths start at {Path.cwd()})"
         sys.stdout.write(f"Warning: {', '.join(missing)} {here}.\n")
     input_files.check_what_is_there(cfg)
-    flashrl = cfg.flashrl
-    if flashrl.ignore or flashrl.keep_first_layers or flashrl.keep_last_layers:
+    if cfg.flashrl.ignore:
         sys.stdout.write(
             "Warning: whether the model has the layers to keep is known when the rollout engine has started.\n"
         )

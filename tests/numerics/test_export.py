@@ -95,7 +95,7 @@ def test_codes_and_scales_are_an_independent_recomputation_and_compressed_tensor
 
     # What the run kept in BF16.
     checkpoint, folder = shutil.copytree(of_two[0], tmp_path / "global_step_2"), tmp_path / "out"
-    (checkpoint / "config.yaml").write_text("flashrl: {ignore: ['re:.*down_proj'], keep_last_layers: 1}")
+    (checkpoint / "config.yaml").write_text("flashrl: {ignore: ['re:.*down_proj', 're:.*layers\\.1\\.']}")
     words = ["export", checkpoint, "--format", precision, "--output", folder]
     app(list(map(str, words)), standalone_mode=False)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_2", "out"]
@@ -174,4 +174,4 @@ def test_a_weight_that_is_not_finite_or_a_file_that_is_not_whole_is_named(merged
 
 def test_an_export_that_would_quantize_nothing_is_refused(merged, tmp_path):
     with pytest.raises(ConfigError, match="leave nothing to quantize"):
-        quantize(merged, tmp_path / "out", FlashRLConfig(keep_first_layers=2))
+        quantize(merged, tmp_path / "out", FlashRLConfig(ignore=("re:model",)))

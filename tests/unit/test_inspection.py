@@ -21,7 +21,6 @@ HELD = {
     "unquantized_layers": {},
     "never_quantized": {"model.layers.0.mlp.gate": 512},
     "kept_layers": [],
-    "kept_indices": [],
     "ignore_unused": [],
     "head_dtype": "bfloat16",
     "kv_cache": {"dtypes": {"auto": 2}, "backends": ["FLASH_ATTN"], "equalized": 0},
@@ -38,7 +37,6 @@ BF16 = {
 FP8 = {"precision": "fp8", "quantized": {"float8_e4m3fn": 8}, "rotated": 0}
 ROW, NEW = {"unquantized_layers": {"x": "RowParallelLinear"}}, {"unquantized_layers": {"x": "NewLinear"}}
 NO_HEAD = {"head_dtype": "unknown (TypeError: x)"}
-KEEP = {"keep_first_layers": 2, "keep_last_layers": 1}
 
 
 def kv_cache(equalized: int = 2, **dtypes: int) -> dict:
@@ -56,7 +54,6 @@ def kv_cache(equalized: int = 2, **dtypes: int) -> dict:
         ({"precision": "bf16"}, BF16),
         ({"fp32_lm_head": True}, {"head_dtype": "float32"}),
         ({"kv_cache": "int8_per_token_head"}, kv_cache(int8_per_token_head=2)),
-        (KEEP, {"kept_indices": [0, 1, 27]}),
     ],
 )
 def test_an_engine_that_holds_what_was_asked_for_is_accepted(settings, held):
@@ -80,7 +77,6 @@ def test_an_engine_that_holds_what_was_asked_for_is_accepted(settings, held):
         ({"precision": "bf16"}, {"precision": "bf16"}, ["flashrl.precision=bf16", "'int8': 8"]),
         # layers to keep that the model does not have
         ({}, {"ignore_unused": ["lm_haed"]}, ["lm_haed", "flashrl.ignore", "model.layers.0.mlp.down_proj"]),
-        (KEEP, {"kept_indices": [0, 1]}, ["keep 2 layers of this model instead of 3", "flashrl.ignore"]),
         # the head
         ({"fp32_lm_head": True}, {}, ["flashrl.fp32_lm_head=true", "in bfloat16", "fp32_lm_head=false"]),
         ({"fp32_lm_head": True}, NO_HEAD, ["in unknown (TypeError: x)", "fp32_lm_head=false"]),

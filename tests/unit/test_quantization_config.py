@@ -64,10 +64,10 @@ def test_an_entry_of_ignore_is_of_use_for_every_kind_of_layer_and_precision(kind
 
 def test_the_config_survives_the_way_through_the_engine_arguments():
     register()
-    settings = FlashRLConfig(fp32_lm_head=True, ignore=IGNORE, keep_first_layers=1, keep_last_layers=2, rotation=False)
+    settings = FlashRLConfig(fp32_lm_head=True, ignore=IGNORE, rotation=False)
     config = get_quantization_config("flashrl").from_config(quantization_config_dict(settings))
     assert config.precision is Precision.INT8 and config.format is INT8_UNROTATED and config.fp32_lm_head
-    assert config.selection == LayerSelection(ignore=IGNORE, keep_first=1, keep_last=2)
+    assert config.selection == LayerSelection(ignore=IGNORE)
 
 
 @pytest.mark.parametrize(

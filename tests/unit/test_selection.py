@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers the user keeps: exact names, patterns, fused layers by their parts, the first and the last."""
+"""Layers the user keeps: exact names, patterns, fused layers by their parts."""
 
 import pytest
 
@@ -13,7 +13,7 @@ NAMES = [f"model.layers.{i}.{name}" for i in range(LAYERS) for name in FUSED]
 
 
 def kept(selection: LayerSelection) -> list[str]:
-    return [name for name in NAMES if selection.keeps(name, fused_parts(name, PACKED), LAYERS)]
+    return [name for name in NAMES if selection.keeps(name, fused_parts(name, PACKED))]
 
 
 @pytest.mark.parametrize(
@@ -23,6 +23,7 @@ def kept(selection: LayerSelection) -> list[str]:
         (["model.layers.2.mlp.down_proj"], ["model.layers.2.mlp.down_proj"]),
         (["model.layers.2.mlp.down"], []),
         (["re:.*layers\\.[01]\\.mlp\\.down"], ["model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj"]),
+        ([r"re:model\.layers\.[0-3]\."], NAMES[: 4 * len(FUSED)]),
         (["re:down_proj"], []),  # a pattern matches from the start of the name
         (["model.layers.4.self_attn.qkv_proj"], ["model.layers.4.self_attn.qkv_proj"]),
         (["re:.*1.*qkv_proj"], ["model.layers.1.self_attn.qkv_proj"]),
@@ -50,22 +51,11 @@ def test_some_parts_of_a_fused_layer_are_refused_with_the_missing_ones_named(pat
         kept(LayerSelection(ignore=[pattern]))
 
 
-@pytest.mark.parametrize("first, last, numbers", [(2, 0, [0, 1]), (0, 1, [5]), (1, 2, [0, 4, 5]), (3, 3, range(6))])
-def test_the_first_and_last_layers_of_the_decoder_are_kept_whole(first, last, numbers):
-    entry = f"model.layers.{numbers[0]}.mlp.down_proj"
-    selection = LayerSelection(ignore=[entry], keep_first=first, keep_last=last)
-    assert kept(selection) == [name for name in NAMES if int(name.split(".")[2]) in numbers]
-    assert selection.unused() == [], "a layer that is kept anyway"
-    for tower in ("visual.blocks", "vision_tower.encoder.layers", "audio_tower.layers"):  # of a multimodal model
-        assert not selection.keeps(f"{tower}.{numbers[0]}.attn.qkv", [], LAYERS)
-    assert selection.keeps(f"language_model.model.layers.{numbers[0]}.mlp.down_proj", [], LAYERS)
-
-
 def test_experts_are_named_by_their_layer_or_all_of_their_projections():
     name = "model.layers.0.mlp.experts"
     parts = expert_parts(name, 4)
     assert len(set(parts)) == 12
     for entry, keeps in ((name, True), ("re:.*experts\\.", True), ("model.layers.0.mlp.gate", False)):
-        assert LayerSelection(ignore=[entry]).keeps(name, parts, LAYERS) is keeps
+        assert LayerSelection(ignore=[entry]).keeps(name, parts) is keeps
     with pytest.raises(ConfigError, match="experts.2.down_proj, but not"):
-        LayerSelection(ignore=[f"{name}.2.down_proj"]).keeps(name, parts, LAYERS)
+        LayerSelection(ignore=[f"{name}.2.down_proj"]).keeps(name, parts)

@@ -18,8 +18,6 @@ DEFAULTS = {
     **{f"sampling.{f.name}": f.default for f in dataclasses.fields(SamplingConfig)},
 }
 NUMBERS = {
-    "keep_first_layers": (0, -1),
-    "keep_last_layers": (3, 0.5),
     "max_num_gen_batches": (0, -1),
     "failed_rewards_max": (1, 1.1),
     "update_timeout_s": (0.1, math.inf),

@@ -45,8 +45,7 @@ def export(
         merge(found, folder)
         typer.echo(f"{folder}: BF16 of step {found.step}")
         return
-    run = FlashRLConfig.from_mapping(OmegaConf.load(found.config).flashrl if found.config else {})
-    kept = {key: getattr(run, key) for key in ("ignore", "keep_first_layers", "keep_last_layers")}
+    ignore = FlashRLConfig.from_mapping(OmegaConf.load(found.config).flashrl if found.config else {}).ignore
     from flashrl_verl.tools.export.eight_bit import quantize
 
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -57,10 +56,10 @@ def export(
 
             source = Path(scratch) / "bf16"
             merge(found, source)
-        layers = quantize(source, folder, FlashRLConfig(precision=format, **kept))
+        layers = quantize(source, folder, FlashRLConfig(precision=format, ignore=ignore))
     typer.echo(
         f"{folder}: {len(layers.quantized)} matrices of the checkpoint in {format.value}, {len(layers.kept)} in BF16 "
-        f"({', '.join(f'{key}={value}' for key, value in kept.items())})"
+        f"(ignore={ignore})"
     )
     typer.echo(f"Serve it: vllm serve {folder}")
     if format is Precision.INT8:
