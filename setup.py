@@ -35,7 +35,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     license_files=["LICENSE"],
-    python_requires=">=3.10",
+    python_requires=">=3.11",
     packages=find_packages(include=["flashrl_verl", "flashrl_verl.*"]),
     package_data={"flashrl_verl": ["configs/**/*.yaml"]},
     install_requires=INSTALL_REQUIRES,

@@ -142,7 +142,7 @@ def runs(*paths: str) -> Rows:
 
 
 def readme() -> Rows:
-    """At most six rows: a pretrained model's mismatch and learning, rollouts of 32B. Each with its baseline."""
+    """At most four rows: a pretrained model's mismatch and learning, rollouts of 32B. Each with its baseline."""
     rows = [["on H200s", "baseline", "8-bit rollout", ""]]
     far = load("mismatch/h200-qwen2.5-coder-1.5b.json")
     k3_kl = {one["variant"]: one["own"][K3_KL] for one in far["results"]}
@@ -165,11 +165,6 @@ def readme() -> Rows:
         bf16, ours = (f"{statistics.median(of[name].tokens_per_second):.0f}" for name in ("bf16", variant))
         gain = f"[{rollout.speed_up(of[variant], of['bf16'])} x](docs/results/throughput.md)"
         rows.append(["tokens/s, Qwen2.5-32B on one GPU, long-tailed lengths", f"BF16: {bf16}", f"{said}: {ours}", gain])
-    _, *four = engines_of_four(*(f"rollout/h200-tp4/qwen2.5-32b-{variant}" for variant in ("bf16", "int8-kv")))
-    for of, bf16, ours in (("7,424", four[0], four[1]), ("128", four[2], four[3])):
-        gain = f"[{ours[-1]} x](docs/results/throughput.md#engines-of-four-gpus)"
-        what = f"tokens/s, Qwen2.5-32B on four GPUs an engine, prompts of {of} tokens"
-        rows.append([what, f"BF16: {bf16[-2]}", f"INT8* and KV cache: {ours[-2]}", gain])
     return rows
 
 

@@ -29,19 +29,19 @@ python_version() { # prints major.minor.micro, nothing when the command does not
   "$1" -c 'import platform; print(platform.python_version())' 2>/dev/null || true
 }
 
-fits() { # the CPU lock holds versions that need 3.11; verl ends at 3.12
-  case "$device:$1" in *:3.11.* | *:3.12.* | cuda:3.10.*) return 0 ;; *) return 1 ;; esac
+fits() { # verl ends at 3.12
+  case "$1" in 3.11.* | 3.12.*) return 0 ;; *) return 1 ;; esac
 }
 
 find_python() { # sets python and version
-  local wanted="3.11 or 3.12" candidates=(python3.11 python3.12 python3)
-  if [ "$device" = cuda ]; then wanted="3.12, 3.11 or 3.10" candidates=(python3.12 python3.11 python3.10 python3); fi
+  local candidates=(python3.11 python3.12 python3)
+  if [ "$device" = cuda ]; then candidates=(python3.12 python3.11 python3); fi
   if [ -n "${FLASHRL_PYTHON:-}" ]; then candidates=("$FLASHRL_PYTHON"); fi
   for python in "${candidates[@]}"; do
     version=$(python_version "$python")
     if fits "$version"; then return; fi
   done
-  die "needs Python $wanted for device $device; not found as: ${candidates[*]}." \
+  die "needs Python 3.11 or 3.12; not found as: ${candidates[*]}." \
     "Install one (with its venv module), or name it in FLASHRL_PYTHON."
 }
 

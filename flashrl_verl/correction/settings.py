@@ -9,14 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import Any
 
 from flashrl_verl.errors import ConfigError, refuse
 from flashrl_verl.settings import CORRECTION
 
 
-class Level(str, Enum):
+class Level(StrEnum):
     """What one importance weight covers."""
 
     TOKEN = "token"

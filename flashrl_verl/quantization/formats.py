@@ -11,7 +11,7 @@ A CPU multiplies the codes of both in float32, for their accuracy.
 """
 
 from dataclasses import replace
-from enum import Enum
+from enum import StrEnum
 
 import torch
 
@@ -19,7 +19,7 @@ from flashrl_verl.quantization.numerics import WeightFormat
 from flashrl_verl.settings import Precision
 
 
-class Kernel(str, Enum):
+class Kernel(StrEnum):
     """Implementations of W8A8 multiplication; ``gemm.py`` and ``experts.py`` hold the code."""
 
     CUTLASS = "cutlass"

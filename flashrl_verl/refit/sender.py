@@ -142,7 +142,7 @@ class FlashRLServerAdapter(ServerAdapter):
     async def _await_reports(self, future: ray.ObjectRef, step: int) -> list[dict]:
         try:
             return await asyncio.wait_for(asyncio.wrap_future(future.future()), self.flashrl.update_timeout_s)
-        except asyncio.TimeoutError as error:
+        except TimeoutError as error:
             raise RefitError(
                 f"weight update of step {step}: all tensors were sent, but the rollout engine did not report within "
                 f"{self.flashrl.update_timeout_s:g} s; if it is only slow, raise {TIMEOUT_KEY}"

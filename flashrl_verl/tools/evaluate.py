@@ -131,6 +131,7 @@ def configuration(checkpoint: Checkpoint, folder: Path) -> Path | None:
                     continue
             OmegaConf.update(kept, key, then, merge=False)
     file = folder / "config.yaml"
+    folder.mkdir(parents=True, exist_ok=True)
     write_atomically(file, OmegaConf.to_yaml(kept).encode())
     return file
 

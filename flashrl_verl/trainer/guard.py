@@ -79,11 +79,7 @@ def limits(
     # them by the age of trajectories.
     if not (correction.bypass and (updates > 1 or asynchronous)):
         table += _mismatch(closer)[:1] if asynchronous else _mismatch(closer)
-        table += _weights(closer, correction) if correction.level else []
-    if correction.rejections:
-        meaning = "rejection leaves little of the batch to train on"
-        remedy = f"a wider {CORRECTION}.rollout_rs_threshold, {closer}, a lower {LR}"
-        table.append(Limit("rejected_share", "rollout_corr/rollout_rs_masked_fraction", operator.gt, meaning, remedy))
+        table += [_weights(closer, correction)] if correction.level else []
     # In bypass mode verl's loss decides what it reports, and there are no log-probs of the trainer's to correlate.
     table = [limit._replace(expected=log_probs and not correction.bypass) for limit in table]
     if asynchronous:  # a batch may have no trajectory of the last update
@@ -113,26 +109,16 @@ def _mismatch(closer: str) -> list[Limit]:
     ]
 
 
-def _weights(closer: str, correction: CorrectionSettings) -> list[Limit]:
-    """What the importance weights leave of the batch: a cap cuts them, two bounds drop tokens."""
-    per_token = f"{CORRECTION}.rollout_is=token if it is sequence"
+def _weights(closer: str, correction: CorrectionSettings) -> Limit:
+    """What the importance weights leave of the batch."""
+    remedy = f"{CORRECTION}.rollout_is=token if it is sequence, a lower {LR}, "
     if correction.lower is None:
         few = "a few tokens with large importance weights outweigh the rest, so the gradient is mostly noise"
-        for_few = f"{per_token}, a lower {THRESHOLD}, a lower {LR}"
-        cut, share = (
-            "so many importance weights are cut at the cap that the gradient stays biased",
-            "ratio_fraction_high",
-        )
-        for_cut = f"a higher {THRESHOLD}, {closer}, a lower {LR}"
+        remedy += f"a lower {THRESHOLD}"
     else:
         few = "most tokens are dropped, or outweighed by a few, so the gradient is mostly noise"
-        # Outside on either side.
-        cut, share = "so many tokens are outside the bounds and dropped that the gradient is of the others", "oob_ratio"
-        for_few = for_cut = f"{per_token}, a {THRESHOLD} with wider bounds, {closer}, a lower {LR}"
-    return [
-        Limit("eff_sample_size", "rollout_corr/rollout_is_eff_sample_size", operator.lt, few, for_few),
-        Limit("truncated_share", f"rollout_corr/rollout_is_{share}", operator.gt, cut, for_cut),
-    ]
+        remedy += f"a {THRESHOLD} with wider bounds, {closer}"
+    return Limit("eff_sample_size", "rollout_corr/rollout_is_eff_sample_size", operator.lt, few, remedy)
 
 
 _CODES = Limit(

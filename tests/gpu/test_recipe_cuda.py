@@ -111,7 +111,6 @@ def test_two_steps_with_one_other_setting(large_assets, tmp_path, setting, metri
         "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=16",
         "flashrl.guard.patience=1",
         "flashrl.guard.action=stop",
-        "flashrl.guard.rejected_share_max=null",
     )
     metrics = train(large_assets, tmp_path, *words, steps=2)
     for step in (1, 2):

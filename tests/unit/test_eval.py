@@ -100,9 +100,9 @@ def test_an_override_reaches_all_that_follows_its_key_in_a_kept_configuration(tm
     trained.actor_rollout_ref.rollout.prompt_length = 7  # its own, not data.max_prompt_length
     OmegaConf.resolve(trained)  # as verl does before a trainer sees it
     checkpoint = find(saved(tmp_path / "run", 3))
-    assert evaluate.configuration(checkpoint, tmp_path) is None
+    assert evaluate.configuration(checkpoint, tmp_path / "out") is None
     (checkpoint.path.parent / "config.yaml").write_text(OmegaConf.to_yaml(trained))
-    kept = OmegaConf.load(evaluate.configuration(checkpoint, tmp_path))
+    kept = OmegaConf.load(evaluate.configuration(checkpoint, tmp_path / "out"))
     kept.data.max_response_length, kept.data.max_prompt_length, kept.flashrl.precision = 4096, 1024, "bf16"
     rollout = kept.actor_rollout_ref.rollout
     assert (rollout.response_length, rollout.prompt_length, rollout.custom.flashrl.precision) == (4096, 7, "bf16")

@@ -5,10 +5,8 @@ import logging
 import math
 
 import pytest
-import torch
 from omegaconf import OmegaConf
 
-from flashrl_verl.correction.batch import correct_shard
 from flashrl_verl.correction.settings import CorrectionSettings, Level
 from flashrl_verl.errors import GuardError
 from flashrl_verl.settings import ASYNC, GuardConfig, Precision
@@ -21,8 +19,6 @@ TRAINED = {
     "k3_kl": ("rollout_corr/k3_kl", 4e-4),
     "correlation": ("training/rollout_actor_probs_pearson_corr", 0.9993),
     "eff_sample_size": ("rollout_corr/rollout_is_eff_sample_size", 0.999),
-    "truncated_share": ("rollout_corr/rollout_is_ratio_fraction_high", 1e-4),
-    "rejected_share": ("rollout_corr/rollout_rs_masked_fraction", 0.0),
 }
 REFITTED = {"code_change_rate": ("flashrl/code_change_rate", 0.03)}
 METRICS = {**TRAINED, **REFITTED}
@@ -33,15 +29,13 @@ BEYOND = {
     "k3_kl": ("k3_kl_max", 0.02, 0.0201),
     "correlation": ("correlation_min", 0.9, 0.8999),
     "eff_sample_size": ("eff_sample_size_min", 0.3, 0.2999),
-    "truncated_share": ("truncated_share_max", 0.2, 0.2001),
-    "rejected_share": ("rejected_share_max", 0.5, 0.5001),
     # At its limit, 0, nothing changed.
     "code_change_rate": ("code_change_rate_min", 1e-9, 0.0),
 }
 """Limit -> its setting, a value at the default limit that is still accepted, and the first that is not."""
 
 
-ALL = CorrectionSettings(level=Level.TOKEN, rejections="token_k2", rejection_thresholds=1.0)
+ALL = CorrectionSettings(level=Level.TOKEN)
 """Every limit has its metric with it."""
 
 
@@ -134,10 +128,6 @@ def test_a_stop_names_value_limit_and_last_checkpoint_and_every_key_it_recommend
 
 # ---- what a configuration has ----
 
-REJECTING = (
-    "algorithm.rollout_correction.rollout_rs=token_k1",
-    "algorithm.rollout_correction.rollout_rs_threshold=2.0",
-)
 TWO_UPDATES = ("correction=bypass", "data.train_batch_size=64", "actor_rollout_ref.actor.ppo_mini_batch_size=32")
 
 
@@ -146,21 +136,19 @@ def configured(*overrides: str) -> Guard:
     return Guard.from_config(cfg, validate_config(cfg))
 
 
-NO_WEIGHTS = {"eff_sample_size", "truncated_share"}
 NO_LOG_PROBS = ("correction=none", "actor_rollout_ref.rollout.calculate_log_probs=false")
 
 
 @pytest.mark.parametrize(
     "overrides, absent",
     [
-        ((), {"rejected_share"}),
-        (REJECTING, set()),
-        (("flashrl.precision=bf16",), {"rejected_share", "code_change_rate"}),
-        (("correction=seq_tis",), {"rejected_share"}),
-        (("correction=none",), {"rejected_share", *NO_WEIGHTS}),
+        ((), set()),
+        (("flashrl.precision=bf16",), {"code_change_rate"}),
+        (("correction=seq_tis",), set()),
+        (("correction=none",), {"eff_sample_size"}),
         (NO_LOG_PROBS, {*NAMES} - {"code_change_rate"}),
         (("correction=bypass",), {*NAMES} - {"code_change_rate"}),
-        ((f"trainer.v1.trainer_mode={ASYNC}",), {"rejected_share", "correlation", "k3_kl"}),
+        ((f"trainer.v1.trainer_mode={ASYNC}",), {"correlation", "k3_kl"}),
     ],
 )
 def test_what_the_configuration_produces_may_not_be_missing_and_nothing_else_is_missed(overrides, absent):
@@ -172,7 +160,7 @@ def test_what_the_configuration_produces_may_not_be_missing_and_nothing_else_is_
 
 def test_an_asynchronous_mismatch_is_that_of_trajectories_of_the_last_update():
     guard = configured(f"trainer.v1.trainer_mode={ASYNC}")
-    weights = {"rollout_corr/rollout_is_eff_sample_size": 1.0, "rollout_corr/rollout_is_ratio_fraction_high": 0.0}
+    weights = {"rollout_corr/rollout_is_eff_sample_size": 1.0}
     guard.check(1, {**weights, "rollout_corr/k3_kl": 9.0, "rollout_corr/k3_kl_lag_0": 1e-4})
     with pytest.raises(GuardError, match="rollout_corr/k3_kl_lag_0=0.5 is beyond flashrl.guard.k3_kl_max"):
         guard.check(2, {**weights, "rollout_corr/k3_kl": 1e-4, "rollout_corr/k3_kl_lag_0": 0.5})
@@ -180,7 +168,7 @@ def test_an_asynchronous_mismatch_is_that_of_trajectories_of_the_last_update():
 
 def test_an_asynchronous_step_without_such_a_trajectory_ends_a_row_of_bad_ones():
     guard = configured(f"trainer.v1.trainer_mode={ASYNC}", "flashrl.guard.patience=2")
-    weights = {"rollout_corr/rollout_is_eff_sample_size": 1.0, "rollout_corr/rollout_is_ratio_fraction_high": 0.0}
+    weights = {"rollout_corr/rollout_is_eff_sample_size": 1.0}
     bad = {**weights, "rollout_corr/k3_kl_lag_0": 0.5}
     for step, metrics in enumerate((bad, weights, bad)):
         guard.check(step, metrics)
@@ -198,11 +186,8 @@ def test_while_only_the_critic_trains_the_actor_may_stand_still():
 
 
 def test_in_bypass_mode_a_second_update_moves_the_policy_away_from_the_rollouts_and_is_no_mismatch(logged):
-    moved = dict(k3_kl=0.2, correlation=0.5, eff_sample_size=0.2, truncated_share=0.4)
-    several = configured(*TWO_UPDATES, *REJECTING)
-    step_of(several, 1, **moved)
-    with pytest.raises(GuardError, match="rejected_share_max"):
-        step_of(several, 2, rejected_share=0.6)
+    moved = dict(k3_kl=0.2, correlation=0.5, eff_sample_size=0.2)
+    step_of(configured(*TWO_UPDATES), 1, **moved)
     # No update has moved the policy yet when it is compared with the rollout's.
     one = (*TWO_UPDATES, "data.train_batch_size=32")
     with pytest.raises(GuardError, match="k3_kl"):
@@ -213,13 +198,8 @@ def test_in_bypass_mode_a_second_update_moves_the_policy_away_from_the_rollouts_
     assert "nothing to watch" in logged(logging.WARNING)[0]
 
 
-def test_with_two_bounds_what_is_dropped_on_either_side_is_watched_and_no_remedy_drops_more():
+def test_with_two_bounds_no_remedy_drops_more():
     settings = CorrectionSettings(level=Level.TOKEN, lower=0.5, upper=5.0)
-    old = torch.tensor([[0.0, math.log(0.4), math.log(6.0), math.log(4.0)]])
-    metrics = correct_shard(old, torch.zeros_like(old), torch.ones_like(old), settings).metrics
-    watched = {limit.name: limit for limit in limits(Precision.INT8, settings)}
-    assert metrics[watched["truncated_share"].metric] == 0.5, "one on each side of four"
-    guard = configured("correction=icepop")
-    with pytest.raises(GuardError, match=r"rollout_is_oob_ratio=0\.5 is beyond flashrl\.guard\.truncated_share_max"):
-        guard.check(1, shown(TRAINED, {}) | metrics)
-    assert not any("lower algorithm.rollout_correction" in limit.remedy for limit in watched.values())
+    remedies = [limit.remedy for limit in limits(Precision.INT8, settings)]
+    assert not any("lower algorithm.rollout_correction" in remedy for remedy in remedies)
+    assert any("wider bounds" in remedy for remedy in remedies)

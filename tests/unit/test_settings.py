@@ -25,8 +25,6 @@ NUMBERS = {
     "guard.k3_kl_max": (1e-6, 0),
     "guard.correlation_min": (-1, 1.0),
     "guard.eff_sample_size_min": (0, 1),
-    "guard.truncated_share_max": (1, 1.1),
-    "guard.rejected_share_max": (1, -0.1),
     "guard.code_change_rate_min": (0, -0.1),
 }
 """A value at an end of its range, and one beyond an end."""
