@@ -29,9 +29,10 @@ LEVERS = {
     "fp8": ("flashrl.precision=fp8",),
     "kv": ("flashrl.kv_cache=int8_per_token_head",),
     "async": ("trainer.v1.trainer_mode=flashrl_colocate_async",),
+    "shuffle": ("flashrl.sampling.even_mini_batches=false", "actor_rollout_ref.actor.shuffle=true"),
 }
 """Overrides. A variant is one or more, such as `int8+kv`. `stock` is verl's sampling and order of mini-batches in BF16,
-under our trainer, server and checks."""
+under our trainer, server and checks; `shuffle` is verl's random mini-batches, drawn by each rank."""
 
 COLUMNS = {
     "rollout": "timing_s/gen",
