@@ -40,7 +40,7 @@ setup(
     package_data={"flashrl_verl": ["configs/**/*.yaml"]},
     install_requires=INSTALL_REQUIRES,
     entry_points={
-        "console_scripts": ["flashrl = flashrl_verl.cli:main"],
+        "console_scripts": ["flashrl = flashrl_verl.__main__:main"],
         # verl imports the module in each of its processes; vLLM calls the function in each of its own.
         "verl.plugins": ["flashrl = flashrl_verl.plugins.verl"],
         "vllm.general_plugins": ["flashrl = flashrl_verl.plugins.vllm:register"],

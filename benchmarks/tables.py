@@ -148,7 +148,7 @@ def readme() -> Rows:
     k3_kl = {one["variant"]: one["own"][K3_KL] for one in far["results"]}
     rows.append(
         [
-            f"mismatch of rollout and trainer (k3 KL), {far['model']}; BF16's own is {k3_kl['bf16']:.1e}",
+            f"mismatch of rollout and trainer (k3 KL, nats a token), {far['model']}; BF16's own is {k3_kl['bf16']:.1e}",
             f"verl's FP8: {k3_kl[FP8_VERL]:.1e}",
             f"INT8: {k3_kl['int8']:.1e}",
             f"[{k3_kl[FP8_VERL] / k3_kl['int8']:.1f} x closer](docs/results/mismatch.md)",

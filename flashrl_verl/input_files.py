@@ -65,6 +65,8 @@ def check_what_is_there(cfg: DictConfig) -> None:
     if not get(cfg, "data.custom_cls.path"):  # the user's own class reads what it likes
         for key in DATA:
             files = [Path(os.path.expanduser(text)) for text in _files(cfg, key)]
+            if folders := [str(file) for file in files if file.is_dir()]:
+                refuse(key, folders[0], "it is a folder", "its files: one, or [first,second]")
             if all(file.is_file() for file in files):
                 _check_data(cfg, key, files)
     if (path := get(cfg, f"{_REWARD}.path")) and path.endswith(".py") and Path(path).is_file():

@@ -77,6 +77,8 @@ def check(config: QuickstartConfig) -> tuple[list[str], DictConfig]:
     total, saved = composed.trainer.total_training_steps, saved_step(composed)
     if not isinstance(total, int):
         raise ConfigError(f"trainer.total_training_steps={total}: the quickstart needs a number of steps.")
+    if config.resume and not config.output.exists():
+        raise ConfigError(f"{config.output} is not there, so that there is no run to resume. Remedy: --output DIR.")
     if (config.output / METRICS).exists() and not config.resume:
         raise ConfigError(f"{config.output} holds a run already. Remedy: --resume, or a new folder: --output DIR.")
     if config.resume and saved is not None and saved >= total:

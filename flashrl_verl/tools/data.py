@@ -171,7 +171,7 @@ def read(wanted: Published, source: Path | None = None) -> tuple[int, Iterable[R
             f"{wanted.hub_id}: {file} was not read: {type(error).__name__}: "
             f"{' '.join(str(error).split())[:300]}. Remedy: where there is a network, `hf download {wanted.hub_id} "
             f"--repo-type dataset --revision {wanted.revision} --local-dir FOLDER`; then here --source FOLDER, "
-            f"in which {wanted.split}.jsonl does as well."
+            "in which each split's <split>.jsonl does as well (of GSM8K train.jsonl and test.jsonl)."
         ) from error
 
 

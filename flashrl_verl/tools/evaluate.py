@@ -85,7 +85,9 @@ def evaluate(
                 model = merged / "model" if checkpoint.sharded else checkpoint.path
                 command = [*recipe_words(configuration(checkpoint, merged), chosen, sampling, model), *overrides]
                 folder = merged / f"{chosen.value}-{_digest(command)}"
-                name = chosen.value if len(checkpoints) == 1 else f"{merged.name} {chosen.value}"
+                same = [one for one in checkpoints if one.name == checkpoint.name]
+                of = checkpoint.name if len(same) == 1 else merged.name
+                name = chosen.value if len(checkpoints) == 1 else f"{of} {chosen.value}"
                 done = (folder / RESPONSES).is_file()
                 console.print(f"{name}: {'done before' if done else 'runs'}, {folder}", highlight=False, soft_wrap=True)
                 if not done:

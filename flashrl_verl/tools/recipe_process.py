@@ -60,9 +60,14 @@ def compose(overrides: Sequence[str]) -> DictConfig:
     searchpath = f"hydra.searchpath=[{quoted(f'file://{verl_configs()}')},pkg://flashrl_verl.configs]"
     try:
         with initialize_config_dir(str(configs), version_base=None):
-            return hydra_compose("flashrl_trainer", [searchpath, *overrides])
+            return hydra_compose("flashrl_trainer", [searchpath, *map(at_home, overrides)])
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(hydra_message(error)) from error
+
+
+def at_home(word: str) -> str:
+    """An override whose value starts with ``~/``, with what a shell makes of that where a word begins."""
+    return word.replace("=~/", f"={Path.home()}/", 1)
 
 
 def hydra_message(error: Exception) -> str:

@@ -33,7 +33,7 @@ with environment_needed():
     from flashrl_verl.launch import checked_runner, prepare
     from flashrl_verl.settings import MODEL, get
     from flashrl_verl.tools.dry_run import report
-    from flashrl_verl.tools.recipe_process import hydra_message
+    from flashrl_verl.tools.recipe_process import at_home, hydra_message
     from flashrl_verl.upstream import versions
 
 CONFIG_DIR = Path(__file__).resolve().parent / "config"
@@ -90,7 +90,7 @@ def dry_run(cfg: DictConfig) -> None:
     if not Path(model := get(cfg, MODEL)).is_dir():
         sys.stdout.write(f"Not looked at: the model, as {model} is no folder here.\n")
     sys.stdout.write(
-        "Not looked at: GPUs, and whether model, batch and KV cache fit them (flashrl plan, flashrl check).\n"
+        "Not looked at: GPUs (flashrl check), and whether model, KV cache (flashrl plan) and training fit them.\n"
     )
     files = f", but for what is not here ({len(missing)})" if missing else ""
     sys.stdout.write(f"The configuration is valid{files}. Nothing was started.\n")
@@ -104,7 +104,7 @@ def main() -> None:
     except FlashRLError as error:
         sys.exit(f"{type(error).__name__}: {error}")
     task = dry_run if "--dry-run" in sys.argv else train
-    sys.argv = [word for word in sys.argv if word != "--dry-run"]  # Hydra does not know the flag
+    sys.argv = [at_home(word) for word in sys.argv if word != "--dry-run"]  # Hydra does not know the flag
 
     def run(cfg: DictConfig) -> None:
         try:

@@ -27,6 +27,7 @@ from flashrl_verl.tools.recipe_process import compose, quoted
         ("trainer.total_training_steps=null", "trainer.total_training_steps=None"),
         ("trainer.no_such_key=1", "trainer.no_such_key"),
         ("data.seed=1", "out holds a run already. Remedy: --resume"),
+        ("--output={}/no", "no is not there, so that there is no run to resume"),
         ("--output={}/out/metrics.jsonl", "File exists: "),
         ("--output={}/out/metrics.jsonl/folder", "Not a directory: "),
     ],
@@ -36,6 +37,7 @@ def test_a_refused_word_leaves_every_earlier_run_where_it_is(tmp_path, monkeypat
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "metrics.jsonl").write_text("old")
     words = ["quickstart", "--output", f"{tmp_path}/out", "hardware=cpu", word.format(tmp_path)]
+    words += ["--resume"] * word.endswith("/no")
     result = CliRunner().invoke(app, words)
     assert isinstance(result.exception, ConfigError | OSError) and said in str(result.exception)
     assert sorted(p.name for p in tmp_path.rglob("*")) == ["metrics.jsonl", "out"]
@@ -60,7 +62,9 @@ def test_a_run_is_not_resumed_past_its_end_unless_it_is_given_more_steps(tmp_pat
 @pytest.mark.parametrize("folder", ["/plain", "/two words/it's=1", "/a=b,c", "/[x]{y}"])
 def test_the_users_overrides_win_and_any_path_can_be_one(folder):
     words = ("experiment=smoke", "hardware=cpu", "data.seed=9", f"trainer.project_name={quoted(folder)}")
+    words += ("actor_rollout_ref.model.path=~/model",)
     cfg = compose(training_overrides(QuickstartConfig(output=Path(folder), overrides=words)))
+    assert cfg.actor_rollout_ref.model.path == str(Path.home() / "model")
     assert cfg.trainer.device == "cpu" and cfg.data.seed == 9 and cfg.trainer.project_name == folder
     assert cfg.data.train_files == f"{folder}/assets/train.parquet"
     assert cfg.trainer.default_local_dir == f"{folder}/checkpoints"

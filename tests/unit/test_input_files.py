@@ -114,6 +114,7 @@ def test_a_file_that_is_no_data_is_refused(run, name, content, said):
     if name:
         (folder / name).write_text(content)
     assert said in refused(cfg, **{DATA[1]: str(folder / name) if name else None})
+    assert "it is a folder. Remedy: its files" in refused(cfg, **{DATA[1]: str(folder)})
 
 
 def test_prompts_of_which_the_filter_leaves_none_are_refused(run):

@@ -40,7 +40,8 @@ def look() -> Iterator[Finding]:
         return
     asked, alive = {}, [node for node in ray.nodes() if node["Alive"]]
     offered = {node["NodeManagerAddress"]: node["Resources"].get("GPU", 0) for node in alive}
-    yield Finding("ok", "cluster", f"{len(alive)} node(s) offer Ray {sum(offered.values()):g} GPU(s)")
+    at = ray.get_runtime_context().gcs_address
+    yield Finding("ok", "cluster", f"{len(alive)} node(s) of {at} offer Ray {sum(offered.values()):g} GPU(s)")
     for node in alive:
         there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
         # A worker of its own, which ends with its use of the GPUs.

@@ -3,7 +3,7 @@
 
 from pathlib import Path
 
-from transformers import AutoConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoConfig, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from flashrl_verl.errors import ConfigError
 
@@ -27,7 +27,7 @@ def _dense(
     )
 
 
-# From the config.json of the Hugging Face repositories Qwen/<name>.
+# From the config.json of the Hugging Face repositories Qwen/<name> and meta-llama/<name>.
 SHAPES = {
     # heads of 32: vLLM's CPU attention has none smaller
     "tiny": lambda: _dense(Qwen2Config, 64, 172, 2, 2, 1, vocab_size=512),
@@ -36,6 +36,8 @@ SHAPES = {
     "qwen2.5-7b": lambda: _dense(Qwen2Config, 3584, 18944, 28, 28, 4),
     "qwen2.5-14b": lambda: _dense(Qwen2Config, 5120, 13824, 48, 40, 8),
     "qwen2.5-32b": lambda: _dense(Qwen2Config, 5120, 27648, 64, 40, 8),
+    "qwen2.5-72b": lambda: _dense(Qwen2Config, 8192, 29568, 80, 64, 8),
+    "llama-3.1-70b": lambda: _dense(LlamaConfig, 8192, 28672, 80, 64, 8, vocab_size=128256),
     "qwen3-1.7b": lambda: _dense(Qwen3Config, 2048, 6144, 28, 16, 8, **_QWEN3, tie_word_embeddings=True),
     "qwen3-8b": lambda: _dense(Qwen3Config, 4096, 12288, 36, 32, 8, **_QWEN3),
     "qwen3-14b": lambda: _dense(Qwen3Config, 5120, 17408, 40, 40, 8, **_QWEN3),

@@ -22,12 +22,12 @@ DEFAULTS: dict[str, Any] = {"model": "qwen2.5-32b", "gpus": 8, "tensor_parallel"
 """Without a run and without options."""
 
 NOT_COUNTED = (
-    "Not counted: layers in BF16, engine_kwargs.vllm, and CUDA graphs for more than 512 sequences, for "
-    "which vLLM sets up to 5 GiB more aside."
+    "Not counted: the trainer (its memory of a GPU, and of a host where it is offloaded); layers in BF16, "
+    "engine_kwargs.vllm, and CUDA graphs for more than 512 sequences, for which vLLM sets up to 5 GiB more aside."
 )
 CAVEAT = (
     "On H200s with the memory in the table. Random weights; INT8 mostly without rotation, which costs up to 2 % of a "
-    "decode step and less than 1 % of a rollout; tail: lengths have a long tail. Nothing longer than 8,384 tokens was "
+    "decode step and less than 1 % of a rollout. Nothing longer than 8,384 tokens was "
     "measured. BF16 that hardly fits (2 times and more) may do better in engines of more GPUs."
 )
 
@@ -45,7 +45,7 @@ def plan(
     response_length: Annotated[int | None, typer.Option(min=1, help="Tokens at most; else the run's, or 2048.")] = None,
     gpu_memory_gib: Annotated[float | None, typer.Option(min=1, help="GiB of a GPU, instead of the known.")] = None,
 ) -> None:
-    """Say what fits in each precision, and how much faster such rollouts were when measured. No GPU is needed.
+    """Say what an engine holds in each precision, and how much faster such rollouts were. No GPU is needed.
 
     Options win over the run that the overrides describe.
     """
@@ -132,6 +132,8 @@ def _fits(variants: list[Memory], asked: dict[str, Any]) -> Group:
         table.add_row(str(one), *(["-"] * len(cells) if reason else cells), "no" if reason else "yes")
         if reason:
             notes.append(f"{one} does not fit: {reason}.")
+    if "max_num_seqs" in asked:
+        notes.append(f"The run's engines take at most max_num_seqs={engine.max_num_seqs} at a time.")
     return Group(table, *notes, NOT_COUNTED)
 
 
@@ -144,10 +146,11 @@ def _speed_ups(base: Memory, asked: dict[str, Any]) -> Group | str:
     rows = rows_for(base.shape.parameters / 1e9, base.engine.tensor_parallel, base.engine.gib)
     if not rows:
         return "Speed-ups: no model of about this size was measured in such engines."
-    title = "The rollout's tokens/s over BF16's, measured on H200s (docs/results/throughput.md; 1.7b: step.md)"
+    title = "The rollout's tokens/s over BF16's, measured on H200s (docs/results/throughput.md)"
     columns = "sequences x\n(prompt -> response)", "GPUs\nx GiB", "int8", "fp8", "int8 +\nINT8 KV", "nearest\nmeasured"
     table = Table(*columns, title=title, title_justify="left", box=SIMPLE_HEAD, padding=0)
     for row in rows:
         cells = ("-" if one is None else f"{one:.2f}" for one in row.speed_ups)
         table.add_row(row.workload, f"{row.gpus} x {row.gib or 'any'}", *cells, row.model)
-    return Group(table, CAVEAT)
+    tail = ["tail: lengths have a long tail."] if any("tail" in row.workload for row in rows) else []
+    return Group(table, *tail, CAVEAT)
