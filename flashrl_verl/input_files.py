@@ -157,7 +157,8 @@ def _read(key: str, file: Path, columns: Iterable[str]) -> tuple[Any, int, list[
 
     try:
         if file.suffix == ".jsonl":
-            table = json.read_json(file)
+            # A block holds at least a row: those of code tasks bring their tests.
+            table = json.read_json(file, json.ReadOptions(block_size=1 << 28))
             return table.schema, len(table), table.slice(0, _LOOKED_AT).to_pylist()
         opened = parquet.ParquetFile(file)
         there = [name for name in columns if name in opened.schema_arrow.names]
@@ -323,7 +324,7 @@ def _check_resume(cfg: DictConfig) -> None:
         reason = f"{found} was not saved whole by {ranks} ranks"
         refuse("trainer.resume_mode", mode, reason, "as many GPUs as saved it, an earlier checkpoint, or disable")
     last, step = get(cfg, "trainer.total_training_steps"), found.name.removeprefix("global_step_")
-    if last is not None and step.isdecimal() and int(step) >= last:
+    if last is not None and step.isdecimal() and int(step) >= last and not get(cfg, "trainer.val_only"):
         refuse("trainer.total_training_steps", last, f"{found} has as many steps already", f"more than {step}")
 
 
@@ -337,7 +338,12 @@ def _check_checkpoints(cfg: DictConfig) -> None:
     config = _json(model / "config.json")
     each = 4 if "float32" in (config.get("dtype"), config.get("torch_dtype")) else 2
     parameters = sum(path.stat().st_size for path in model.glob("*.safetensors")) / each
-    needed = parameters * sum(_SAVED.get(name, 0) for name in contents)  # in a folder that all nodes share
+    saved = dict(_SAVED)
+    if get(cfg, f"{ACTOR}.fsdp_config.model_dtype", "fp32") in ("bf16", "bfloat16", "fp16", "float16"):
+        saved |= {"model": 2, "optimizer": 4}
+    if get(cfg, "actor_rollout_ref.model.lora.rank") or get(cfg, "actor_rollout_ref.model.lora_rank"):
+        saved["optimizer"] = 0  # of adapters
+    needed = parameters * sum(saved.get(name, 0) for name in contents)  # in a folder that all nodes share
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if needed > (free := shutil.disk_usage(there).free):
         reason = f"a checkpoint takes {needed / 1e9:.0f} GB, and {there} has {free / 1e9:.0f} GB"

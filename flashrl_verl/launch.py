@@ -35,7 +35,8 @@ them."""
 
 WRITTEN = ("trainer.default_local_dir", "trainer.rollout_data_dir", "trainer.validation_data_dir")
 READ = (
-    *(MODEL, "actor_rollout_ref.model.tokenizer_path", "critic.model.path", "trainer.resume_from_path"),
+    *(MODEL, *(MODEL.removesuffix("path") + kind + "_path" for kind in ("tokenizer", "hf_config", "lora_adapter"))),
+    *("critic.model.path", "critic.model.tokenizer_path", "reward.reward_model.model_path", "trainer.resume_from_path"),
     *("reward.custom_reward_function.path", "reward.reward_manager.module.path", "data.custom_cls.path"),
     *(f"{ROLLOUT}.agent.agent_loop_config_path", f"{ROLLOUT}.multi_turn.tool_config_path"),
     *(f"{ROLLOUT}.multi_turn.function_tool_path", "trainer.v1.sampler.custom_sampler.path"),
@@ -141,13 +142,15 @@ def prepare(cfg: DictConfig, *, ship_code: bool = True) -> None:
             OmegaConf.update(cfg, key, absolute)
         elif isinstance(value, list):  # files of data
             OmegaConf.update(cfg, key, _existing(root, value))
-    folder = get(cfg, "trainer.default_local_dir", "")
-    if get(cfg, "trainer.save_freq", -1) > 0 and _JOB_COPIES in folder:
-        raise ConfigError(
-            f"trainer.default_local_dir={folder} lies in Ray's temporary copy of the job's directory, which is deleted "
-            "after it and which other nodes do not have. Set trainer.default_local_dir to an absolute path that every "
-            "node mounts, or trainer.save_freq=-1"
-        )
+    kept = ("trainer.default_local_dir",) if get(cfg, "trainer.save_freq", -1) > 0 else ()
+    for key in (*kept, *WRITTEN[1:]):
+        if _JOB_COPIES in (get(cfg, key) or ""):
+            raise ConfigError(
+                f"{key}={get(cfg, key)} lies in Ray's temporary copy of the job's directory, which is deleted after it "
+                f"and which other nodes do not have. Set {key} to an absolute path that every node mounts, or null"
+                + " with trainer.save_freq=-1"
+                * (key in kept)
+            )
     ours = get(cfg, RUNTIME_ENV, {})
     # Of ``ray job submit``, if this is its driver.
     of_job = json.loads(os.environ.get(RAY_JOB_CONFIG_JSON_ENV_VAR, "{}")).get("runtime_env") or {}
@@ -155,7 +158,9 @@ def prepare(cfg: DictConfig, *, ship_code: bool = True) -> None:
     # Ray merges a job's variables with a driver's only where no name is in both; the job's reach every process anyway.
     given = {**variables, **(of_job.get("env_vars") or {})}
     found = {name: value for name in LOG_PATHS if (value := os.environ.get(name))}
-    variables |= {name: _below(root, value) for name, value in {_ROOT: str(root), **found}.items() if name not in given}
+    if _JOB_COPIES in (written := str(root)):  # metrics go where checkpoints do
+        written = get(cfg, "trainer.default_local_dir") or written
+    variables |= {name: _below(root, value) for name, value in {_ROOT: written, **found}.items() if name not in given}
     if ship_code:  # in a checkpoint's configuration is the package that trained it, which may have moved
         modules = [module for module in modules if not Path(module).name.startswith(flashrl_verl.__name__)]
         modules += package()

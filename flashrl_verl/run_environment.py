@@ -67,7 +67,8 @@ def _check_loggers(cfg: DictConfig) -> None:
             refuse(key, name, f"{name} is not installed in this environment", "pip install it, or [console,file]")
         if name in _KEYS:
             variable, mode, offline = _KEYS[name]
-            if os.environ.get(variable) or os.environ.get(mode, "online") not in ("online", "cloud"):
+            sent = {**os.environ, **(get(cfg, "ray_kwargs.ray_init.runtime_env.env_vars") or {})}
+            if sent.get(variable) or sent.get(mode, "online") not in ("online", "cloud"):
                 continue
             if name == "swanlab" and (Path.home() / ".swanlab").exists():
                 continue

@@ -275,6 +275,11 @@ def _rules_of_numbers(cfg: DictConfig) -> Iterator[Rule]:
     yield Rule(f"{ACTOR}.optim.lr_warmup_steps_ratio", lambda v: v is None or within(0, 1)(v), reason, "0.0")
     key, schedules = f"{ACTOR}.optim.lr_scheduler_type", ("constant", "cosine")
     yield Rule(key, one_of(None, *schedules), "verl knows no other", " or ".join(schedules))
+    reason = "verl takes its mean over a micro-batch, so that the gradient grows with their number"
+    yield Rule(_LOSS_MODE, none_of("geo_mean"), reason, "gspo or vanilla")
+    if get(cfg, key := f"{ACTOR}.loss_agg_mode") == "seq-mean-token-sum-norm":
+        reason = f"with {key}=seq-mean-token-sum-norm verl divides by the longest response of a micro-batch"
+        yield Rule(f"{ACTOR}.loss_scale_factor", none_of(None), reason, "<data.max_response_length>")
     key, parts = f"{ACTOR}.checkpoint.save_contents", {"model", "optimizer", "extra", "hf_model"}
     reason = f"checkpoints hold {', '.join(sorted(parts))}"
     yield Rule(key, lambda names: names is None or {*names} <= parts, reason, "[model,optimizer,extra]")
@@ -326,9 +331,20 @@ def _rules_of_weights(cfg: DictConfig) -> Iterator[Rule]:
         reason = "on the training GPUs it makes verl send weights amid validation, which nobody verifies"
         yield Rule("reward.reward_model.enable", one_of(None, False), reason, f"false, or {pool}=true")
     # verl's Ulysses changes flash attention alone (models/transformers/monkey_patch.py); ours does it itself.
-    if max(get(cfg, key) for key in _ULYSSES) > 1:
-        reason = "with sequence parallelism each GPU would attend to its own part of a sequence"
-        yield Rule(ATTENTION, one_of(None, FLASH, VARLEN), reason, f"{FLASH} or {VARLEN}, or {_ULYSSES[0]}=1")
+    of_critic = "critic.fsdp.ulysses_sequence_parallel_size"
+    critics = "critic.model.override_config.attn_implementation"
+    for attention, implementations, keys in (
+        (ATTENTION, (FLASH, VARLEN), (*_ULYSSES, "actor_rollout_ref.ref.ulysses_sequence_parallel_size")),
+        (critics, (FLASH,), (of_critic,) if has_critic(cfg) else ()),
+    ):
+        if parallel := [key for key in keys if get(cfg, key, 1) > 1]:
+            reason = "with sequence parallelism each GPU would attend to its own part of a sequence"
+            instead = f"{' or '.join(implementations)}, or {parallel[0]}=1"
+            yield Rule(attention, one_of(None, *implementations), reason, instead)
+    if get(cfg, "distillation.enabled"):
+        for name in get(cfg, "distillation.teacher_models", {}):
+            reason = "the teacher's weights would be quantized, which nothing checks"
+            yield Rule(f"distillation.teacher_models.{name}.inference.name", none_of("flashrl"), reason, "vllm")
     if get(cfg, f"{MODEL_NODE}.use_remove_padding", True):
         reason = "transformers hands it a packed row's longest length as a tensor, which it does not take"
         yield Rule(ATTENTION, none_of("flash_attention_4"), reason, f"{VARLEN}, which takes FlashAttention 4")
@@ -424,8 +440,8 @@ def _rules_of_batches(cfg: DictConfig) -> Iterator[Rule]:
         fits = str(math.gcd(heads, get(cfg, _TENSOR_PARALLEL)))
         yield Rule(_TENSOR_PARALLEL, lambda size: heads % size == 0, reason, fits)
     prompts, mini_batch, samples = (get(cfg, key) for key in ("data.train_batch_size", _MINI_BATCH, f"{ROLLOUT}.n"))
-    if get(cfg, f"{CORRECTION}.bypass_mode"):
-        reason = "verl fills the last one up with empty rows, where its loss of bypass mode fails"
+    if get(cfg, f"{CORRECTION}.bypass_mode") or get(cfg, f"{ACTOR}.loss_agg_mode", "").startswith("seq-mean"):
+        reason = "verl fills the last one up with empty rows, which seq-mean counts, and bypass mode's loss fails on"
         yield Rule(_MINI_BATCH, lambda size: prompts % size == 0, reason, f"<a divisor of {prompts}>")
     data_parallel = ranks // get(cfg, ulysses)
     longest = get(cfg, f"{ROLLOUT}.prompt_length") + get(cfg, f"{ROLLOUT}.response_length")
@@ -478,6 +494,8 @@ _VOID = {
     },
     f"{ACTOR}.grad_clip": f"{ACTOR}.optim.clip_grad",
     f"{ACTOR}.freeze_vision_tower": None,
+    "critic.grad_clip": "critic.optim.clip_grad",
+    "critic.ulysses_sequence_parallel_size": "critic.fsdp.ulysses_sequence_parallel_size",
     "actor_rollout_ref.nccl_timeout": None,
     f"{ROLLOUT}.do_sample": f"{ROLLOUT}.temperature",
     f"{ROLLOUT}.over_sample_rate": None,

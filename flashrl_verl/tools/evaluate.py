@@ -167,6 +167,7 @@ def recipe_words(kept: Path | None, precision: Precision, sampling: dict[str, An
         "trainer.val_before_train": True,
         "trainer.resume_mode": "disable",
         "trainer.resume_from_path": None,
+        "trainer.save_freq": -1,
         "trainer.logger": ["console"],
         # verl checks the training's batches too, and loads its data: the least that any number of GPUs can cut.
         "data.train_files": "${data.val_files}",

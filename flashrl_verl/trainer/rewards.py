@@ -13,6 +13,7 @@ import logging
 import math
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, NoReturn
 
 import ray
@@ -79,7 +80,10 @@ class CheckedRewardManager(RewardManagerBase):
         extra = result.get("reward_extra_info", {})
         extra.pop("reward", None)  # verl's name for the reward itself, and it puts both into one list
         value = float(extra.get("acc", result["reward_score"]))
-        shown = self._shown(data[-1]) if problem or not self._scored else ""
+        shown = ""
+        if problem or not self._scored:
+            with suppress(Exception):  # a row of another layout has its reward all the same
+                shown = self._shown(data[-1])
         self._scored.append(Scored(value, problem or "", shown))
         return result
 
@@ -127,6 +131,7 @@ class RewardWatch:
         self._workers, self._reward, self._limit, self._batch = workers, reward, limit, batch
         self._first, self._next = True, time.monotonic() + _INTERVAL_S
         self._scored: list[Scored] = []
+        self._asked: list[ray.ObjectRef] = []
         self._said = False
         self.unrewarded = False
         """Whether no response has had a reward yet, of validation or training."""
@@ -154,8 +159,13 @@ class RewardWatch:
         return {METRIC: share}
 
     def ask(self, whole: bool = False) -> None:
-        """Now, and say whether there is no reward, with ``whole`` of fewer responses than a batch too."""
-        asked = [worker.__ray_call__.remote(lambda it: it.reward_manager.take()) for worker in self._workers]
+        """Now, and say whether there is no reward. With ``whole`` wait for all answers, and say so of fewer responses
+        than a batch too."""
+        if whole or not self._asked:
+            self._asked += [worker.__ray_call__.remote(lambda it: it.reward_manager.take()) for worker in self._workers]
+        if not whole and len(ray.wait(self._asked, num_returns=len(self._asked), timeout=0)[0]) < len(self._asked):
+            return  # a reward that keeps its worker busy keeps the driver from nothing
+        asked, self._asked = self._asked, []
         for taken in ray.get(asked):
             self._scored += taken
         if not self._first:

@@ -165,7 +165,8 @@ class FlashRLMixin:
         if self._own_file:
             with open_dict(self.config):
                 self.config.trainer.logger = [b for b in backends if b != "file"]
-        workers = [*agent_loop_manager.agent_loop_workers, *self.actor_rollout_wg.workers]
+        # A manager of the user's own need not have workers.
+        workers = [*getattr(agent_loop_manager, "agent_loop_workers", ()), *self.actor_rollout_wg.workers]
         workers += self.reward_loop_manager.reward_loop_workers
         watch = WorkerWatch(workers, self._how_to_resume())
         own = self.config.reward.custom_reward_function

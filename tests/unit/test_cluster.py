@@ -146,4 +146,10 @@ def test_checkpoints_are_refused_in_rays_temporary_copy(cfg, tmp_path, monkeypat
     with pytest.raises(ConfigError, match="trainer.default_local_dir=.*deleted.*trainer.save_freq=-1"):
         prepare(copy.deepcopy(cfg))
     cfg.trainer.save_freq = -1
+    prepare(copy.deepcopy(cfg))
+    cfg.trainer.rollout_data_dir = "dump"
+    with pytest.raises(ConfigError, match="trainer.rollout_data_dir=.*deleted.*, or null$"):
+        prepare(copy.deepcopy(cfg))
+    cfg.trainer.update({"rollout_data_dir": None, "save_freq": 1, "default_local_dir": "/shared/checkpoints"})
     prepare(cfg)
+    assert shipped(cfg, "env_vars")["VERL_FILE_LOGGER_ROOT"] == "/shared/checkpoints"

@@ -117,6 +117,14 @@ def test_a_file_that_is_no_data_is_refused(run, name, content, said):
     assert "it is a folder. Remedy: its files" in refused(cfg, **{DATA[1]: str(folder)})
 
 
+def test_a_row_may_be_larger_than_arrows_block(run):
+    cfg, folder = run
+    large = row(messages("2"), extra_info={"tests": "x" * 3_000_000})
+    (folder / "large.jsonl").write_text("".join(f"{json.dumps(large)}\n" for _ in range(4)))
+    OmegaConf.update(cfg, DATA[1], str(folder / "large.jsonl"))
+    check_files(cfg)
+
+
 def test_prompts_of_which_the_filter_leaves_none_are_refused(run):
     cfg, folder = run
     OmegaConf.update(cfg, "data.filter_overlong_prompts", True)
@@ -248,6 +256,8 @@ def test_what_a_run_would_resume_from_is_looked_at(run):
         assert f"optim.{name}=0.2 is refused" in said and f"with '{part}' of" in said
         check_files(OmegaConf.merge(other, OmegaConf.from_dotlist([remedy.rstrip(".")])))
     assert "has as many steps already" in refused(cfg, **{"trainer.total_training_steps": 3})
+    OmegaConf.update(cfg, "trainer.val_only", True)
+    check_files(cfg)
     OmegaConf.update(cfg, "trainer.total_training_steps", 4)
     assert "without its weights" in refused(cfg, **{f"{ACTOR}.checkpoint.load_contents": ["hf_model"]})
 
@@ -267,6 +277,7 @@ def test_a_checkpoint_that_is_not_there_or_does_not_fit_is_refused(run, monkeypa
     config = folder / "model" / "config.json"
     shape = json.loads(config.read_text())
     # 12 bytes a parameter: of BF16 6 times what is there, of FP32 3.
+    masters = f"{ACTOR}.fsdp_config.model_dtype"
     for free, dtype, fits in ((7, "bfloat16", True), (5, "bfloat16", False), (5, "float32", True), (2, "float32", 0)):
         config.write_text(json.dumps({**shape, "dtype": dtype}))
         monkeypatch.setattr(files.shutil, "disk_usage", lambda _: usage._replace(free=free * size))  # noqa: B023
@@ -275,6 +286,7 @@ def test_a_checkpoint_that_is_not_there_or_does_not_fit_is_refused(run, monkeypa
             check_files(cfg)
         else:
             assert "a checkpoint takes" in refused(cfg)
+    check_files(OmegaConf.merge(cfg, OmegaConf.from_dotlist([f"{masters}=bf16"])))  # half of it
 
 
 @pytest.mark.parametrize(

@@ -112,11 +112,31 @@ def test_a_number_passes_as_verls_manager_made_it(kind):
     assert one[:2] == (number, "") and one.shown
 
 
+def test_a_row_whose_mask_is_narrower_than_its_tokens_has_its_reward(monkeypatch):
+    """As verl pads agent loops with several outputs."""
+    row = a_row()
+    row.batch["attention_mask"] = row.batch["attention_mask"][:, :4]
+    manager = manager_of(RIGHT["numpy"][0], "naive")
+    assert manager.loop.run_until_complete(manager.run_single(row))["reward_score"] == 0.5
+    assert manager.take() == [Scored(0.5, "", "")]
+
+
+def test_a_reward_that_keeps_its_worker_busy_keeps_the_driver_from_nothing(monkeypatch):
+    watch = watch_of(monkeypatch, [scored(3), scored(2), scored(4), scored(1)], 0.0)
+    monkeypatch.setattr(rewards.ray, "wait", lambda asked, **_: (asked[:1], asked[1:]))
+    watch.ask()
+    watch.ask()
+    assert not watch._scored and len(watch._asked) == 2
+    watch.ask(whole=True)
+    assert len(watch._scored) == 10 and not watch._asked
+
+
 def watch_of(monkeypatch, answers: list[list[Scored]], limit: float) -> RewardWatch:
     """Over two workers that answer in turn."""
     left = iter(answers)
     worker = SimpleNamespace(__ray_call__=SimpleNamespace(remote=lambda function: next(left)))
     monkeypatch.setattr(rewards.ray, "get", list)
+    monkeypatch.setattr(rewards.ray, "wait", lambda asked, **_: (asked, []))
     return RewardWatch([worker, worker], "mine", limit, batch=16)
 
 

@@ -46,6 +46,9 @@ def test_a_tracker_without_a_key_is_refused_and_with_one_it_is_not(online, monke
         settle_packages(cfg)
     monkeypatch.setenv("WANDB_MODE", "offline")
     settle_packages(cfg)
+    monkeypatch.delenv("WANDB_MODE")
+    variables = "ray_kwargs.ray_init.runtime_env.env_vars.WANDB_API_KEY"
+    settle_packages(changed({"trainer.logger": ["wandb"], variables: "0123"}))
 
 
 def test_a_tracker_that_is_not_installed_is_refused():

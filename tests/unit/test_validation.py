@@ -22,6 +22,7 @@ LOSS_MODE = f"{ACTOR}.policy_loss.loss_mode"
 GPUS, TENSOR_PARALLEL = "trainer.n_gpus_per_node", f"{ROLLOUT}.tensor_model_parallel_size"
 MINI_BATCH, NORMALIZE = f"{ACTOR}.ppo_mini_batch_size", f"{CORRECTION}.rollout_is_batch_normalize"
 ATTENTION = f"{ACTOR_MODEL}.override_config.attn_implementation"
+CRITICS = "critic.model.override_config.attn_implementation"
 OVERLONG = "reward.reward_kwargs.overlong_buffer_cfg"
 MODE, THRESHOLD = "trainer.v1.trainer_mode", "trainer.v1.sampler.max_off_policy_threshold"
 NO_WEIGHTS = {f"{CORRECTION}.rollout_is": None, f"{CORRECTION}.rollout_is_threshold": None}
@@ -63,7 +64,24 @@ CASES = [
     ({f"{ROLLOUT}.n": 1}, f"{ROLLOUT}.n=16"),
     ({f"{ACTOR}.ulysses_sequence_parallel_size": 3}, "<a divisor of 8>"),
     ({f"{ACTOR}.ulysses_sequence_parallel_size": 2, ATTENTION: "sdpa"}, f"{ATTENTION}=flash_attention_2"),
+    ({"actor_rollout_ref.ref.ulysses_sequence_parallel_size": 2, ATTENTION: "sdpa"}, f"{ATTENTION}=flash_attention_2"),
+    (
+        {"critic.enable": True, "critic.fsdp.ulysses_sequence_parallel_size": 2, CRITICS: "sdpa"},
+        f"{CRITICS}=flash_attention_2",
+    ),
     ({ATTENTION: "flash_attention_4"}, f"{ATTENTION}=varlen"),
+    # losses whose gradient depends on how a mini-batch is cut
+    ({f"{ACTOR}.policy_loss.loss_mode": "geo_mean"}, f"{ACTOR}.policy_loss.loss_mode=gspo"),
+    (
+        {f"{ACTOR}.loss_agg_mode": "seq-mean-token-sum-norm", f"{ACTOR}.loss_scale_factor": None},
+        f"{ACTOR}.loss_scale_factor=<data.max_response_length>",
+    ),
+    ({f"{ACTOR}.loss_agg_mode": "seq-mean-token-mean", MINI_BATCH: 3}, "<a divisor of"),
+    # a teacher of distillation, which takes the rollout's name
+    (
+        {"distillation.enabled": True, "distillation.teacher_models.teacher_model.inference.name": "flashrl"},
+        "distillation.teacher_models.teacher_model.inference.name=vllm",
+    ),
     # lengths that do not go together
     ({f"{ROLLOUT}.max_model_len": 700}, f"{ROLLOUT}.max_model_len=1024"),
     *(({f"{OVERLONG}.enable": True, f"{OVERLONG}.len": bad}, f"{OVERLONG}.enable=false") for bad in (0, 512)),
