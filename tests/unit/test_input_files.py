@@ -117,6 +117,16 @@ def test_a_file_that_is_no_data_is_refused(run, name, content, said):
     assert "it is a folder. Remedy: its files" in refused(cfg, **{DATA[1]: str(folder)})
 
 
+def test_more_steps_than_the_data_have_are_refused_with_the_epochs_that_do(run):
+    cfg, folder = run
+    save(folder / "a.parquet", [row(messages("2"))] * 9)  # two batches of 4
+    for key, value in ((DATA[0], str(folder / "a.parquet")), ("trainer.total_epochs", 3)):
+        OmegaConf.update(cfg, key, value)
+    assert "9 rows are 6 steps at most" in refused(cfg, **{"trainer.total_training_steps": 7})
+    OmegaConf.update(cfg, "trainer.total_epochs", 4)
+    check_files(cfg)
+
+
 def test_a_row_may_be_larger_than_arrows_block(run):
     cfg, folder = run
     large = row(messages("2"), extra_info={"tests": "x" * 3_000_000})
