@@ -147,8 +147,9 @@ def _check_data(cfg: DictConfig, key: str, files: list[Path]) -> None:
     if rows < batch:
         of = f" within data.max_prompt_length={limit} tokens" if filtered else ""
         refuse(key, all_files, f"{rows} rows{of} are less than a batch of {batch}", "more data")
-    epochs, steps = get(cfg, "trainer.total_epochs", 1), get(cfg, "trainer.total_training_steps")
-    if key == DATA[0] and steps is not None and not get(cfg, "trainer.val_only") and steps > (most := epochs * (rows // batch)):
+    steps = None if key != DATA[0] or get(cfg, "trainer.val_only") else get(cfg, "trainer.total_training_steps")
+    epochs = get(cfg, "trainer.total_epochs", 1)
+    if steps is not None and steps > (most := epochs * (rows // batch)):
         reason = f"{rows} rows are {most} steps at most, and verl would end there without a last checkpoint"
         refuse("trainer.total_epochs", epochs, reason, f"{-(-steps // (rows // batch))} or more")
     if len(schemas) > 1:

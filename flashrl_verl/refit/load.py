@@ -55,7 +55,8 @@ class WeightRefit:
         self._model_config = model_config
         self._first: dict[str, tuple[tuple[int, ...], str]] | None = None  # shapes and dtypes of the first whole update
         self._meter: CodeChangeMeter | None = None
-        self._tied = bool(getattr(model.config.get_text_config(), "tie_word_embeddings", False))
+        # By what was built: parameters that are others' are not named.
+        self._tied = not any("lm_head" in name.split(".") for name, _ in model.named_parameters())
         self._buffers = dict(model.named_buffers())
         # Where each parameter was when the engine captured its CUDA graphs.
         self._addresses = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
@@ -107,6 +108,9 @@ class WeightRefit:
         self._check_arrived()
         if not self._problems:
             process_weights_after_loading(self.model, self._model_config, self.device)
+        receipt = manifest.receipt()
+        if not self._problems:
+            self._check_skipped(receipt["tensors"])
         parameters = dict(self.model.named_parameters())
         quantized = {name: p for name, p in parameters.items() if isinstance(p, QuantizedStorage)}
         if not self._problems:
@@ -125,7 +129,7 @@ class WeightRefit:
             )
         self._meter = self._meter or CodeChangeMeter(list(quantized.values()))
         changed = self._meter.measure()
-        self._first, self.last_receipt = manifest.tensors, manifest.receipt()
+        self._first, self.last_receipt = manifest.tensors, receipt
         return {
             "seconds": {"load": self._seconds, "finish": time.perf_counter() - started},
             "tensors": len(manifest.tensors),
@@ -167,6 +171,13 @@ class WeightRefit:
             self._report("unexpected tensors", [n for n in seen if n not in first])
             differ = [n for n in seen if n in first and seen[n] != first[n]]
             self._report("changed tensors", [f"{n} {_kind(seen[n])} instead of {_kind(first[n])}" for n in differ])
+
+    def _check_skipped(self, words: dict[str, str]) -> None:
+        """A head that is the embedding in the engine has to be that in the trainer, which ties by the checkpoint."""
+        others = {said for name, said in words.items() if name not in self._skipped}
+        apart = [name for name in self._skipped if words[name] not in others]
+        tied = "weights that are not the embedding to which config.json ties them (tie_word_embeddings=false there)"
+        self._report(tied, apart)
 
     def _check_storage(self, parameters: dict[str, torch.nn.Parameter], quantized: dict[str, QuantizedStorage]) -> None:
         """Everything was written, quantized elements exactly once, and nothing has moved."""

@@ -61,6 +61,9 @@ class FlashRLWorkerExtension(vLLMColocateWorkerExtension):
     def _flashrl_receive(self, step: int, timeout_s: float, self_check: bool, use_shm: bool) -> dict:
         model, model_config = self.model_runner.model, self.model_runner.vllm_config.model_config
         if self._flashrl_refit is None:
+            if hasattr(model_config, mark := "word_embeddings_untied_by_checkpoint"):  # not in vLLM 0.24
+                # Else vLLM ties a head again, for good, while the self-check has both filled alike.
+                setattr(model_config, mark, False)
             self._flashrl_refit = WeightRefit(model, model_config, self.device)
         refit, stale = self._flashrl_refit, []
         if self_check:

@@ -14,6 +14,8 @@ from references import assert_storage
 from safetensors.torch import save_file
 from tiny_models import CONFIGS, LAYERS, log_probs, make, wire
 
+from flashrl_verl.errors import RefitError
+
 pytestmark = [pytest.mark.slow]
 
 PROMPTS = ((5, 6, 7, 8), (100, 3, 50), tuple(range(20, 60)))
@@ -49,6 +51,9 @@ def refit(path: Path, name: str, precision: str) -> list:
             counts = assert_storage(dict(send.model.named_parameters()), weights, precision)
             assert counts["quantized"] == (2 if moe else 4) * LAYERS and counts["experts"] == (2 * LAYERS if moe else 0)
             outputs.append([greedy(llm, prompt) for prompt in PROMPTS])
+        for head in tied:  # as where a checkpoint has one of its own
+            with pytest.raises(RefitError, match=f"config.json ties them .*: {head}"):
+                send({**weights, head: torch.randn_like(weights[head])}, len(SEEDS))
     assert report["code_change_rate"] > 0.9, "other random weights have other codes"
     assert outputs[0] == outputs[2] != outputs[1] == outputs[3]
     assert sizes[2:3] == sizes[3:], "an update that keeps memory"
