@@ -10,6 +10,7 @@ package, absolute paths, and where the metrics go travel in the configuration an
 import importlib.metadata
 import json
 import os
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -162,7 +163,8 @@ def prepare(cfg: DictConfig, *, ship_code: bool = True) -> None:
         written = get(cfg, "trainer.default_local_dir") or written
     variables |= {name: _below(root, value) for name, value in {_ROOT: written, **found}.items() if name not in given}
     if ship_code:  # in a checkpoint's configuration is the package that trained it, which may have moved
-        modules = [module for module in modules if not Path(module).name.startswith(flashrl_verl.__name__)]
+        # The code and its metadata, by whole name: a module of the user's may begin alike.
+        modules = [module for module in modules if re.split("[-.]", Path(module).name)[0] != flashrl_verl.__name__]
         modules += package()
     with open_dict(cfg):
         if os.environ.get("RAY_ADDRESS", "local") != "local":

@@ -337,7 +337,7 @@ def _rules_of_weights(cfg: DictConfig) -> Iterator[Rule]:
         (ATTENTION, (FLASH, VARLEN), (*_ULYSSES, "actor_rollout_ref.ref.ulysses_sequence_parallel_size")),
         (critics, (FLASH,), (of_critic,) if has_critic(cfg) else ()),
     ):
-        if parallel := [key for key in keys if get(cfg, key, 1) > 1]:
+        if parallel := [key for key in keys if get(cfg, key, 1) not in (0, 1)]:
             reason = "with sequence parallelism each GPU would attend to its own part of a sequence"
             instead = f"{' or '.join(implementations)}, or {parallel[0]}=1"
             yield Rule(attention, one_of(None, *implementations), reason, instead)

@@ -118,7 +118,7 @@ def test_what_a_job_brings_itself_is_left_to_it(cfg, monkeypatch):
 
 @pytest.mark.parametrize("ship, count", [(True, 4), (False, 2)])
 def test_the_package_is_added_to_the_users_modules_unless_switched_off(cfg, tmp_path, ship, count):
-    modules = ["rewards", "s3://bucket/more.zip"]
+    modules = ["rewards", "s3://bucket/flashrl_verl_more.zip"]
     cfg.ray_kwargs.ray_init.runtime_env = {"env_vars": None, "py_modules": modules}
     prepare(cfg, ship_code=ship)
     assert shipped(cfg, "py_modules")[:2] == [f"{tmp_path}/rewards", modules[1]]
