@@ -11,6 +11,8 @@ from __future__ import annotations
 import json
 import statistics
 import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -63,17 +65,47 @@ def variant_overrides(variant: str) -> list[str]:
     return words
 
 
+def means(steps: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
+    """Of the steps behind the first, by column; without those that were not logged."""
+    of = {key: [step[key] for step in steps[1:] if step.get(key) is not None] for key in COLUMNS}
+    return {key: statistics.fmean(values) for key, values in of.items() if values}
+
+
 def table(record: dict[str, Any]) -> list[list[str]]:
     """Means of the steps behind the first; header first."""
     rows = [["variant", *COLUMNS]]
     for one in record["results"]:
-        cells = []
-        for key in COLUMNS:
-            values = [step[key] for step in one["steps"][1:] if step.get(key) is not None]
-            mean = statistics.fmean(values) if values else None
-            cells.append("-" if mean is None else f"{mean:{'.0f' if mean > 999 else '.3g'}}")
+        found = means(one["steps"])
+        cells = [f"{found[key]:{'.0f' if found[key] > 999 else '.3g'}}" if key in found else "-" for key in COLUMNS]
         rows.append([one["variant"], *cells])
     return rows
+
+
+PHASES = "rollout", "old log-probs", "update", "refit"
+
+
+def plot(record: dict[str, Any], path: Path) -> None:
+    """A bar a variant: seconds of its step by phase, and how many times as fast it is as the first."""
+    from matplotlib.figure import Figure
+
+    results = {one["variant"]: means(one["steps"]) for one in record["results"]}
+    figure = Figure(figsize=(9, 1.2 + 0.5 * len(results)), layout="constrained", dpi=110)
+    axes = figure.subplots()
+    lefts = dict.fromkeys(results, 0.0)
+    for phase in (*PHASES, "rest"):
+        widths = [
+            of.get(phase, 0.0) if phase in PHASES else max(0.0, of["step"] - lefts[variant])
+            for variant, of in results.items()
+        ]
+        axes.barh(list(results), widths, left=list(lefts.values()), label=phase)
+        lefts = {variant: left + width for (variant, left), width in zip(lefts.items(), widths, strict=True)}
+    base = next(iter(results.values()))["step"]
+    for at, of in enumerate(results.values()):
+        axes.text(of["step"], at, f" {of['step']:.0f} s, x {base / of['step']:.2f}", va="center")
+    axes.set(xlabel="seconds of a step", xlim=(0, 1.2 * max(of["step"] for of in results.values())))
+    axes.invert_yaxis()
+    figure.legend(loc="outside upper center", ncols=len(PHASES) + 1, frameon=False)
+    figure.savefig(path)
 
 
 def step(
@@ -115,6 +147,8 @@ def step(
         found = [{key: row.get(metric) for key, metric in COLUMNS.items()} for row in logged]
         record["results"].append({"variant": name, "overrides": chosen[name], "steps": found})
         write_json(output / "step.json", record)
+        with suppress(ImportError):  # matplotlib may not be there
+            plot(record, output / "step.png")
     header, *rows = table(record)
     show(f"{model}, means of {steps - 1} steps", header, rows)
     print(f"written: {output / 'step.json'}")

@@ -29,8 +29,9 @@ class DynamicSamplingError(FlashRLError):
     """Dynamic sampling used up its budget of prompts without filling a training batch."""
 
 
-class RewardError(FlashRLError):
-    """A reward function raised, or returned something other than a finite number, more often than it may."""
+class ResponseError(FlashRLError):
+    """Responses ended with an error, or a reward function raised or returned something other than a finite number, more
+    often than it may."""
 
 
 class GuardError(FlashRLError):

@@ -308,9 +308,9 @@ class FlashRLConfig(Settings):
     max_num_gen_batches: int = _count(10, 0, "an integer of at least 1, or 0 for no bound")
     """Prompts that dynamic sampling may spend on a step, in units of data.train_batch_size; 0 is no bound."""
 
-    failed_rewards_max: float = _number(0.01, lambda v: 0 <= v <= 1, "a share between 0 and 1")
-    """Largest share of a step's responses whose reward may raise, or be no finite number
-    (``trainer/rewards.py``); they count as 0."""
+    failed_responses_max: float = _number(0.01, lambda v: 0 <= v <= 1, "a share between 0 and 1")
+    """Largest share of a step's responses that may fail (``trainer/rewards.py``): end with an error, or have a
+    reward that raises or is no finite number, which counts as 0."""
 
     self_check: bool = _switch(True)
     """Whether a run starts by proving on its own engines that an update rewrites all they use

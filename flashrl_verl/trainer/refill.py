@@ -21,8 +21,6 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, _accumulate_eviction_metrics
 from verl.utils.skip import SkipManager
 
-from flashrl_verl.errors import DynamicSamplingError
-
 STARTED = "training/filter_groups/started_samples"
 THROWN_AWAY = "training/filter_groups/discarded_surplus_samples"
 """Groups of a step, in verl's words samples: all that were started; informative ones that the batch had no room for."""
@@ -84,9 +82,6 @@ class RefillBuffer(ReplayBuffer):
         max_prompts: bound on the prompts of a step, may be infinite. One more is asked for when nothing runs and the
             batch is not full, so that `refill_fn` refuses it.
         kwargs: verl's.
-
-    Raises:
-        DynamicSamplingError: from `sample`: none of the groups that were drawn has a trajectory.
     """
 
     def __init__(self, seed: int, max_prompts: float, **kwargs):
@@ -134,12 +129,6 @@ class RefillBuffer(ReplayBuffer):
         self._clear_groups(partition_id, informative.difference(drawn))
         metrics |= {STARTED: len(outcomes), THROWN_AWAY: len(informative) - batch_size}
         batch = self._materialize_batch(partition_id, drawn, dict(self.partitions[partition_id]))
-        if not batch.keys:
-            raise DynamicSamplingError(
-                f"step {global_steps}: no sample of {batch_size} groups has come to its end, all have failed: the "
-                "first error in the log says why. To replace groups that fail: "
-                "trainer.v1.sampler.sync_refill_failed_groups=true"
-            )
         return batch, metrics
 
     def _may_start(self, batch_size: int, informative: int, outcomes: list[bool], running: int) -> int:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a reward returns is looked at where it is computed, and the driver is told.
+"""Responses that fail: in their generation, or in their reward, which is looked at where it is computed.
 
-verl takes a NaN into the advantages, whose gradient it then skips in every step; and the response of a reward that
-raises goes missing from its group, which is filled up with rows of padding. Here such a response counts as one without
-a reward, and how many there may be is a setting.
+verl takes a NaN into the advantages, whose gradient it then skips in every step. A response whose agent loop or reward
+raises goes missing from its group, which is filled up with rows of padding; in validation it counts as wrong. Here one
+whose reward fails counts as one without a reward, and how many may fail, in either way, is a setting.
 
 A model that answers in another form than the reward looks for never gets one: every group is constant, dynamic sampling
 replaces all of them, and a run would sample to its bound without a word of why. Here a warning shows a response.
@@ -12,7 +12,8 @@ replaces all of them, and a run would sample to its bound without a word of why.
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, NoReturn
 
@@ -22,7 +23,7 @@ from verl import DataProto
 from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 from verl.trainer.ppo.reward import resolve_reward_manager_cls
 
-from flashrl_verl.errors import RewardError
+from flashrl_verl.errors import ResponseError
 
 log = logging.getLogger("verl.flashrl")
 
@@ -31,8 +32,8 @@ _SHOWN = 300
 _INTERVAL_S = 5.0
 """Between two looks of the driver."""
 
-METRIC = "flashrl/failed_rewards"
-"""Share of a step's responses whose reward failed, validation's too."""
+METRIC = "flashrl/failed_responses"
+"""Share of a step's responses that failed, validation's too."""
 
 
 class Scored(NamedTuple):
@@ -119,12 +120,12 @@ class RewardWatch:
     Args:
         workers: verl's reward workers.
         reward: the function, for messages.
-        limit: ``flashrl.failed_rewards_max``, of a step's responses.
+        limit: ``flashrl.failed_responses_max``, of a step's responses.
         batch: responses, after which at the latest one should have had a reward.
 
     Raises:
-        RewardError: from every method, of the first batch as soon as the limit of a whole one failed; at the end of
-            others, more than the limit.
+        ResponseError: from every method: more than the limit failed. Of the rewards of the first batch that is said as
+            soon as the limit of a whole one failed.
     """
 
     def __init__(self, workers: Sequence[ray.actor.ActorHandle], reward: str, limit: float, batch: int):
@@ -132,7 +133,7 @@ class RewardWatch:
         self._first, self._next = True, time.monotonic() + _INTERVAL_S
         self._scored: list[Scored] = []
         self._asked: list[ray.ObjectRef] = []
-        self._said = False
+        self._said, self._lost = False, 0
         self.unrewarded = False
         """Whether no response has had a reward yet, of validation or training."""
 
@@ -142,20 +143,41 @@ class RewardWatch:
             self.ask()
             self._next = time.monotonic() + _INTERVAL_S
 
+    def count_lost(self, groups: Collection[str], failed: Collection[str], keys: Iterable[str], each: int) -> None:
+        """Before verl takes a batch: how many of its responses are not there.
+
+        Args:
+            groups: of the batch.
+            failed: those of which a response has ended with an error.
+            keys: of the responses that are there, verl's ``{group}_{response}_{turn}``.
+            each: responses of a group.
+        """
+        there = Counter(group for group, _ in {tuple(key.split("_")[:2]) for key in keys})
+        lost, all_of = sum(max(0, each - there[group]) for group in set(groups) & set(failed)), each * len(groups)
+        if lost and lost > min(self._limit * all_of, all_of - 1):
+            raise ResponseError(
+                f"{lost} of {all_of} responses ended with an error, more than flashrl.failed_responses_max="
+                f"{self._limit:g}; the first `Error in _run_prompt` in the log says which. verl would train on padding "
+                "in their place, and count them as wrong in validation. Remedy: mend that error; where it is of single "
+                "groups, trainer.v1.sampler.sync_refill_failed_groups=true draws others in training"
+            )
+        self._lost += lost
+
     def end_validation(self) -> None:
         """When it is there: say whether none of its responses has had a reward."""
         self.ask(whole=True)
         if self._first:
-            self._scored = []
+            self._scored, self._lost = [], 0
 
     def end_step(self) -> dict[str, float]:
         """When a batch is there: its metric."""
         self.ask(whole=True)
         self._first = self.unrewarded = False
-        share = len(self._failed()) / max(1, len(self._scored))
-        if share > self._limit:
-            self._refuse(f"more than flashrl.failed_rewards_max={self._limit:g} of a step")
-        self._scored = []
+        failed, count = len(self._failed()), len(self._scored)
+        if failed > self._limit * count:
+            self._refuse(f"more than flashrl.failed_responses_max={self._limit:g} of a step")
+        share = (failed + self._lost) / max(1, count + self._lost)
+        self._scored, self._lost = [], 0
         return {METRIC: share}
 
     def ask(self, whole: bool = False) -> None:
@@ -171,7 +193,7 @@ class RewardWatch:
         if not self._first:
             return
         if len(self._failed()) > self._limit * max(self._batch, len(self._scored)):
-            self._refuse(f"more than flashrl.failed_rewards_max={self._limit:g} of the first batch")
+            self._refuse(f"more than flashrl.failed_responses_max={self._limit:g} of the first batch")
         values, count = {one.value for one in self._scored}, len(self._scored)
         self.unrewarded = len(values) == 1 and max(values) <= 0
         if self.unrewarded and not self._said and (whole or count >= self._batch):
@@ -188,7 +210,7 @@ class RewardWatch:
 
     def _refuse(self, why: str) -> NoReturn:
         failed = self._failed()
-        raise RewardError(
+        raise ResponseError(
             f"the reward ({self._reward}) failed for {len(failed)} of {len(self._scored)} responses, {why}. Of one of "
             f"them {failed[-1].failure}. {failed[-1].shown}. Remedy: a reward function that returns a finite number "
             "for every response, such as 0 for what it cannot judge in time"

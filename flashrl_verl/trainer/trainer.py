@@ -173,7 +173,7 @@ class FlashRLMixin:
         self._rewards = RewardWatch(
             self.reward_loop_manager.reward_loop_workers,
             f"{own.name} of {own.path}" if own.path else "verl's",
-            self.flashrl.failed_rewards_max,
+            self.flashrl.failed_responses_max,
             self.config.data.train_batch_size * self.config.actor_rollout_ref.rollout.n,
         )
         poll = self.replay_buffer._wait_for_next_poll
@@ -184,6 +184,14 @@ class FlashRLMixin:
             return poll(*args, **kwargs)
 
         self.replay_buffer._wait_for_next_poll = watched_poll  # a sampler of the user's own too
+        materialize, rollout = self.replay_buffer._materialize_batch, self.config.actor_rollout_ref.rollout
+
+        def whole_batch(partition_id: str, groups: list[str], there: dict[str, dict]):
+            each = rollout.val_kwargs.n if partition_id == "val" else rollout.n
+            self._rewards.count_lost(groups, self.replay_buffer.failure_keys[partition_id], there, each)
+            return materialize(partition_id, groups, there)
+
+        self.replay_buffer._materialize_batch = whole_batch
         try:
             super().fit(agent_loop_manager)
         except Exception as error:

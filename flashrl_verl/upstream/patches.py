@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ledger of what this package changes in verl and vLLM outside a subclass or a registry. One entry a function.
 
-Two objects of a run are changed where they are made: the replay buffer's `_wait_for_next_poll`, which looks for dead
-workers too (trainer/trainer.py), and the class of the trainer's head for FP32 logits (fp32_head.py).
+Two objects of a run are changed where they are made: the replay buffer, whose `_wait_for_next_poll` looks for dead
+workers too and whose `_materialize_batch` for missing responses (trainer/trainer.py), and the class of the trainer's
+head for FP32 logits (fp32_head.py).
 
 =====================================  =================================================================================
 target                                 ``verl.utils.distributed.initialize_global_process_group_ray``

@@ -9,7 +9,7 @@ import time
 
 import psutil
 import pytest
-from recipe_runs import TWO_RANKS, command, finish, start
+from recipe_runs import PROGRAMS, TWO_RANKS, command, finish, start
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -109,6 +109,35 @@ def test_a_run_without_a_reward_says_so_and_ends_with_an_error(recipe, mode):
         r".*max_num_gen_batches",
         run.output,
     )
+
+
+FAILING = (
+    "actor_rollout_ref.rollout.agent.default_agent_loop=tool_agent",
+    "actor_rollout_ref.rollout.multi_turn.enable=true",
+    "actor_rollout_ref.rollout.multi_turn.format=failing",
+    f"actor_rollout_ref.rollout.multi_turn.function_tool_path={PROGRAMS}/toy_tool.py",
+    "actor_rollout_ref.rollout.val_kwargs.do_sample=true",  # the toy's likeliest token ends no answer
+    "actor_rollout_ref.rollout.val_kwargs.temperature=1.0",
+    "trainer.test_freq=1",
+)
+"""One answer in five that ends before its limit ends with an error."""
+
+
+@pytest.mark.parametrize("mode", ["flashrl", "flashrl_colocate_async"])
+def test_responses_that_fail_end_the_run(recipe, mode):
+    """Where verl replaces them in training, in a validation."""
+    run = recipe(*FAILING, f"trainer.v1.trainer_mode={mode}")
+    assert run.returncode != 0
+    assert_says(
+        r"ResponseError: \d+ of \d+ responses ended with an error, more than \S+_responses_max=0.01", run.output
+    )
+
+
+def test_responses_that_may_fail_are_counted(recipe):
+    run = recipe(*FAILING, NO_FILTER, "flashrl.failed_responses_max=0.4")
+    assert run.returncode == 0, run.failure
+    shares = [values["flashrl/failed_responses"] for step, values in run.metrics().items() if step]
+    assert len(shares) == 2 and all(0.1 < share < 0.4 for share in shares)
 
 
 def test_a_reward_worker_that_cannot_be_made_ends_the_run_with_its_own_error(recipe):

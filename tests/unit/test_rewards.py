@@ -14,7 +14,7 @@ from tensordict import TensorDict
 from verl import DataProto
 from verl.trainer.ppo.reward import load_reward_manager
 
-from flashrl_verl.errors import RewardError
+from flashrl_verl.errors import ResponseError
 from flashrl_verl.trainer import rewards
 from flashrl_verl.trainer.rewards import METRIC, RewardWatch, Scored, check_rewards
 
@@ -149,13 +149,27 @@ def test_a_first_batch_fails_as_soon_as_it_is_sure_to_and_later_ones_at_their_en
     watch = watch_of(monkeypatch, [scored(8), scored(99) + failing[:1], scored(99), scored(98) + failing], 0.01)
     assert watch.end_step() == {METRIC: 1 / 108}
     with pytest.raises(
-        RewardError, match="3 of 200 responses, more than flashrl.failed_rewards_max=0.01.* b. .*Remedy"
+        ResponseError, match="3 of 200 responses, more than flashrl.failed_responses_max=0.01.* b. .*Remedy"
     ):
         watch.end_step()
     watch = watch_of(monkeypatch, [scored(2, 0.0, "c"), [], [], scored(3, 0.0, "c")], 0.25)
     watch.ask()  # 2 of a batch of 16
-    with pytest.raises(RewardError, match="5 of 5 responses, more than .*=0.25 of the first batch. Of one of them c"):
+    with pytest.raises(ResponseError, match="5 of 5 responses, more than .*=0.25 of the first batch. Of one of them c"):
         watch.ask()
+
+
+def test_lost_responses_are_those_of_failed_groups_that_are_not_there(monkeypatch):
+    """Of groups of four: b lacks one, c all; of d nobody says that it failed, and e is not of the batch."""
+    keys = ["a_0_0", "a_1_0", "a_2_0", "a_3_0", "b_0_0", "b_0_1", "b_2_0", "b_3_0", "d_1_0"]
+    watch = watch_of(monkeypatch, [scored(7), scored(4)], 0.4)
+    watch.count_lost("abcd", {"b", "c", "e"}, keys, each=4)
+    assert watch.end_step() == {METRIC: 5 / 16}
+    watch = watch_of(monkeypatch, [], 0.3)
+    with pytest.raises(ResponseError, match="5 of 16 responses ended with an error, more than .*_max=0.3;"):
+        watch.count_lost("abcd", {"b", "c"}, keys, each=4)
+    watch = watch_of(monkeypatch, [], 1.0)
+    with pytest.raises(ResponseError, match="8 of 8 responses"):  # verl would have nothing to take
+        watch.count_lost("ab", {"a", "b"}, [], each=4)
 
 
 @pytest.mark.usefixtures("logged")

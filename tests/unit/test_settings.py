@@ -19,7 +19,7 @@ DEFAULTS = {
 }
 NUMBERS = {
     "max_num_gen_batches": (0, -1),
-    "failed_rewards_max": (1, 1.1),
+    "failed_responses_max": (1, 1.1),
     "update_timeout_s": (0.1, math.inf),
     "guard.patience": (1, 0),
     "guard.k3_kl_max": (1e-6, 0),
