@@ -21,7 +21,7 @@ import typer
 from benchmarks.common import environment, run, show, words_of, write_json
 from benchmarks.random_model import make_model, make_prompts, short_run, train
 from benchmarks.step_workload import SETTINGS
-from flashrl_verl.errors import ConfigError
+from flashrl_verl.errors import ConfigError, FlashRLError
 from flashrl_verl.tools.recipe_process import MODULE, compose, quoted
 
 LEVERS = {
@@ -118,7 +118,7 @@ def step(
     constant: Annotated[float, typer.Option(min=0, max=0.9, help="Share of constant groups.")] = 0.4,
     output: Annotated[Path, typer.Option(help="Folder for step.json, model, data, logs.")] = Path("outputs/step"),
 ) -> None:
-    """Time whole steps of DAPO, a run of the recipe for each variant."""
+    """Time whole steps of DAPO, a run of the recipe for each variant. Exit code 1: one has failed."""
     names = words_of(variants, None, "--variants")
     chosen = {name: variant_overrides(name) for name in names}
     output = output.expanduser().resolve()
@@ -143,15 +143,21 @@ def step(
     for name in names:
         print(f"{name}; log: {output / name / 'train.log'}", flush=True)
         command = [sys.executable, "-m", MODULE, *common, *chosen[name]]
-        logged = train(command, output / name, steps, {SETTINGS: json.dumps(settings)}).values()
+        try:
+            logged = train(command, output / name, steps, {SETTINGS: json.dumps(settings)}).values()
+        except FlashRLError as error:  # of one run, which must not end the others
+            print(f"{name}: {error}", flush=True)
+            continue
         found = [{key: row.get(metric) for key, metric in COLUMNS.items()} for row in logged]
         record["results"].append({"variant": name, "overrides": chosen[name], "steps": found})
         write_json(output / "step.json", record)
         with suppress(ImportError):  # matplotlib may not be there
             plot(record, output / "step.png")
     header, *rows = table(record)
-    show(f"{model}, means of {steps - 1} steps", header, rows)
-    print(f"written: {output / 'step.json'}")
+    if rows:
+        show(f"{model}, means of {steps - 1} steps", header, rows)
+        print(f"written: {output / 'step.json'}")
+    raise typer.Exit(int(len(rows) < len(names)))
 
 
 if __name__ == "__main__":
