@@ -133,7 +133,8 @@ class RewardWatch:
         self._first, self._next = True, time.monotonic() + _INTERVAL_S
         self._scored: list[Scored] = []
         self._asked: list[ray.ObjectRef] = []
-        self._said, self._lost = False, 0
+        self._said = False
+        self._lost, self._due = 0, 0
         self.unrewarded = False
         """Whether no response has had a reward yet, of validation or training."""
 
@@ -153,31 +154,28 @@ class RewardWatch:
             each: responses of a group.
         """
         there = Counter(group for group, _ in {tuple(key.split("_")[:2]) for key in keys})
-        lost, all_of = sum(max(0, each - there[group]) for group in set(groups) & set(failed)), each * len(groups)
-        if lost and lost > min(self._limit * all_of, all_of - 1):
-            raise ResponseError(
-                f"{lost} of {all_of} responses ended with an error, more than flashrl.failed_responses_max="
-                f"{self._limit:g}; the first `Error in _run_prompt` in the log says which. verl would train on padding "
-                "in their place, and count them as wrong in validation. Remedy: mend that error; where it is of single "
-                "groups, trainer.v1.sampler.sync_refill_failed_groups=true draws others in training"
-            )
-        self._lost += lost
+        lost, due = sum(max(0, each - there[group]) for group in set(groups) & set(failed)), each * len(groups)
+        self._lost, self._due = self._lost + lost, self._due + due
+        if lost == due:  # verl has no batch to go on with
+            self._refuse_lost(lost, due)
 
     def end_validation(self) -> None:
         """When it is there: say whether none of its responses has had a reward."""
+        self._check_lost()
         self.ask(whole=True)
         if self._first:
-            self._scored, self._lost = [], 0
+            self._scored, self._lost, self._due = [], 0, 0
 
     def end_step(self) -> dict[str, float]:
         """When a batch is there: its metric."""
+        self._check_lost()
         self.ask(whole=True)
         self._first = self.unrewarded = False
         failed, count = len(self._failed()), len(self._scored)
         if failed > self._limit * count:
             self._refuse(f"more than flashrl.failed_responses_max={self._limit:g} of a step")
         share = (failed + self._lost) / max(1, count + self._lost)
-        self._scored, self._lost = [], 0
+        self._scored, self._lost, self._due = [], 0, 0
         return {METRIC: share}
 
     def ask(self, whole: bool = False) -> None:
@@ -207,6 +205,18 @@ class RewardWatch:
 
     def _failed(self) -> list[Scored]:
         return [one for one in self._scored if one.failure]
+
+    def _check_lost(self) -> None:
+        if self._lost > self._limit * self._due:
+            self._refuse_lost(self._lost, self._due)
+
+    def _refuse_lost(self, lost: int, due: int) -> NoReturn:
+        raise ResponseError(
+            f"{lost} of {due} responses ended with an error, more than flashrl.failed_responses_max={self._limit:g} "
+            "allows; the first `Error in _run_prompt` in the log says which. verl would train on padding in their "
+            "place and, in validation, count them as wrong. Remedy: mend that error; where it is of single groups, "
+            "trainer.v1.sampler.sync_refill_failed_groups=true draws others in training"
+        )
 
     def _refuse(self, why: str) -> NoReturn:
         failed = self._failed()

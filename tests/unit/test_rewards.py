@@ -161,12 +161,12 @@ def test_a_first_batch_fails_as_soon_as_it_is_sure_to_and_later_ones_at_their_en
 def test_lost_responses_are_those_of_failed_groups_that_are_not_there(monkeypatch):
     """Of groups of four: b lacks one, c all; of d nobody says that it failed, and e is not of the batch."""
     keys = ["a_0_0", "a_1_0", "a_2_0", "a_3_0", "b_0_0", "b_0_1", "b_2_0", "b_3_0", "d_1_0"]
-    watch = watch_of(monkeypatch, [scored(7), scored(4)], 0.4)
+    watch = watch_of(monkeypatch, [scored(7), scored(4), [], []], 0.3)
     watch.count_lost("abcd", {"b", "c", "e"}, keys, each=4)
+    with pytest.raises(ResponseError, match="5 of 16 responses ended with an error, more than .*_max=0.3 "):
+        watch.end_step()
+    watch.count_lost("ffff", [], [], each=4)  # a validation in several batches
     assert watch.end_step() == {METRIC: 5 / 16}
-    watch = watch_of(monkeypatch, [], 0.3)
-    with pytest.raises(ResponseError, match="5 of 16 responses ended with an error, more than .*_max=0.3;"):
-        watch.count_lost("abcd", {"b", "c"}, keys, each=4)
     watch = watch_of(monkeypatch, [], 1.0)
     with pytest.raises(ResponseError, match="8 of 8 responses"):  # verl would have nothing to take
         watch.count_lost("ab", {"a", "b"}, [], each=4)
