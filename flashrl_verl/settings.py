@@ -245,6 +245,9 @@ class GuardConfig(Settings):
     """Smallest effective sample size of the importance weights (``rollout_corr/rollout_is_eff_sample_size``), as a
     share of the tokens. Below it two thirds of the batch count for nothing."""
 
+    grad_norm_max: float | None = _limit(1e6, lambda v: 0 < v < math.inf, "a finite number above 0")
+    """Largest norm of the actor's gradient before clipping (``actor/grad_norm``): in effect, whether it is finite."""
+
     code_change_rate_min: float | None = _limit(0.0, lambda v: 0 <= v < 1, "a share from 0 to below 1")
     """Share of the sampled 8-bit codes that an update has to exceed (``flashrl/code_change_rate``). At 0 only an update
     that changes none of them counts: the learning rate is below the quantization step."""

@@ -87,6 +87,7 @@ def limits(
             limit._replace(metric=f"{limit.metric}_lag_0", expected=False) if limit.name == "k3_kl" else limit
             for limit in table
         ]
+    table.append(_GRADIENT)
     if precision is not Precision.BF16:
         table.append(_CODES)
     return tuple(table)
@@ -121,6 +122,13 @@ def _weights(closer: str, correction: CorrectionSettings) -> Limit:
     return Limit("eff_sample_size", "rollout_corr/rollout_is_eff_sample_size", operator.lt, few, remedy)
 
 
+_GRADIENT = Limit(
+    "grad_norm",
+    "actor/grad_norm",
+    operator.gt,
+    "the gradient of a mini-batch is not finite, and verl leaves such an update out, or it is far beyond any clipping",
+    f"a lower {LR}, an earlier checkpoint; NaN in rewards, log-probs or weights says where it comes from",
+)
 _CODES = Limit(
     "code_change_rate",
     "flashrl/code_change_rate",

@@ -21,6 +21,7 @@ import ray
 from omegaconf import DictConfig, OmegaConf, open_dict
 from verl import DataProto
 from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
+from verl.experimental.reward_loop.reward_manager.limited import RateLimitedRewardManager
 from verl.trainer.ppo.reward import resolve_reward_manager_cls
 
 from flashrl_verl.errors import ResponseError
@@ -64,7 +65,8 @@ class CheckedRewardManager(RewardManagerBase):
         own = {"reward": {"reward_manager": config.reward.checked_manager}}
         manager = resolve_reward_manager_cls(OmegaConf.create(own))
         self._manager = manager(config=config, tokenizer=tokenizer, compute_score=compute_score, **kwargs)
-        self._metric = OmegaConf.select(config, "algorithm.filter_groups.metric")
+        filtered = OmegaConf.select(config, "algorithm.filter_groups") or {}
+        self._metric = filtered.get("metric") if filtered.get("enable") else None
         self._scored: list[Scored] = []
 
     async def run_single(self, data: DataProto) -> dict:
@@ -75,7 +77,8 @@ class CheckedRewardManager(RewardManagerBase):
             log.exception("[flashrl] a reward failed")
             problem = f"it raised {type(error).__name__}: {error}"
         if problem is not None:
-            extra = {"acc": 0.0} | ({self._metric: 0.0} if self._metric not in (None, "reward") else {})
+            # Without acc: of a function that has none verl would make an accuracy of 0 for every response.
+            extra = {self._metric: 0.0} if self._metric not in (None, "reward") else {}
             result = {"reward_score": 0.0, "reward_extra_info": extra}
         result["reward_score"] = float(result["reward_score"])  # with the length penalty verl makes it a tensor
         extra = result.get("reward_extra_info", {})
@@ -96,6 +99,9 @@ class CheckedRewardManager(RewardManagerBase):
     def _problem(self, result: dict) -> str | None:
         values = {"reward": result["reward_score"]}
         extra = result.get("reward_extra_info", {})
+        if isinstance(self._manager, RateLimitedRewardManager):  # it gives 0 for these
+            for name in {"timeout", "error"} & extra.keys():
+                return f"it ended with {name}={extra[name]}"
         values |= {name: extra[name] for name in ("acc", self._metric) if name in extra}
         for name, value in values.items():
             if value is None or isinstance(value, str | bytes):
@@ -144,31 +150,43 @@ class RewardWatch:
             self.ask()
             self._next = time.monotonic() + _INTERVAL_S
 
-    def count_lost(self, groups: Collection[str], failed: Collection[str], keys: Iterable[str], each: int) -> None:
-        """Before verl takes a batch: how many of its responses are not there.
+    def count_lost(self, groups: Collection[str], failed: Collection[str], keys: Iterable[str], each: int) -> bool:
+        """Before verl takes groups, or throws them away: how many of their responses are not there.
 
         Args:
-            groups: of the batch.
+            groups: which.
             failed: those of which a response has ended with an error.
             keys: of the responses that are there, verl's ``{group}_{response}_{turn}``.
             each: responses of a group.
+
+        Returns:
+            Whether any is there.
         """
-        there = Counter(group for group, _ in {tuple(key.split("_")[:2]) for key in keys})
+        there = Counter(group for group, *_ in {tuple(key.split("_")[:2]) for key in keys})
         lost, due = sum(max(0, each - there[group]) for group in set(groups) & set(failed)), each * len(groups)
         self._lost, self._due = self._lost + lost, self._due + due
-        if lost == due:  # verl has no batch to go on with
-            self._refuse_lost(lost, due)
+        return lost < due
+
+    def check_lost(self, nothing: bool = False) -> None:
+        """Whether the responses that are not there are more than may be; with ``nothing`` they are."""
+        if nothing or self._lost > self._limit * self._due:
+            raise ResponseError(
+                f"{self._lost} of {self._due} responses ended with an error, more than flashrl.failed_responses_max="
+                f"{self._limit:g} allows; the first `Error in _run_prompt` in the log says which. verl would go on "
+                "without them: in a synchronous step with rows of padding. Remedy: mend that error"
+            )
 
     def end_validation(self) -> None:
         """When it is there: say whether none of its responses has had a reward."""
-        self._check_lost()
+        self.check_lost()
         self.ask(whole=True)
+        self._lost = self._due = 0
         if self._first:
-            self._scored, self._lost, self._due = [], 0, 0
+            self._scored = []
 
     def end_step(self) -> dict[str, float]:
         """When a batch is there: its metric."""
-        self._check_lost()
+        self.check_lost()
         self.ask(whole=True)
         self._first = self.unrewarded = False
         failed, count = len(self._failed()), len(self._scored)
@@ -205,18 +223,6 @@ class RewardWatch:
 
     def _failed(self) -> list[Scored]:
         return [one for one in self._scored if one.failure]
-
-    def _check_lost(self) -> None:
-        if self._lost > self._limit * self._due:
-            self._refuse_lost(self._lost, self._due)
-
-    def _refuse_lost(self, lost: int, due: int) -> NoReturn:
-        raise ResponseError(
-            f"{lost} of {due} responses ended with an error, more than flashrl.failed_responses_max={self._limit:g} "
-            "allows; the first `Error in _run_prompt` in the log says which. verl would train on padding in their "
-            "place and, in validation, count them as wrong. Remedy: mend that error; where it is of single groups, "
-            "trainer.v1.sampler.sync_refill_failed_groups=true draws others in training"
-        )
 
     def _refuse(self, why: str) -> NoReturn:
         failed = self._failed()

@@ -184,14 +184,7 @@ class FlashRLMixin:
             return poll(*args, **kwargs)
 
         self.replay_buffer._wait_for_next_poll = watched_poll  # a sampler of the user's own too
-        materialize, rollout = self.replay_buffer._materialize_batch, self.config.actor_rollout_ref.rollout
-
-        def whole_batch(partition_id: str, groups: list[str], there: dict[str, dict]):
-            each = rollout.val_kwargs.n if partition_id == "val" else rollout.n
-            self._rewards.count_lost(groups, self.replay_buffer.failure_keys[partition_id], there, each)
-            return materialize(partition_id, groups, there)
-
-        self.replay_buffer._materialize_batch = whole_batch
+        self._count_lost_responses()
         try:
             super().fit(agent_loop_manager)
         except Exception as error:
@@ -201,6 +194,26 @@ class FlashRLMixin:
         finally:
             # Ray would end their workers later, and torch tell that as an error behind a run that succeeded.
             self.train_dataloader_it = self.train_dataloader = self.val_dataloader = None
+
+    def _count_lost_responses(self) -> None:
+        """Where verl takes groups, and where it throws failed ones away."""
+        buffer, rollout = self.replay_buffer, self.config.actor_rollout_ref.rollout
+        materialize, evict = buffer._materialize_batch, buffer._evict_terminal_groups
+
+        def whole_batch(partition_id: str, selected_prompt_uids: list[str], partition_snapshot: dict[str, dict]):
+            there = {key: tag for key, tag in partition_snapshot.items() if tag}  # else its data never came
+            each = rollout.val_kwargs.n if partition_id == "val" else rollout.n
+            failed = buffer.failure_keys[partition_id]
+            if not self._rewards.count_lost(selected_prompt_uids, failed, there, each):
+                self._rewards.check_lost(nothing=True)
+            return materialize(partition_id, selected_prompt_uids, there)
+
+        def counted_eviction(global_steps: int, partition_id: str, eviction_reasons: tuple):
+            failed = eviction_reasons[2]
+            self._rewards.count_lost(failed, failed, buffer.partitions[partition_id], rollout.n)
+            return evict(global_steps, partition_id, eviction_reasons)
+
+        buffer._materialize_batch, buffer._evict_terminal_groups = whole_batch, counted_eviction
 
     def _load_checkpoint(self) -> None:
         if folder := resumes_from(self.config):

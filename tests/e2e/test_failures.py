@@ -125,7 +125,7 @@ FAILING = (
 
 @pytest.mark.parametrize("mode", ["flashrl", "flashrl_colocate_async"])
 def test_responses_that_fail_end_the_run(recipe, mode):
-    """Where verl replaces them in training, in a validation."""
+    """Where verl trains on padding in their place, and where it draws others."""
     run = recipe(*FAILING, f"trainer.v1.trainer_mode={mode}")
     assert run.returncode != 0
     assert_says(

@@ -19,6 +19,7 @@ TRAINED = {
     "k3_kl": ("rollout_corr/k3_kl", 4e-4),
     "correlation": ("training/rollout_actor_probs_pearson_corr", 0.9993),
     "eff_sample_size": ("rollout_corr/rollout_is_eff_sample_size", 0.999),
+    "grad_norm": ("actor/grad_norm", 0.7),
 }
 REFITTED = {"code_change_rate": ("flashrl/code_change_rate", 0.03)}
 METRICS = {**TRAINED, **REFITTED}
@@ -29,6 +30,7 @@ BEYOND = {
     "k3_kl": ("k3_kl_max", 0.02, 0.0201),
     "correlation": ("correlation_min", 0.9, 0.8999),
     "eff_sample_size": ("eff_sample_size_min", 0.3, 0.2999),
+    "grad_norm": ("grad_norm_max", 1e6, 1.01e6),
     # At its limit, 0, nothing changed.
     "code_change_rate": ("code_change_rate_min", 1e-9, 0.0),
 }
@@ -146,8 +148,8 @@ NO_LOG_PROBS = ("correction=none", "actor_rollout_ref.rollout.calculate_log_prob
         (("flashrl.precision=bf16",), {"code_change_rate"}),
         (("correction=seq_tis",), set()),
         (("correction=none",), {"eff_sample_size"}),
-        (NO_LOG_PROBS, {*NAMES} - {"code_change_rate"}),
-        (("correction=bypass",), {*NAMES} - {"code_change_rate"}),
+        (NO_LOG_PROBS, {*NAMES} - {"code_change_rate", "grad_norm"}),
+        (("correction=bypass",), {*NAMES} - {"code_change_rate", "grad_norm"}),
         ((f"trainer.v1.trainer_mode={ASYNC}",), {"correlation", "k3_kl"}),
     ],
 )
@@ -160,7 +162,7 @@ def test_what_the_configuration_produces_may_not_be_missing_and_nothing_else_is_
 
 def test_an_asynchronous_mismatch_is_that_of_trajectories_of_the_last_update():
     guard = configured(f"trainer.v1.trainer_mode={ASYNC}")
-    weights = {"rollout_corr/rollout_is_eff_sample_size": 1.0}
+    weights = {"rollout_corr/rollout_is_eff_sample_size": 1.0, "actor/grad_norm": 0.7}
     guard.check(1, {**weights, "rollout_corr/k3_kl": 9.0, "rollout_corr/k3_kl_lag_0": 1e-4})
     with pytest.raises(GuardError, match="rollout_corr/k3_kl_lag_0=0.5 is beyond flashrl.guard.k3_kl_max"):
         guard.check(2, {**weights, "rollout_corr/k3_kl": 1e-4, "rollout_corr/k3_kl_lag_0": 0.5})
@@ -168,7 +170,7 @@ def test_an_asynchronous_mismatch_is_that_of_trajectories_of_the_last_update():
 
 def test_an_asynchronous_step_without_such_a_trajectory_ends_a_row_of_bad_ones():
     guard = configured(f"trainer.v1.trainer_mode={ASYNC}", "flashrl.guard.patience=2")
-    weights = {"rollout_corr/rollout_is_eff_sample_size": 1.0}
+    weights = {"rollout_corr/rollout_is_eff_sample_size": 1.0, "actor/grad_norm": 0.7}
     bad = {**weights, "rollout_corr/k3_kl_lag_0": 0.5}
     for step, metrics in enumerate((bad, weights, bad)):
         guard.check(step, metrics)
@@ -194,7 +196,7 @@ def test_in_bypass_mode_a_second_update_moves_the_policy_away_from_the_rollouts_
         step_of(configured(*one), 1, **moved)
     step_of(configured(*one, "actor_rollout_ref.actor.ppo_epochs=2"), 1, **moved)
     assert not logged(logging.WARNING)
-    configured(*TWO_UPDATES, "flashrl.precision=bf16")
+    configured(*TWO_UPDATES, "flashrl.precision=bf16", "flashrl.guard.grad_norm_max=null")
     assert "nothing to watch" in logged(logging.WARNING)[0]
 
 

@@ -51,13 +51,13 @@ RIGHT = {
 }
 
 
-def manager_of(reward, name: str = "dapo"):
+def manager_of(reward, name: str = "dapo", filtered: bool = True):
     """As a reward worker makes it of a configuration that was checked."""
     overlong = {"enable": True, "len": 2, "penalty_factor": 1.0, "log": False}
     kwargs = {"max_resp_len": 4, "overlong_buffer_cfg": overlong}
     cfg = OmegaConf.create(
         {
-            "algorithm": {"filter_groups": {"metric": "acc"}},
+            "algorithm": {"filter_groups": {"enable": filtered, "metric": "acc"}},
             "reward": {
                 "custom_reward_function": {"path": None},
                 "reward_manager": {"source": "register", "name": name, "module": None},
@@ -99,6 +99,17 @@ def test_what_is_no_number_counts_as_0_and_is_told_with_the_response(kind, name)
     assert one.value == 0 and re.search(said, one.failure)
     shown = "Its prompt ends: 'ab'. Its response ends: 'cd'. It should have come to '42', of data_source mine"
     assert one.shown == shown and manager.take() == []
+
+
+def test_what_verls_manager_of_judges_turns_into_0_is_told():
+    manager = manager_of(WRONG["exception"][0], "rate_limited")
+    assert score(manager)["reward_score"] == 0 and manager.take()[0].failure == "it ended with error=by zero"
+
+
+def test_without_a_filter_a_failure_makes_no_accuracy():
+    """One such response would give all of its source one."""
+    manager = manager_of(WRONG["exception"][0], filtered=False)
+    assert score(manager) == {"reward_score": 0.0, "reward_extra_info": {}} and manager.take()[0].failure
 
 
 @pytest.mark.parametrize("kind", RIGHT)
@@ -162,14 +173,15 @@ def test_lost_responses_are_those_of_failed_groups_that_are_not_there(monkeypatc
     """Of groups of four: b lacks one, c all; of d nobody says that it failed, and e is not of the batch."""
     keys = ["a_0_0", "a_1_0", "a_2_0", "a_3_0", "b_0_0", "b_0_1", "b_2_0", "b_3_0", "d_1_0"]
     watch = watch_of(monkeypatch, [scored(7), scored(4), [], []], 0.3)
-    watch.count_lost("abcd", {"b", "c", "e"}, keys, each=4)
+    assert watch.count_lost("abcd", {"b", "c", "e"}, keys, each=4)
     with pytest.raises(ResponseError, match="5 of 16 responses ended with an error, more than .*_max=0.3 "):
         watch.end_step()
     watch.count_lost("ffff", [], [], each=4)  # a validation in several batches
     assert watch.end_step() == {METRIC: 5 / 16}
     watch = watch_of(monkeypatch, [], 1.0)
-    with pytest.raises(ResponseError, match="8 of 8 responses"):  # verl would have nothing to take
-        watch.count_lost("ab", {"a", "b"}, [], each=4)
+    assert not watch.count_lost("ab", {"a", "b"}, [], each=4)
+    with pytest.raises(ResponseError, match="8 of 8 responses"):  # verl has nothing to go on with
+        watch.check_lost(nothing=True)
 
 
 @pytest.mark.usefixtures("logged")

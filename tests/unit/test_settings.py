@@ -25,6 +25,7 @@ NUMBERS = {
     "guard.k3_kl_max": (1e-6, 0),
     "guard.correlation_min": (-1, 1.0),
     "guard.eff_sample_size_min": (0, 1),
+    "guard.grad_norm_max": (1.0, math.inf),
     "guard.code_change_rate_min": (0, -0.1),
 }
 """A value at an end of its range, and one beyond an end."""
