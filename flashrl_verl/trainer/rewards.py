@@ -34,7 +34,7 @@ _INTERVAL_S = 5.0
 """Between two looks of the driver."""
 
 METRIC = "flashrl/failed_responses"
-"""Share of a step's responses that failed, validation's too."""
+"""Share of a step's responses that failed, and of validation's those whose reward did."""
 
 
 class Scored(NamedTuple):
