@@ -2,8 +2,8 @@
 """Responses that fail: in their generation, or in their reward, which is looked at where it is computed.
 
 verl takes a NaN into the advantages, whose gradient it then skips in every step. A response whose agent loop or reward
-raises goes missing from its group, which is filled up with rows of padding; in validation it counts as wrong. Here one
-whose reward fails counts as one without a reward, and how many may fail, in either way, is a setting.
+raises goes missing from its group, which is filled up with rows of padding; in validation it counts as wrong, or not at
+all. Here one whose reward fails counts as one without a reward. How many may fail, in either way, is a setting.
 
 A model that answers in another form than the reward looks for never gets one: every group is constant, dynamic sampling
 replaces all of them, and a run would sample to its bound without a word of why. Here a warning shows a response.
@@ -99,7 +99,8 @@ class CheckedRewardManager(RewardManagerBase):
     def _problem(self, result: dict) -> str | None:
         values = {"reward": result["reward_score"]}
         extra = result.get("reward_extra_info", {})
-        if isinstance(self._manager, RateLimitedRewardManager):  # it gives 0 for these
+        # This one turns what a reward raises into 0. With a score these words are the reward's own.
+        if isinstance(self._manager, RateLimitedRewardManager) and "score" not in extra:
             for name in {"timeout", "error"} & extra.keys():
                 return f"it ended with {name}={extra[name]}"
         values |= {name: extra[name] for name in ("acc", self._metric) if name in extra}

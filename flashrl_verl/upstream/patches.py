@@ -2,8 +2,8 @@
 """The ledger of what this package changes in verl and vLLM outside a subclass or a registry. One entry a function.
 
 Two objects of a run are changed where they are made: the replay buffer, whose `_wait_for_next_poll` looks for dead
-workers too and whose `_materialize_batch` for missing responses (trainer/trainer.py), and the class of the trainer's
-head for FP32 logits (fp32_head.py).
+workers too, and whose `_materialize_batch` and `_evict_terminal_groups` count missing responses (trainer/trainer.py);
+and the class of the trainer's head for FP32 logits (fp32_head.py).
 
 =====================================  =================================================================================
 target                                 ``verl.utils.distributed.initialize_global_process_group_ray``

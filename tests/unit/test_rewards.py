@@ -104,6 +104,8 @@ def test_what_is_no_number_counts_as_0_and_is_told_with_the_response(kind, name)
 def test_what_verls_manager_of_judges_turns_into_0_is_told():
     manager = manager_of(WRONG["exception"][0], "rate_limited")
     assert score(manager)["reward_score"] == 0 and manager.take()[0].failure == "it ended with error=by zero"
+    own = manager_of(lambda: {"score": 1.0, "error": "", "timeout": False}, "rate_limited")
+    assert score(own)["reward_score"] == 1 and not own.take()[0].failure
 
 
 def test_without_a_filter_a_failure_makes_no_accuracy():
@@ -172,12 +174,15 @@ def test_a_first_batch_fails_as_soon_as_it_is_sure_to_and_later_ones_at_their_en
 def test_lost_responses_are_those_of_failed_groups_that_are_not_there(monkeypatch):
     """Of groups of four: b lacks one, c all; of d nobody says that it failed, and e is not of the batch."""
     keys = ["a_0_0", "a_1_0", "a_2_0", "a_3_0", "b_0_0", "b_0_1", "b_2_0", "b_3_0", "d_1_0"]
-    watch = watch_of(monkeypatch, [scored(7), scored(4), [], []], 0.3)
-    assert watch.count_lost("abcd", {"b", "c", "e"}, keys, each=4)
-    with pytest.raises(ResponseError, match="5 of 16 responses ended with an error, more than .*_max=0.3 "):
-        watch.end_step()
-    watch.count_lost("ffff", [], [], each=4)  # a validation in several batches
-    assert watch.end_step() == {METRIC: 5 / 16}
+    watch = watch_of(monkeypatch, [[], [], scored(7), scored(4), [], []], 0.3)
+    assert watch.count_lost("abcd", {"b", "c", "e"}, keys, each=4) and watch.count_lost("ffff", [], [], each=4)
+    watch.end_validation()  # of several batches: 5 of 32
+    watch.count_lost("abcd", {"b"}, keys, each=4)
+    assert watch.end_step() == {METRIC: 1 / 12}, "validation's are not a step's"
+    for end in (watch.end_validation, watch.end_step):
+        watch.count_lost("abcd", {"b", "c"}, keys, each=4)
+        with pytest.raises(ResponseError, match=r"\d+ of \d+ responses ended with an error, more than .*_max=0.3 "):
+            end()
     watch = watch_of(monkeypatch, [], 1.0)
     assert not watch.count_lost("ab", {"a", "b"}, [], each=4)
     with pytest.raises(ResponseError, match="8 of 8 responses"):  # verl has nothing to go on with
