@@ -8,8 +8,9 @@ Every (variant, seed) is the recipe in a process of its own, one on a GPU at a t
 order of the prompts and vLLM's seed, the same in every variant; variants of a seed run side by side. A run ends at its
 last step or at the deadline. When all have ended, an engine in BF16 answers the test problems greedily with the last
 weights that all runs of a seed have saved, so that variants differ in what was trained, neither in who is asked nor in
-how often. A run that failed has no say in which, and is asked too. Nothing is resumed, and weights that were asked are
-not kept. A run of the recipe takes up to 20 GiB of the host's memory.
+how often. A run that failed has no say in which, and is asked too. Of runs that share a GPU, one that fails before its
+first step is started once more. Nothing is resumed, and weights that were asked are not kept. A run of the recipe takes
+up to 20 GiB of the host's memory.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ EXTRAS = {
     "async": "trainer.v1.trainer_mode=flashrl_colocate_async",
 }
 """Words of a variant beside precision and correction."""
-ASKING_S = 150.0
-"""Of the deadline, kept for ending the run and for the engine that is asked then."""
+ASKING_S, ASKING_EACH_S = 90.0, 25.0
+"""Of the deadline, kept for ending the runs and for the engines that are asked then: in all, and for each on a GPU."""
 START_S = 240.0
 """With less than this left for training, no run is started."""
 STAGGER_S = 4.0
@@ -234,31 +235,47 @@ HEADER = ("variant", "seeds", "steps", "first", "last, BF16", "score", "minus th
 HEADER += ("mean", "largest", "ESS", "s/step")
 
 
+def validations(run: dict[str, Any]) -> dict[int, float]:
+    """Scores of trained weights by step, up to the weights that an engine in BF16 was asked with."""
+    curve, last = run["series"]["score"], run["bf16_step"] or math.inf
+    return {step: value for step, value in zip(curve["step"], curve["value"], strict=True) if 0 < step <= last}
+
+
 def final_score(run: dict[str, Any]) -> float | None:
-    """Mean of a run's score in BF16 and of the three validations up to that step; None without these."""
-    if run["bf16"] is None:
-        return None
-    curve = run["series"]["score"]
-    trained = [value for step, value in zip(curve["step"], curve["value"], strict=True) if 0 < step <= run["bf16_step"]]
-    return statistics.fmean([*trained[-3:], run["bf16"]]) if len(trained) >= 3 else None
+    """Mean of a run's last three validations, None without these, and of its score in BF16, if it was asked."""
+    trained = [*validations(run).values()][-3:]
+    return statistics.fmean([*trained, *of_engine(run)]) if len(trained) == 3 else None
 
 
-def differences(records: Sequence[dict[str, Any]], variant: str, base: str) -> list[float]:
-    """Final scores of a variant minus the base's of the same call, seed and number of steps."""
+def of_engine(run: dict[str, Any]) -> list[float]:
+    """What an engine in BF16 scored with a run's weights; none if it was not asked."""
+    return [run["bf16"]] if run["bf16"] is not None else []
+
+
+def pairs(records: Sequence[dict[str, Any]], variant: str, base: str) -> list[tuple[float, float]]:
+    """Scores of a variant and of the base in the same call with the same seed: the mean of the last three validations
+    after steps at which both validated, and in BF16 if both were asked, after the same step."""
     found = []
     for record in records:
-        of = {(run["variant"], run["seed"], run["bf16_step"]): final_score(run) for run in record["runs"]}
-        for (name, *rest), score in of.items():
-            if name == variant and score is not None and (other := of.get((base, *rest))) is not None:
-                found.append(score - other)
+        runs = {(run["variant"], run["seed"]): run for run in record["runs"]}
+        for (name, seed), run in runs.items():
+            if name != variant or (other := runs.get((base, seed))) is None:
+                continue
+            ours, theirs = validations(run), validations(other)
+            both = [(ours[step], theirs[step]) for step in sorted(ours.keys() & theirs.keys())][-3:]
+            if len(both) < 3:
+                continue
+            if run["bf16_step"] == other["bf16_step"]:
+                both += zip(of_engine(run), of_engine(other), strict=True)
+            found.append(tuple(map(statistics.fmean, zip(*both, strict=True))))
     return found
 
 
 def by_variant(records: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Runs that validated and whose weights were asked."""
+    """Runs that have a score, or whose weights were asked."""
     found: dict[str, list[dict[str, Any]]] = {}
     for run in itertools.chain.from_iterable(record["runs"] for record in records):
-        if run["bf16"] is not None and run["series"]["score"]["value"]:
+        if final_score(run) is not None or of_engine(run):
             found.setdefault(run["variant"], []).append(run)
     return found
 
@@ -276,16 +293,17 @@ def table(records: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
     base = records[0]["runs"][0]["variant"]
     rows = []
     for variant, runs in variants.items():
-        gaps = differences(records, variant, base) if variant != base else []
+        gaps = [ours - theirs for ours, theirs in pairs(records, variant, base)] if variant != base else []
         of = {name: [run["series"][name]["value"] for run in runs if name in run["series"]] for name in SERIES}
-        kl, asked = of["k3_kl"], sorted({run["bf16_step"] for run in runs})
+        scores = [*itertools.chain.from_iterable(map(of_engine, runs))]
+        kl, last = of["k3_kl"], sorted({run["bf16_step"] or max(validations(run)) for run in runs})
         rows.append(
             (
                 variant,
                 f"{len(runs)}",
-                "-".join(map(str, dict.fromkeys((asked[0], asked[-1])))),
+                "-".join(map(str, dict.fromkeys((last[0], last[-1])))),
                 mean([run["series"]["score"]["value"][0] for run in runs]),
-                mean([run["bf16"] for run in runs]),
+                mean(scores) + (f" ({len(scores)})" if 0 < len(scores) < len(runs) else ""),
                 mean([score for run in runs if (score := final_score(run)) is not None]),
                 f"{mean(gaps, '+.3f')} ({len(gaps)})" if gaps else "-",
                 f"{statistics.fmean(values[0] for values in kl):.1e}",
@@ -404,10 +422,10 @@ def gsm8k(
     settings |= {"overrides": context.args}
     here = environment()
     kv_cache_bytes = None if kv_cache_gib is None else int(kv_cache_gib * 2**30)
-    last_step = began + 60 * deadline - ASKING_S
     stop, starting = threading.Event(), threading.Lock()
     gpus = visible_gpus()
     share = min(per_gpu, -(-len(runs) // len(gpus)))
+    last_step = began + 60 * deadline - ASKING_S - ASKING_EACH_S * share
     # A seed's runs are neighbours: what ends one GPU ends whole pairs.
     slots = [gpu for gpu in gpus for _ in range(share)]
     free, asked = list(slots), {}
@@ -423,7 +441,7 @@ def gsm8k(
             if this.problem != before:
                 tell(f"{this.name}: {this.problem} (logs: {this.folder})")
 
-    def train(this: Run, gpu: str | None) -> None:
+    def train(this: Run, gpu: str | None, again: bool = False) -> None:
         with starting:
             if stop.is_set() or last_step - time.monotonic() < START_S:
                 this.problem = "not started: " + ("stopped" if stop.is_set() else "the deadline is too near")
@@ -432,6 +450,12 @@ def gsm8k(
         tell(f"{this.name}: started on GPU {gpu}")
         words = run_overrides(this, folder, data, test_every, kv_cache_bytes)
         this.train([*words, *context.args], gpu, last_step, stop)
+        # vLLM ends where another run takes memory while it frees its own, verl where another took the port it chose.
+        if this.problem and share > 1 and not this.rows() and not again:
+            tell(f"{this.name}: {this.problem}; it is started once more")
+            this.folder.rename(f"{this.folder}-failed")
+            this.problem = ""
+            train(this, gpu, again=True)
         if not this.problem and (stop.is_set() or not this.saved()):
             this.problem = "stopped" if stop.is_set() else "ended before its first checkpoint"
 

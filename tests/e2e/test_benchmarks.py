@@ -74,6 +74,9 @@ def test_a_run_of_gsm8k_is_asked_in_bf16_and_leaves_no_weights_and_one_without_t
     words += ["reward.reward_kwargs.overlong_buffer_cfg.len=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8"]
     refused = run("gsm8k", tmp_path / "late", "--deadline", "4", *words, status=1)
     assert "int8+tis seed 0: not started: the deadline is too near" in refused.stdout
+    shared = ["--per-gpu", "2", "--kv-cache-gib", "1", "no.such.key=1"]
+    failed = run("gsm8k", tmp_path / "failed", *words, *shared, "--variants", "int8+tis,bf16+tis", status=1)
+    assert failed.stdout.count("it is started once more") == 2
     run("gsm8k", tmp_path / "out", *words)
     (one,) = json.loads((tmp_path / "out" / "gsm8k.json").read_text())["runs"]
     assert (one["step"], one["bf16_step"], one["bf16"]) == (3, 3, 0.0), "no toy writes boxes"

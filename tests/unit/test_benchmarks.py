@@ -23,14 +23,23 @@ def test_every_table_of_the_results_and_the_readme_is_that_of_the_raw_data():
 
 
 def of_runs(scores: dict[str, list[float | None]]) -> dict:
-    """A ``gsm8k.json`` of runs with these scores in BF16, by variant and seed; validations give the same."""
+    """A ``gsm8k.json`` of runs with these scores in BF16, by variant and seed; validations give the same. None: a run
+    that was not asked and did not validate thrice."""
     runs = []
     for variant, values in scores.items():
         for seed, score in enumerate(values):
-            curve = {"step": [0, 10, 20, 30], "value": [0.2, *3 * [score if score is not None else 0.5]]}
+            trained = 3 * [score] if score is not None else [0.5, 0.5]
+            curve = {"step": [0, 10, 20, 30][: 1 + len(trained)], "value": [0.2, *trained]}
             series = {"score": curve} | {n: {"step": [1, 2], "value": [1e-3, 3e-3]} for n in gsm8k.SERIES}
             runs.append(
-                {"variant": variant, "seed": seed, "step": 30, "bf16_step": 30, "bf16": score, "series": series}
+                {
+                    "variant": variant,
+                    "seed": seed,
+                    "step": 30,
+                    "bf16_step": score and 30,
+                    "bf16": score,
+                    "series": series,
+                }
             )
     return {"settings": {}, "environment": {}, "runs": runs}
 
@@ -42,11 +51,25 @@ def test_scores_are_compared_with_those_of_the_same_seed_and_call():
         base = [draw.random() for _ in of_call]
         calls.append(of_runs({"bf16+tis": base, "int8+tis": [b + g for b, g in zip(base, of_call, strict=True)]}))
     calls[0]["runs"] += of_runs({"bf16+tis": [None, None, 0.9]})["runs"][2:]  # whose partner has not come to its end
-    assert gsm8k.differences(calls, "int8+tis", "bf16+tis") == pytest.approx(sum(gaps, []))
+    assert [a - b for a, b in gsm8k.pairs(calls, "int8+tis", "bf16+tis")] == pytest.approx(sum(gaps, []))
     half = 4.303 * statistics.stdev(sum(gaps, [])) / math.sqrt(3)
     row = dict(zip(gsm8k.HEADER, gsm8k.table(calls)[1], strict=True))
     assert row["minus the first variant (pairs)"] == f"{statistics.mean(sum(gaps, [])):+.3f} ± {half:.3f} (3)"
     assert (row["seeds"], row["steps"], row["first"]) == ("3", "30", "0.200 ± 0.000")
+
+
+def test_runs_that_were_not_both_asked_are_compared_by_validations_after_the_same_steps():
+    calls = [of_runs({"bf16+tis": [0.3], "int8+tis": [0.4]})]
+    bf16, int8 = calls[0]["runs"]
+    bf16["series"]["score"] = {"step": [0, 6, 12, 18, 24], "value": [0.0, 0.1, 0.2, 0.3, 0.4]}
+    int8["series"]["score"] = {"step": [0, 6, 12, 24, 30], "value": [0.0, 0.2, 0.4, 0.8, 0.1]}
+    (pair,) = gsm8k.pairs(calls, "int8+tis", "bf16+tis")
+    assert pair == pytest.approx(((0.2 + 0.4 + 0.8 + 0.4) / 4, (0.1 + 0.2 + 0.4 + 0.3) / 4))
+    bf16 |= {"bf16_step": None, "bf16": None}
+    (pair,) = gsm8k.pairs(calls, "int8+tis", "bf16+tis")
+    assert pair == pytest.approx(((0.2 + 0.4 + 0.8) / 3, (0.1 + 0.2 + 0.4) / 3))
+    int8["bf16_step"] = 12
+    assert gsm8k.pairs(calls, "int8+tis", "bf16+tis") == []
 
 
 def test_a_score_is_the_mean_of_the_last_three_validations_and_of_the_last_weights_in_bf16():
@@ -55,6 +78,8 @@ def test_a_score_is_the_mean_of_the_last_three_validations_and_of_the_last_weigh
     assert gsm8k.final_score(run) is None, "the first is not trained"
     run["series"]["score"] = {"step": [0, 10, 20, 30, 40], "value": [0.9, 0.1, 0.2, 0.3, 0.8]}  # asked at 30
     assert gsm8k.final_score(run) == pytest.approx((0.1 + 0.2 + 0.3 + 0.4) / 4)
+    run |= {"bf16_step": None, "bf16": None}
+    assert gsm8k.final_score(run) == pytest.approx((0.2 + 0.3 + 0.8) / 3)
 
 
 def test_all_runs_of_a_seed_are_asked_after_the_same_step_and_one_that_failed_has_no_say(tmp_path):

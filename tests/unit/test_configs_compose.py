@@ -8,7 +8,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from flashrl_verl.settings import CORRECTION, ROLLOUT, Precision, get
+from flashrl_verl.settings import CORRECTION, ROLLOUT, KVCache, Precision, get
 from flashrl_verl.tools.recipe_process import ROOT
 from flashrl_verl.validation import GROUPS, validate_by_verl, validate_config
 
@@ -58,6 +58,15 @@ def check(cfg):
 def test_experiment_is_valid_and_has_the_precision_in_its_name(composed, experiment):
     (named,) = [p for p in Precision if p.value in experiment.split("_")] or [Precision.INT8]
     assert check(composed[experiment]).precision is named
+
+
+@pytest.mark.parametrize("size", ["32b", "7b"])
+@pytest.mark.parametrize("precision", Precision)
+def test_a_baseline_has_no_int8_kv_cache(size, precision):
+    expected = KVCache.INT8_PER_TOKEN_HEAD if precision is Precision.INT8 else KVCache.AUTO
+    cfg = through_main_flashrl(f"dapo_qwen2.5_{size}_int8", f"flashrl.precision={precision.value}")
+    assert check(cfg).kv_cache is expected
+    assert get(cfg, f"{ROLLOUT}.custom.flashrl.kv_cache") == expected.value
 
 
 @pytest.mark.parametrize("experiment", ["quickstart", "dapo_qwen2.5_32b_int8"])
