@@ -63,7 +63,7 @@ def check_what_is_there(cfg: DictConfig) -> None:
         ConfigError: the first file that will not do.
     """
     if not get(cfg, "data.custom_cls.path"):  # the user's own class reads what it likes
-        for key in DATA:
+        for key in reversed(DATA):  # `flashrl eval` takes the second for the first
             files = [Path(os.path.expanduser(text)) for text in _files(cfg, key)]
             if folders := [str(file) for file in files if file.is_dir()]:
                 refuse(key, folders[0], "it is a folder", "its files: one, or [first,second]")

@@ -115,6 +115,7 @@ def test_a_file_that_is_no_data_is_refused(run, name, content, said):
         (folder / name).write_text(content)
     assert said in refused(cfg, **{DATA[1]: str(folder / name) if name else None})
     assert "it is a folder. Remedy: its files" in refused(cfg, **{DATA[1]: str(folder)})
+    assert refused(cfg, **{DATA[0]: str(folder)}).startswith(DATA[1]), "`flashrl eval` takes it for both"
 
 
 def test_more_steps_than_the_data_have_are_refused_with_the_epochs_that_do(run):
