@@ -8,9 +8,10 @@ Every (variant, seed) is the recipe in a process of its own, one on a GPU at a t
 order of the prompts and vLLM's seed, the same in every variant; variants of a seed run side by side. A run ends at its
 last step or at the deadline. When all have ended, an engine in BF16 answers the test problems greedily with the last
 weights that all runs of a seed have saved, so that variants differ in what was trained, neither in who is asked nor in
-how often. A run that failed has no say in which, and is asked too. Of runs that share a GPU, one that fails before its
-first step is started once more. Nothing is resumed, and weights that were asked are not kept. A run of the recipe takes
-up to 20 GiB of the host's memory.
+how often. A run that failed has no say in which, and is asked too. Where none could be asked, runs are compared by
+their own engines' validations alone. Of runs side by side, one that fails before its first step is started once more.
+Nothing is resumed, and weights that were asked are not kept. A run of the recipe takes up to 20 GiB of the host's
+memory.
 """
 
 from __future__ import annotations
@@ -272,10 +273,10 @@ def pairs(records: Sequence[dict[str, Any]], variant: str, base: str) -> list[tu
 
 
 def by_variant(records: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Runs that have a score, or whose weights were asked."""
+    """Runs that validated, and have a score or were asked in BF16."""
     found: dict[str, list[dict[str, Any]]] = {}
     for run in itertools.chain.from_iterable(record["runs"] for record in records):
-        if final_score(run) is not None or of_engine(run):
+        if run["series"]["score"]["value"] and (final_score(run) is not None or of_engine(run)):
             found.setdefault(run["variant"], []).append(run)
     return found
 
@@ -425,7 +426,7 @@ def gsm8k(
     stop, starting = threading.Event(), threading.Lock()
     gpus = visible_gpus()
     share = min(per_gpu, -(-len(runs) // len(gpus)))
-    last_step = began + 60 * deadline - ASKING_S - ASKING_EACH_S * share
+    last_step = began + 60 * deadline - ASKING_S - ASKING_EACH_S * -(-len(runs) // len(gpus))
     # A seed's runs are neighbours: what ends one GPU ends whole pairs.
     slots = [gpu for gpu in gpus for _ in range(share)]
     free, asked = list(slots), {}
@@ -441,9 +442,12 @@ def gsm8k(
             if this.problem != before:
                 tell(f"{this.name}: {this.problem} (logs: {this.folder})")
 
+    def too_late() -> bool:
+        return stop.is_set() or last_step - time.monotonic() < START_S
+
     def train(this: Run, gpu: str | None, again: bool = False) -> None:
         with starting:
-            if stop.is_set() or last_step - time.monotonic() < START_S:
+            if too_late():
                 this.problem = "not started: " + ("stopped" if stop.is_set() else "the deadline is too near")
                 return
             time.sleep(STAGGER_S)
@@ -451,7 +455,8 @@ def gsm8k(
         words = run_overrides(this, folder, data, test_every, kv_cache_bytes)
         this.train([*words, *context.args], gpu, last_step, stop)
         # vLLM ends where another run takes memory while it frees its own, verl where another took the port it chose.
-        if this.problem and share > 1 and not this.rows() and not again:
+        begun = max(this.rows(), default=0) > 0
+        if this.problem and len(slots) > 1 and not (begun or again or too_late()):
             tell(f"{this.name}: {this.problem}; it is started once more")
             this.folder.rename(f"{this.folder}-failed")
             this.problem = ""

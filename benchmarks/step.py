@@ -132,7 +132,7 @@ def step(
         "reward.custom_reward_function.path=pkg://benchmarks.step_workload",
         "reward.custom_reward_function.name=compute_score",
         "reward.reward_kwargs.overlong_buffer_cfg.enable=false",
-        "flashrl.kv_cache=auto",  # the lever `kv` is another
+        "flashrl.kv_cache=auto",  # an experiment may have the lever `kv` on
         *context.args,
     ]
     cfg = compose([*common, *chosen[names[0]]])

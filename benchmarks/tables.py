@@ -129,7 +129,7 @@ def versions(*names: str) -> Rows:
 
 
 def gsm8k_records(pattern: str) -> list[Any]:
-    """Results of ``benchmarks.gsm8k``, the same settings in each."""
+    """Results of ``benchmarks.gsm8k``, of the same experiment."""
     return [load(path) for path in sorted(RESULTS.glob(pattern))]
 
 

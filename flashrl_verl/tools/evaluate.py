@@ -155,9 +155,10 @@ def recipe_words(kept: Path | None, precision: Precision, sampling: dict[str, An
     if kept is not None:
         words = ["--config-path", str(kept.parent), "--config-name", kept.stem]
     words += ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=stdout"]
-    flashrl: dict[str, Any] = {"precision": precision.value}
+    # One KV cache for all that are compared: a run's own would be another in each row.
+    flashrl: dict[str, Any] = {"precision": precision.value, "kv_cache": "auto"}
     if precision is Precision.BF16:
-        flashrl |= {"kv_cache": "auto", "ignore": []}
+        flashrl["ignore"] = []
     rollout, actor = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
     keys = {
         **{f"flashrl.{key}": value for key, value in flashrl.items()},
