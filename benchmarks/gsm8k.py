@@ -232,7 +232,7 @@ def accuracy(weights: str, data: str, gpu: str | None) -> float:
 
 # ---- what it came to ----
 
-HEADER = ("variant", "seeds", "steps", "first", "last, BF16", "score", "minus the first variant (pairs)", "k3 KL first")
+HEADER = ("variant", "seeds", "steps", "first", "last, BF16", "minus the first variant (pairs)", "k3 KL first")
 HEADER += ("mean", "largest", "ESS", "s/step")
 
 
@@ -240,12 +240,6 @@ def validations(run: dict[str, Any]) -> dict[int, float]:
     """Scores of trained weights by step, up to the weights that an engine in BF16 was asked with."""
     curve, last = run["series"]["score"], run["bf16_step"] or math.inf
     return {step: value for step, value in zip(curve["step"], curve["value"], strict=True) if 0 < step <= last}
-
-
-def final_score(run: dict[str, Any]) -> float | None:
-    """Mean of a run's last three validations, None without these, and of its score in BF16, if it was asked."""
-    trained = [*validations(run).values()][-3:]
-    return statistics.fmean([*trained, *of_engine(run)]) if len(trained) == 3 else None
 
 
 def of_engine(run: dict[str, Any]) -> list[float]:
@@ -273,10 +267,10 @@ def pairs(records: Sequence[dict[str, Any]], variant: str, base: str) -> list[tu
 
 
 def by_variant(records: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Runs that validated, and have a score or were asked in BF16."""
+    """Runs that validated thrice while they trained, or were asked in BF16."""
     found: dict[str, list[dict[str, Any]]] = {}
     for run in itertools.chain.from_iterable(record["runs"] for record in records):
-        if run["series"]["score"]["value"] and (final_score(run) is not None or of_engine(run)):
+        if run["series"]["score"]["value"] and (len(validations(run)) >= 3 or of_engine(run)):
             found.setdefault(run["variant"], []).append(run)
     return found
 
@@ -305,7 +299,6 @@ def table(records: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
                 "-".join(map(str, dict.fromkeys((last[0], last[-1])))),
                 mean([run["series"]["score"]["value"][0] for run in runs]),
                 mean(scores) + (f" ({len(scores)})" if 0 < len(scores) < len(runs) else ""),
-                mean([score for run in runs if (score := final_score(run)) is not None]),
                 f"{mean(gaps, '+.3f')} ({len(gaps)})" if gaps else "-",
                 f"{statistics.fmean(values[0] for values in kl):.1e}",
                 f"{statistics.fmean(itertools.chain.from_iterable(kl)):.1e}",

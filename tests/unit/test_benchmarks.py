@@ -68,18 +68,10 @@ def test_runs_that_were_not_both_asked_are_compared_by_validations_after_the_sam
     bf16 |= {"bf16_step": None, "bf16": None}
     (pair,) = gsm8k.pairs(calls, "int8+tis", "bf16+tis")
     assert pair == pytest.approx(((0.2 + 0.4 + 0.8) / 3, (0.1 + 0.2 + 0.4) / 3))
-    int8["bf16_step"] = 12
+    int8["bf16_step"] = 24  # which leaves out what came later, and the first is not trained
+    int8["series"]["score"] = {"step": [0, 12, 24, 30], "value": [0.0, 0.4, 0.8, 0.9]}
+    bf16["series"]["score"] = {"step": [0, 12, 24, 30], "value": [0.0, 0.2, 0.4, 0.1]}
     assert gsm8k.pairs(calls, "int8+tis", "bf16+tis") == []
-
-
-def test_a_score_is_the_mean_of_the_last_three_validations_and_of_the_last_weights_in_bf16():
-    (run,) = of_runs({"int8+tis": [0.4]})["runs"]
-    run["series"]["score"] = {"step": [0, 10, 20], "value": [0.9, 0.1, 0.2]}
-    assert gsm8k.final_score(run) is None, "the first is not trained"
-    run["series"]["score"] = {"step": [0, 10, 20, 30, 40], "value": [0.9, 0.1, 0.2, 0.3, 0.8]}  # asked at 30
-    assert gsm8k.final_score(run) == pytest.approx((0.1 + 0.2 + 0.3 + 0.4) / 4)
-    run |= {"bf16_step": None, "bf16": None}
-    assert gsm8k.final_score(run) == pytest.approx((0.2 + 0.3 + 0.8) / 3)
 
 
 def test_all_runs_of_a_seed_are_asked_after_the_same_step_and_one_that_failed_has_no_say(tmp_path):
