@@ -161,7 +161,7 @@ def readme() -> Rows:
     )
     head, *learned = learning(GSM8K)
     (ours,) = (dict(zip(head, row, strict=True)) for row in learned if row[0] == "int8+int8kv+tis")
-    what = f"score on GSM8K after {ours['steps']} steps of training, Qwen2.5-Coder-0.5B-Instruct"
+    what = f"score on GSM8K over the last of {ours['steps']} steps of training, Qwen2.5-Coder-0.5B-Instruct"
     scores = zip(*gsm8k.pairs(gsm8k_records(GSM8K), "int8+int8kv+tis", "bf16+tis"), strict=True)
     after, before = (f"{statistics.fmean(of):.3f}" for of in scores)
     gap = f"[{ours['minus the first variant (pairs)'].replace(')', ' seeds)')}](docs/results/learning.md)"

@@ -36,8 +36,9 @@ _SAVED = {"model": 4, "optimizer": 8, "hf_model": 2}
 
 
 def missing_paths(cfg: DictConfig) -> list[str]:
-    """Local paths that a run would read and that are not there, as ``key=path``; data first."""
-    return [f"{key}={text}" for key, text in _paths(cfg) if not Path(text).exists()]
+    """Local paths that a run would read and that are not there, as ``key=path``; data first, and each path once."""
+    keys = {text: key for key, text in _paths(cfg)}
+    return [f"{key}={text}" for text, key in keys.items() if not Path(text).exists()]
 
 
 def check_files(cfg: DictConfig) -> None:
@@ -324,6 +325,12 @@ def _check_resume(cfg: DictConfig) -> None:
             others = ",".join(other for other in contents if other != part)
             reason = f"{found} was saved with {words(then)}, and verl restores that with {part!r} of {key}"
             refuse(setting, now, reason, f"{setting}={words(then)}, or {key}=[{others}]")
+    for setting in ("flashrl.precision", "flashrl.kv_cache") if mode == "auto" else ():
+        then, now = get(saved, setting), get(cfg, setting)
+        if then not in (None, now):
+            reason = f"{found} was saved with {then}, and the run would go on from there"
+            remedy = f"{setting}={then}, another trainer.default_local_dir, or to go on all the same "
+            refuse(setting, now, reason, f"{remedy}trainer.resume_mode=resume_path trainer.resume_from_path={found}")
     ranks = get(cfg, "trainer.nnodes") * get(cfg, "trainer.n_gpus_per_node")
     if (found / "actor").is_dir() and not (found / "actor" / f"model_world_size_{ranks}_rank_0.pt").is_file():
         reason = f"{found} was not saved whole by {ranks} ranks"

@@ -214,6 +214,7 @@ def _rules_of_backends(cfg: DictConfig) -> Iterator[Rule]:
             (f"{ACTOR}.strategy", "fsdp2"),
             (f"{ROLLOUT}.enable_sleep_mode", False),
             ("flashrl.kv_cache", "auto"),
+            (_ULYSSES[0], 1),
             (f"{ACTOR}.use_kl_loss", False),  # the reference policy's weights are pinned for a GPU
             ("algorithm.use_kl_in_reward", False),
         ):

@@ -34,12 +34,16 @@ def why_not(head_size: int, heads: int, kv_heads: int) -> str | None:
 
 
 def why_not_model(config: dict[str, Any]) -> str | None:
-    """The same of a model's ``config.json``, as far as it says. What else layers may have (a sliding window, a cap on
-    logits) is found when the engine is built.
+    """The same of a model's ``config.json``, as far as it says. What else layers may have (a cap on logits) is found
+    when the engine is built.
 
     Args:
         config: of a Hugging Face model.
     """
+    if isinstance(window := config.get("sliding_window"), int):
+        layers = config.get("layer_types")
+        if "sliding_attention" in layers if layers else config.get("use_sliding_window", True):
+            return f"a sliding window of {window} tokens"
     heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
     kv_heads, head_size = config.get("num_key_value_heads") or heads, config.get("head_dim")
     if head_size is None and isinstance(heads, int) and heads > 0 and isinstance(hidden, int):

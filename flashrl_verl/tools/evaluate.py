@@ -57,7 +57,7 @@ def evaluate(
         typer.Option(
             parser=_precisions,
             metavar="NAME,...",
-            help="bf16, int8, fp8, or several of them.",
+            help="bf16, int8, fp8, or several of them. The KV cache is BF16, unless a word is flashrl.kv_cache=...",
         ),
     ] = "bf16",
     n: Annotated[int, typer.Option("--n", min=1, help="Responses to each prompt.")] = 8,

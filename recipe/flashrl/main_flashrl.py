@@ -75,10 +75,10 @@ def dry_run(cfg: DictConfig) -> None:
     Args:
         cfg: The composed configuration.
     """
-    validation.validate_config(cfg)
+    settings = validation.validate_config(cfg)
     platforms.activate(cfg)
     validation.validate_by_verl(cfg)
-    sys.stdout.write(report(cfg))
+    sys.stdout.write(report(cfg, settings))
     if missing := input_files.missing_paths(cfg):  # no error: a dry run need not happen where the run will
         here = f"not found on this machine (relative paths start at {Path.cwd()})"
         sys.stdout.write(f"Warning: {', '.join(missing)} {here}.\n")

@@ -27,6 +27,9 @@ def test_a_page_is_the_same_bytes_in_the_caches_of_both_kinds_of_vllm():
         assert torch.equal(cache[page].flatten(), since_029[page].flatten())
 
 
+WINDOW = "a sliding window of 9 tokens"
+
+
 @pytest.mark.parametrize(
     "name, change, reason",
     [
@@ -35,6 +38,10 @@ def test_a_page_is_the_same_bytes_in_the_caches_of_both_kinds_of_vllm():
         ("qwen3-30b-a3b", {}, None),
         ("qwen2.5-0.5b", {"head_dim": 96}, "heads of 96 elements (those of 32, 64, 128, 256 are taken)"),
         ("qwen2.5-0.5b", {"num_attention_heads": 66, "head_dim": 64}, "33 query heads a KV head (up to 32 are taken)"),
+        ("qwen2.5-0.5b", {"use_sliding_window": True, "sliding_window": 9, "layer_types": None}, WINDOW),
+        ("qwen3-30b-a3b", {"layer_types": ["sliding_attention"], "sliding_window": 9}, WINDOW),
+        ("qwen2.5-0.5b", {"use_sliding_window": False, "sliding_window": 9, "layer_types": None}, None),
+        ("qwen3-30b-a3b", {"layer_types": ["full_attention"], "sliding_window": 9}, None),
         # Left to the engine: config.json does not say.
         ("qwen2.5-0.5b", {"head_dim": None, "hidden_size": None}, None),
         ("qwen2.5-0.5b", {"head_dim": None, "num_attention_heads": 0}, None),

@@ -266,6 +266,11 @@ def test_what_a_run_would_resume_from_is_looked_at(run):
         said, _, remedy = refused(other).rpartition(", or ")
         assert f"optim.{name}=0.2 is refused" in said and f"with '{part}' of" in said
         check_files(OmegaConf.merge(other, OmegaConf.from_dotlist([remedy.rstrip(".")])))
+    for key, value in (("flashrl.precision", "bf16"), ("flashrl.kv_cache", "int8_per_token_head")):
+        other = OmegaConf.merge(cfg, OmegaConf.from_dotlist([f"{key}={value}"]))
+        said, _, remedy = refused(other).partition("to go on all the same ")
+        assert f"{key}={value} is refused: {step} was saved with" in said
+        check_files(OmegaConf.merge(other, OmegaConf.from_dotlist(remedy.rstrip(".").split())))
     assert "has as many steps already" in refused(cfg, **{"trainer.total_training_steps": 3})
     OmegaConf.update(cfg, "trainer.val_only", True)
     check_files(cfg)

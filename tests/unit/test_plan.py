@@ -158,7 +158,7 @@ def test_the_command_plans_a_run_by_its_overrides():
     text = " ".join(word for line in lines for word in line)
     assert "Qwen/Qwen2.5-32B on 32 x h100, TP 4: 63.4 GiB of a GPU" in text and "sequences of 2048 + 20480" in text
     engine = dict(gpu="h100", tensor_parallel=4, gib=79.2 * 0.8, max_num_batched_tokens=22528)
-    for name, formats in (("int8", (INT8,)), ("int8 + INT8 KV", (INT8, INT8_KV))):
+    for name, formats in (("int8", (INT8,)), ("int8 + INT8 KV *", (INT8, INT8_KV))):
         one = memory("qwen2.5-32b", *formats, **engine)
         held = one.tokens // 22528
         cells = f"{one.weights / GIB:.1f}", f"{one.kv_per_token:.0f}", f"{one.tokens}", f"{held}", f"{8 * held}", "yes"

@@ -117,6 +117,8 @@ def test_a_dry_run_of_a_copied_recipe_prints_the_difference_and_starts_and_leave
     if os.environ.get("FLASHRL_UPDATE_SNAPSHOTS") == "1":
         SNAPSHOT.write_text(told)
     assert told == SNAPSHOT.read_text(), "if this is meant, run again with FLASHRL_UPDATE_SNAPSHOTS=1"
+    said = "\nRollout: INT8 weights, rotated, INT8 KV cache. Correction: a weight a token, TIS, C = 8.0.\n"
+    assert said in done.stdout
     assert done.stdout.endswith("is valid, but for what is not here (2). Nothing was started.\n")
     assert "Started a local Ray instance" not in done.stdout + done.stderr
     assert {path for path in set(fork.rglob("*")) - before if "__pycache__" not in path.parts} == set()

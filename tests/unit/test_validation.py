@@ -198,6 +198,7 @@ ON_CPU = [
     ({PLATFORM: None}, "hardware=cpu"),
     ({SPECULATION: {"method": "ngram"}}, "remove"),
     ({"flashrl.kv_cache": "int8_per_token_head"}, "flashrl.kv_cache=auto"),
+    ({f"{ACTOR}.ulysses_sequence_parallel_size": 2}, f"{ACTOR}.ulysses_sequence_parallel_size=1"),
     ({f"{ACTOR}.use_kl_loss": True}, f"{ACTOR}.use_kl_loss=false"),
     ({"algorithm.use_kl_in_reward": True}, "algorithm.use_kl_in_reward=false"),
 ]

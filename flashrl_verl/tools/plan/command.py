@@ -63,7 +63,7 @@ def _of_run(overrides: list[str]) -> dict[str, Any]:
     from flashrl_verl.validation import validate_config
 
     cfg = compose(overrides)
-    validate_config(cfg)
+    settings = validate_config(cfg)
     rollout = cfg.actor_rollout_ref.rollout
     return {
         "model": str(cfg.actor_rollout_ref.model.path),
@@ -71,6 +71,7 @@ def _of_run(overrides: list[str]) -> dict[str, Any]:
         "tensor_parallel": rollout.tensor_model_parallel_size,
         "prompt": cfg.data.max_prompt_length,
         "response": cfg.data.max_response_length,
+        "formats": (settings.precision, settings.kv_cache),
         **{name: rollout[name] for name in ("gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens")},
     }
 
@@ -129,9 +130,12 @@ def _fits(variants: list[Memory], asked: dict[str, Any]) -> Group:
         reason, held = one.refused(length), one.tokens // length
         of_all = held * (asked["gpus"] // engine.tensor_parallel)
         cells = f"{one.weights / 2**30:.1f}", f"{one.kv_per_token:.0f}", f"{one.tokens}", f"{held}", f"{of_all}"
-        table.add_row(str(one), *(["-"] * len(cells) if reason else cells), "no" if reason else "yes")
+        name = f"{one}{' *' * ((one.precision, one.kv_cache) == asked.get('formats'))}"
+        table.add_row(name, *(["-"] * len(cells) if reason else cells), "no" if reason else "yes")
         if reason:
             notes.append(f"{one} does not fit: {reason}.")
+    if "formats" in asked:
+        notes.append("* the run as it is.")
     if "max_num_seqs" in asked:
         notes.append(f"The run's engines take at most max_num_seqs={engine.max_num_seqs} at a time.")
     return Group(table, *notes, NOT_COUNTED)
