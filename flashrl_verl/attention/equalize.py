@@ -25,9 +25,9 @@ from vllm.config import ModelConfig
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionImpl
 
-MAX_POSITIONS = 22_528
-"""Keys are looked at up to here, DAPO-32B's longest sequence, or to the engine's if that is shorter. A rotary embedding
-turns a bias by the position, some channels once in millions: more positions widen the range (figures: docs/LOG.md)."""
+MAX_POSITIONS = 20_480
+"""Keys are looked at up to here, or to the engine's longest sequence if that is shorter. A rotary embedding turns a
+bias by the position, some channels once in millions: more positions widen the range (figures: docs/LOG.md)."""
 
 NOISE = 2048
 """Vectors of noise, half of them the others' negatives, so that a range without a bias has its middle at 0."""
