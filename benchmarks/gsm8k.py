@@ -416,7 +416,7 @@ def gsm8k(
     settings |= {"overrides": context.args}
     here = environment()
     kv_cache_bytes = None if kv_cache_gib is None else int(kv_cache_gib * 2**30)
-    stop, starting = threading.Event(), threading.Lock()
+    stop, starting, keeping = threading.Event(), threading.Lock(), threading.Lock()
     gpus = visible_gpus()
     share = min(per_gpu, -(-len(runs) // len(gpus)))
     last_step = began + 60 * deadline - ASKING_S - ASKING_EACH_S * -(-len(runs) // len(gpus))
@@ -460,10 +460,12 @@ def gsm8k(
     def ask(this: Run, gpu: str | None) -> None:
         this.ask(asked[this], data, gpu)
         tell(f"{this.name}: {this.bf16[1]:.3f} in BF16 after {this.bf16[0]} steps")
+        keep()
 
     def keep() -> dict[str, Any]:
-        record = {"settings": settings, "environment": here, "runs": [run.record() for run in runs]}
-        write_json(output / "gsm8k.json", record)
+        with keeping:
+            record = {"settings": settings, "environment": here, "runs": [run.record() for run in runs]}
+            write_json(output / "gsm8k.json", record)
         return record
 
     code = 0

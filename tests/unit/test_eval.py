@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from flashrl_verl.cli import app
 from flashrl_verl.errors import ConfigError, FlashRLError
 from flashrl_verl.input_files import LATEST
+from flashrl_verl.settings import Precision
 from flashrl_verl.tools import evaluate
 from flashrl_verl.tools.evaluate import compare, read
 from flashrl_verl.tools.export.checkpoint import find
@@ -111,6 +112,14 @@ def test_an_override_reaches_all_that_follows_its_key_in_a_kept_configuration(tm
     kept.flashrl.precision = "int8"
     OmegaConf.resolve(kept)
     assert kept == trained
+
+
+@pytest.mark.parametrize("precision", Precision)
+def test_what_is_compared_has_one_kv_cache(tmp_path, precision):
+    words = evaluate.recipe_words(None, precision, {}, tmp_path)
+    of_flashrl = dict(word.removeprefix("++flashrl.").split("=") for word in words if "flashrl." in word)
+    ignore = {"ignore": "[]"} if precision is Precision.BF16 else {}
+    assert of_flashrl == {"precision": precision.value, "kv_cache": "auto", **ignore}
 
 
 # ---- which checkpoint ----
