@@ -36,7 +36,7 @@ def test_a_quickstart_that_is_stopped_leaves_no_process_and_resumes_to_its_end(t
     said = []
     for line in process.stdout:
         said.append(line)
-        if "] step 2/4" in line:
+        if "] step 1/4" in line:
             break
     started = psutil.Process(process.pid).children(recursive=True)
     assert len(started) > 5, "".join(said)
