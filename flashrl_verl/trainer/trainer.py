@@ -21,6 +21,7 @@ import transfer_queue as tq
 from omegaconf import DictConfig, OmegaConf, open_dict
 from tensordict import TensorDict
 from verl.trainer.ppo.utils import Role
+from verl.trainer.ppo.v1 import trainer_base
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
@@ -50,6 +51,7 @@ from flashrl_verl.trainer.metrics import (
 from flashrl_verl.trainer.mini_batches import even_order, length_variation
 from flashrl_verl.trainer.rewards import RewardWatch, check_rewards
 from flashrl_verl.trainer.worker_watch import WorkerWatch
+from flashrl_verl.upstream.patches import choose_ports
 from flashrl_verl.upstream.versions import check_versions
 from flashrl_verl.validation import validate_config
 
@@ -129,6 +131,7 @@ class FlashRLMixin:
         super()._init_resource_pool_mgr()
         from flashrl_verl.trainer.worker import FlashRLWorker
 
+        choose_ports(trainer_base)
         for role in (Role.ActorRollout, Role.ActorRolloutRef):
             if role in self.role_worker_mapping:
                 self.role_worker_mapping[role] = ray.remote(FlashRLWorker)

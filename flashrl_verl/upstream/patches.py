@@ -50,11 +50,25 @@ versions                               vLLM 0.24, 0.31
 drop it when                           the function takes a quantizer
 tested by                              tests/numerics/test_moe_kernels.py on a GPU
 =====================================  =================================================================================
+
+=====================================  =================================================================================
+target                                 ``verl.trainer.ppo.v1.trainer_base.RayWorkerGroup``
+why                                    the port of the trainers' process group is one that the kernel gave and got back:
+                                       until rank 0 listens, seconds later, it may give it to another process, and the
+                                       run ends (one start of eighteen side by side, EADDRINUSE). The group takes
+                                       ``master_port_range=``, but its caller passes none
+applied                                when the trainer sets its workers up (``trainer.py``)
+upstream                               https://github.com/verl-project/verl/blob/main/verl/single_controller/ray/base.py
+versions                               verl 0.9.1
+drop it when                           the trainer passes a range, or the port is kept open
+tested by                              tests/unit/test_run_environment.py, every end-to-end run
+=====================================  =================================================================================
 """
 
 import contextlib
 import functools
 import inspect
+import random
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -75,6 +89,23 @@ def default_to_gloo(distributed: types.ModuleType) -> None:
             "entry in flashrl_verl/upstream/patches.py and use verl 0.9.1"
         )
     distributed.initialize_global_process_group_ray = functools.partial(original, backend="gloo")
+
+
+FREE_PORTS = 20_000, 32_768
+"""Above those of Ray's workers, and below what Linux gives whoever asks for any (ip_local_port_range)."""
+
+
+def choose_ports(trainer_base: types.ModuleType) -> None:
+    """Apply the entry above to ``verl.trainer.ppo.v1.trainer_base``: each group looks for a port from a random one on,
+    as two runs of a host look at the same time."""
+    original = trainer_base.RayWorkerGroup
+
+    def with_port(*args: Any, **kwargs: Any) -> Any:
+        low, high = FREE_PORTS
+        kwargs.setdefault("master_port_range", [random.SystemRandom().randrange(low, high - 1000), high])
+        return original(*args, **kwargs)
+
+    trainer_base.RayWorkerGroup = with_port
 
 
 def patch_logprobs_from_logits(torch_functional: types.ModuleType, log_probs: Callable) -> None:

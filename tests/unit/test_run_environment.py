@@ -2,6 +2,7 @@
 """What the environment lacks is said before Ray starts."""
 
 import socket
+import types
 
 import pytest
 import refusals
@@ -12,6 +13,7 @@ from flashrl_verl import run_environment
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.run_environment import settle_packages
 from flashrl_verl.settings import ACTOR
+from flashrl_verl.upstream import patches
 from flashrl_verl.validation import ATTENTION, validate_config
 
 ACTOR_MODEL = "actor_rollout_ref.model"
@@ -114,3 +116,15 @@ def test_flash_attn_4_alone_is_no_flash_attn_and_is_named_where_it_is_taken(monk
     monkeypatch.setattr(run_environment, "version_of", lambda name: True)
     settle_packages(cfg := changed({}))
     assert OmegaConf.select(cfg, ATTENTION) is None
+
+
+def test_groups_of_workers_look_for_ports_apart_from_each_other_and_from_those_that_linux_gives():
+    asked = []
+    verls = types.SimpleNamespace(RayWorkerGroup=lambda **kwargs: asked.append(kwargs))
+    for _ in range(2):  # a second trainer of a process
+        patches.choose_ports(verls)
+    for _ in range(20):
+        verls.RayWorkerGroup(resource_pool="pool")
+    starts = [kwargs.pop("master_port_range") for kwargs in asked]
+    assert all(20_000 <= start < end == 32_768 for start, end in starts) and len({start for start, _ in starts}) > 10
+    assert asked == [{"resource_pool": "pool"}] * 20
