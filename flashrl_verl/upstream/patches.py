@@ -91,8 +91,9 @@ def default_to_gloo(distributed: types.ModuleType) -> None:
     distributed.initialize_global_process_group_ray = functools.partial(original, backend="gloo")
 
 
-FREE_PORTS = 20_000, 32_768
-"""Above those of Ray's workers, and below what Linux gives whoever asks for any (ip_local_port_range)."""
+FREE_PORTS = 20_000, 30_000
+"""Above those of Ray's workers, and below Kubernetes' NodePorts and what Linux gives whoever asks for any port
+(ip_local_port_range)."""
 
 
 def choose_ports(trainer_base: types.ModuleType) -> None:
