@@ -322,6 +322,8 @@ def _rules_of_weights(cfg: DictConfig) -> Iterator[Rule]:
         yield Rule(f"{ROLLOUT}.{name}", one_of(1), reason, "1")
     drafter, reason = f"{MODEL_NODE}.mtp.enable_rollout", "the drafter's weights are not part of the checked update"
     yield Rule(f"{ROLLOUT}.mtp.enable_rollout", one_of(None, False), reason, f"false, by {drafter}=false")
+    reason = "verl replays routes in Megatron's and VeOmni's actors only"
+    yield Rule(f"{ROLLOUT}.enable_rollout_routing_replay", one_of(None, False), reason, "false")
     if not get(cfg, merge := f"{MODEL_NODE}.lora.merge"):
         for name in ("lora.rank", "lora_rank"):
             reason = "an adapter would be sent, and only whole weights are quantized"
@@ -550,6 +552,10 @@ _RESERVED = {
         ("speculative_config", "spec_method", "spec_model", "spec_tokens"),
         "drafts have to be n-grams, on GPUs and with flashrl.kv_cache=auto: "
         f"+{ENGINE}.speculative_config={{method: ngram, num_speculative_tokens: 3, prompt_lookup_max: 3}}",
+    ),
+    **dict.fromkeys(
+        ("kv_transfer_config", "kv_offloading_backend"),
+        "not every store of keys and values can be emptied, and those of older weights would be read after an update",
     ),
     "api_key": "verl prints it into the log, and the rollout's servers answer nobody",
     "ssl": "verl's server would not use it, and stay unencrypted (docs/clusters.md)",

@@ -79,6 +79,10 @@ def expert_loop(
     return out.to(x.dtype)
 
 
+_OF_ACTIVATION = ("swiglu_limit", "swiglu_alpha", "swiglu_beta", "activation_situ_beta", "activation_situ_linear_beta")
+"""What a model may set and vLLM's ``fused_experts`` ignores; not every vLLM has them."""
+
+
 class QuantizedMoEMethod(FusedMoEMethodBase):
     """Experts with symmetric 8-bit weights, a scale per output channel, and dynamic 8-bit activations per token.
 
@@ -94,6 +98,7 @@ class QuantizedMoEMethod(FusedMoEMethodBase):
         unsupported = {
             "biases": moe.has_bias,
             "no gated activation": not moe.is_act_and_mul,
+            "parameters of their activation": any(getattr(moe, name, None) is not None for name in _OF_ACTIVATION),
             "expert parallelism": moe.moe_parallel_config.use_ep,
             "data parallelism": moe.moe_parallel_config.dp_size > 1,
         }

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What verl and this package's server ask of vLLM's worker: take a weight update, and say what it holds."""
 
+import logging
 from collections.abc import Callable
 
 import torch
@@ -17,6 +18,8 @@ from flashrl_verl.refit.receipt import brief
 from flashrl_verl.refit.scan import Checksums
 from flashrl_verl.refit.transfer import WatchedReceiver
 from flashrl_verl.rollout.inspection import describe_model
+
+logger = logging.getLogger(__name__)
 
 
 class FlashRLWorkerExtension(vLLMColocateWorkerExtension):
@@ -39,7 +42,8 @@ class FlashRLWorkerExtension(vLLMColocateWorkerExtension):
         """
         try:
             return {"error": None, **self._flashrl_receive(step, timeout_s, self_check, use_shm)}
-        except Exception as error:  # noqa: BLE001 - becomes a RefitError on the trainer's side
+        except Exception as error:  # becomes a RefitError on the trainer's side
+            logger.exception("[flashrl] a weight update failed")  # of another rank than the first nobody is told
             return {"error": f"{type(error).__name__}: {error}"}
 
     def flashrl_layers(self) -> dict:
@@ -118,11 +122,12 @@ def layers_with_stale_copies(model: torch.nn.Module, process_weights: Callable[[
 
 
 def _products(model: torch.nn.Module) -> dict[str, list[torch.Tensor]]:
-    """What every linear layer and a head of its own make of ones."""
+    """What every linear layer and a head of its own make of ones. A short convolution, for which vLLM takes a linear
+    layer's class, is none: its weight has three dimensions."""
     found = {}
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
-        if isinstance(module, LinearBase | ParallelLMHead):
+        if isinstance(module, LinearBase | ParallelLMHead) and module.weight.dim() == 2:
             weight = module.weight
             dtype = module.flashrl_dtype if isinstance(weight, QuantizedStorage) else weight.dtype
             found[name] = [

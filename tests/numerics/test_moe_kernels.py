@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's experts as the rollout loads them, against their precision's arithmetic in float64, token by token."""
 
+import dataclasses
+
 import one_layer
 import pytest
 import torch
 from one_layer import EXPERTS, HIDDEN, INTERMEDIATE, TOP_K
 from references import hadamard, sqnr_db
 
+from flashrl_verl.errors import ConfigError
 from flashrl_verl.quantization import numerics
 from flashrl_verl.quantization.formats import weight_format
 from flashrl_verl.settings import Precision
@@ -71,3 +74,11 @@ def test_experts_compute_what_their_precision_is(precision, least):
         out = one_layer.run_experts(one_layer.experts(built), x, logits).cpu()
     assert out.dtype == torch.bfloat16
     assert sqnr_db(exact(weight_format(precision), w13, w2, x, logits), out) > least
+
+
+def test_an_activation_with_a_limit_which_vllms_kernel_would_ignore_is_refused():
+    with one_layer.model(Precision.INT8) as built:
+        method = one_layer.experts(built).quant_method
+        limited = dataclasses.replace(method.moe, swiglu_limit=7.0)
+        with pytest.raises(ConfigError, match="experts with parameters of their activation; add 're:"):
+            type(method)(method.format, limited, "model.layers.0.mlp.experts")

@@ -9,6 +9,7 @@ import one_layer
 import pytest
 import torch
 from torch.nn import functional
+from vllm.model_executor.layers.linear import ColumnParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 
 from flashrl_verl.errors import FlashRLError
@@ -54,6 +55,14 @@ def stale(precision: Precision) -> list[str]:
 @pytest.mark.parametrize("precision", list(Precision))
 def test_sound_layers_are_not_named(precision):
     assert stale(precision) == []
+
+
+def test_a_short_convolution_in_a_linear_layers_class_is_no_product():
+    with one_layer.model(Precision.INT8) as built:
+        convolution = ColumnParallelLinear(4, 64, bias=False, params_dtype=torch.bfloat16)
+        convolution.weight.data = convolution.weight.data.unsqueeze(1)  # as vLLM's Qwen3-Next has it
+        model = torch.nn.ModuleDict({"conv1d": convolution, "o_proj": one_layer.linear(built)})
+        assert layers_with_stale_copies(model, lambda: None) == []
 
 
 @pytest.mark.parametrize("copied", [("weight",), ("weight_scale",), ("weight", "weight_scale")], ids="+".join)

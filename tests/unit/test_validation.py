@@ -106,6 +106,7 @@ CASES = [
     ({"flashrl.kv_cache": "int8_per_token_head", f"{ROLLOUT}.dtype": "float16"}, f"{ROLLOUT}.dtype=bfloat16"),
     ({f"{ROLLOUT}.load_format": "bitsandbytes"}, f"{ROLLOUT}.load_format=dummy"),
     ({f"{ROLLOUT}.quantization": "fp8"}, f"{ROLLOUT}.quantization=null"),
+    ({f"{ROLLOUT}.enable_rollout_routing_replay": True}, f"{ROLLOUT}.enable_rollout_routing_replay=false"),
     ({f"{ACTOR}.fsdp_config.qat.enable": True}, f"{ACTOR}.fsdp_config.qat.enable=false"),
     ({f"{ACTOR_MODEL}.use_fused_kernels": True}, f"{ACTOR_MODEL}.use_fused_kernels=false"),
     ({"flashrl.fp32_lm_head": True, f"{MIXED}.param_dtype": "float32"}, f"{MIXED}.param_dtype=bfloat16"),
@@ -242,7 +243,7 @@ def test_a_mini_batch_that_ranks_cannot_share_is_refused_for_that_reason():
 OWNED = """
 quantization q quantization_config hf_overrides kv_cache_dtype calculate_kv_scales kv_cache_dtype_skip_layers
 enable_expert_parallel worker_extension_cls override_generation_config logits_processors speculative_config enable_lora
-spec_method spec_model spec_tokens enable_batch_sharded_sampling
+spec_method spec_model spec_tokens enable_batch_sharded_sampling kv_transfer_config kv_offloading_backend
 api_key config ssl ssl_certfile enable_ssl_refresh
 dtype load_format logprobs_mode max_model_len enable_sleep_mode
 tensor_parallel_size pipeline_parallel_size data_parallel_size
