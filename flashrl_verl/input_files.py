@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 from omegaconf import DictConfig, OmegaConf
 
 from flashrl_verl.errors import ConfigError, listed, refuse, words
-from flashrl_verl.settings import ACTOR, DATA, MODEL, ROLLOUT, get, has_critic
+from flashrl_verl.settings import ACTOR, CORRECTION, DATA, MODEL, ROLLOUT, get, has_critic
 from flashrl_verl.upstream.versions import verl_configs
 
 _LOOKED_AT, _LONGEST = 20_000, 32
@@ -29,6 +29,11 @@ _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 _CHECKPOINT = f"{ACTOR}.checkpoint"
 _RESTORED = {"lr": "extra", "weight_decay": "optimizer", "betas": "optimizer"}
 """Settings of the optimizer that a checkpoint brings with it, and in which part."""
+_IDENTITY = (
+    *(MODEL, *(f"flashrl.{name}" for name in ("precision", "rotation", "kv_cache", "ignore", "fp32_lm_head"))),
+    *(f"{CORRECTION}.{name}" for name in ("rollout_is", "rollout_is_threshold", "rollout_rs", "bypass_mode")),
+)
+"""Settings with another value of which it is another run."""
 LATEST = "latest_checkpointed_iteration.txt"
 """verl's record of the last whole checkpoint, in trainer.default_local_dir."""
 _SAVED = {"model": 4, "optimizer": 8, "hf_model": 2}
@@ -145,14 +150,21 @@ def _check_data(cfg: DictConfig, key: str, files: list[Path]) -> None:
         fits = not filtered or count > len(texts) or any(tokens(text) <= limit for text in texts)
         rows, schemas = rows + count * fits, [*schemas, schema]
     batch, all_files = get(cfg, "data.train_batch_size") if key == DATA[0] else 1, ", ".join(map(str, files))
+    by = ""
+    if 0 < (kept := get(cfg, samples := key.replace("files", "max_samples"), -1)) < rows:
+        rows, by = kept, f" by {samples}"
     if rows < batch:
         of = f" within data.max_prompt_length={limit} tokens" if filtered else ""
-        refuse(key, all_files, f"{rows} rows{of} are less than a batch of {batch}", "more data")
-    steps = None if key != DATA[0] or get(cfg, "trainer.val_only") else get(cfg, "trainer.total_training_steps")
-    epochs = get(cfg, "trainer.total_epochs", 1)
-    if steps is not None and steps > (most := epochs * (rows // batch)):
-        reason = f"{rows} rows are {most} steps at most, and verl would end there without a last checkpoint"
-        refuse("trainer.total_epochs", epochs, reason, f"{-(-steps // (rows // batch))} or more")
+        refuse(key, all_files, f"{rows} rows{by}{of} are less than a batch of {batch}", "more data")
+    if key == DATA[0] and not get(cfg, "trainer.val_only"):
+        epochs, steps = get(cfg, "trainer.total_epochs", 1), get(cfg, "trainer.total_training_steps")
+        most, done = epochs * (rows // batch), resumes_from(cfg)
+        if steps is not None and steps > most:
+            reason = f"{rows} rows{by} are {most} steps at most, and verl would end there without a last checkpoint"
+            refuse("trainer.total_epochs", epochs, reason, f"{-(-steps // (rows // batch))} or more")
+        if done and _step(done) >= most:
+            reason = f"{rows} rows{by} are {most} steps, and {done} has as many already"
+            refuse("trainer.total_epochs", epochs, reason, "more, or another trainer.default_local_dir")
     if len(schemas) > 1:
         _check_together(key, all_files, schemas)
 
@@ -305,6 +317,11 @@ def resumes_from(cfg: DictConfig) -> Path | None:
     return Path(path) if path else None
 
 
+def _step(checkpoint: Path) -> int:
+    step = checkpoint.name.removeprefix("global_step_")
+    return int(step) if step.isdecimal() else 0
+
+
 def _check_resume(cfg: DictConfig) -> None:
     """What verl would resume from, if that is on this machine."""
     mode, found = get(cfg, "trainer.resume_mode"), resumes_from(cfg)
@@ -325,19 +342,21 @@ def _check_resume(cfg: DictConfig) -> None:
             others = ",".join(other for other in contents if other != part)
             reason = f"{found} was saved with {words(then)}, and verl restores that with {part!r} of {key}"
             refuse(setting, now, reason, f"{setting}={words(then)}, or {key}=[{others}]")
-    for setting in ("flashrl.precision", "flashrl.kv_cache") if mode == "auto" else ():
+    for setting in _IDENTITY if mode == "auto" else ():
         then, now = get(saved, setting), get(cfg, setting)
-        if then not in (None, now):
-            reason = f"{found} was saved with {then}, and the run would go on from there"
-            remedy = f"{setting}={then}, another trainer.default_local_dir, or to go on all the same "
+        if setting == MODEL:  # a copy may lie elsewhere
+            then, now = then and Path(then).name, now and Path(now).name
+        if then != now and setting.rpartition(".")[2] in get(saved, setting.rpartition(".")[0], {}):
+            reason = f"{found} was saved with {words(then)}, and the run would go on from there"
+            remedy = f"{setting}={words(then)}, another trainer.default_local_dir, or to go on all the same "
             refuse(setting, now, reason, f"{remedy}trainer.resume_mode=resume_path trainer.resume_from_path={found}")
     ranks = get(cfg, "trainer.nnodes") * get(cfg, "trainer.n_gpus_per_node")
-    if (found / "actor").is_dir() and not (found / "actor" / f"model_world_size_{ranks}_rank_0.pt").is_file():
-        reason = f"{found} was not saved whole by {ranks} ranks"
-        refuse("trainer.resume_mode", mode, reason, "as many GPUs as saved it, an earlier checkpoint, or disable")
-    last, step = get(cfg, "trainer.total_training_steps"), found.name.removeprefix("global_step_")
-    if last is not None and step.isdecimal() and int(step) >= last and not get(cfg, "trainer.val_only"):
-        refuse("trainer.total_training_steps", last, f"{found} has as many steps already", f"more than {step}")
+    if not (found / "actor" / f"model_world_size_{ranks}_rank_0.pt").is_file():
+        reason = f"{found} has no weights of {ranks} ranks (verl removes those of all but the last checkpoints)"
+        refuse("trainer.resume_mode", mode, reason, "as many GPUs as saved it, another checkpoint, or disable")
+    last = get(cfg, "trainer.total_training_steps")
+    if last is not None and _step(found) >= last and not get(cfg, "trainer.val_only"):
+        refuse("trainer.total_training_steps", last, f"{found} has as many steps already", f"more than {_step(found)}")
 
 
 def _check_checkpoints(cfg: DictConfig) -> None:

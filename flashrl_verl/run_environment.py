@@ -59,6 +59,7 @@ def settle_packages(cfg: DictConfig) -> None:
 
 
 def _check_loggers(cfg: DictConfig) -> None:
+    import ray
     from requests.utils import get_netrc_auth  # as wandb itself looks
 
     key, loggers = "trainer.logger", get(cfg, "trainer.logger") or []
@@ -70,6 +71,8 @@ def _check_loggers(cfg: DictConfig) -> None:
             sent = {**os.environ, **(get(cfg, "ray_kwargs.ray_init.runtime_env.env_vars") or {})}
             if sent.get(variable) or sent.get(mode, "online") not in ("online", "cloud"):
                 continue
+            if os.environ.get("RAY_ADDRESS") and not ray.is_initialized():
+                continue  # the trainer looks again, in the environment of its node's `ray start`
             if name == "swanlab" and (Path.home() / ".swanlab").exists():
                 continue
             if name == "wandb" and get_netrc_auth(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")):

@@ -24,7 +24,7 @@ from flashrl_verl.errors import ConfigError, FlashRLError
 from flashrl_verl.settings import Precision
 from flashrl_verl.tools.console import new_console
 from flashrl_verl.tools.export.checkpoint import Checkpoint, find
-from flashrl_verl.tools.log_excerpt import last_error
+from flashrl_verl.tools.log_excerpt import last_error, last_line
 from flashrl_verl.tools.process_tree import ProcessTree, Stopped, stoppable
 from flashrl_verl.tools.recipe_process import ROOT, compose, quoted
 from flashrl_verl.trainer.atomic_write import write_atomically
@@ -156,7 +156,7 @@ def recipe_words(kept: Path | None, precision: Precision, sampling: dict[str, An
         words = ["--config-path", str(kept.parent), "--config-name", kept.stem]
     words += ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=stdout"]
     # One KV cache for all that are compared: a run's own would be another in each row.
-    flashrl: dict[str, Any] = {"precision": precision.value, "kv_cache": "auto"}
+    flashrl: dict[str, Any] = {"precision": precision.value, "kv_cache": "auto", "failed_responses_max": 0}
     if precision is Precision.BF16:
         flashrl["ignore"] = []
     rollout, actor = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
@@ -197,10 +197,13 @@ def validate(checkpoint: Checkpoint, model: Path, words: list[str], folder: Path
     log.unlink(missing_ok=True)
     command = [sys.executable, str(ROOT / "recipe" / "flashrl" / "main_flashrl.py"), *words]
     command.append(f"++trainer.validation_data_dir={quoted(str(folder / 'dump'))}")
+    began = time.monotonic()
     tree = ProcessTree(command, log, {**os.environ, "PYTHONPATH": paths, "PYTHONUNBUFFERED": "1"}, Path.cwd())
     try:
-        while (code := tree.poll()) is None:
-            time.sleep(1.0)
+        with new_console().status("starts") as status:  # nothing where no person looks
+            while (code := tree.poll()) is None:
+                status.update(f"{time.monotonic() - began:.0f} s: {last_line(log)[:120]}")
+                time.sleep(1.0)
     finally:
         tree.end()
     dumped = sorted((folder / "dump").glob("*.jsonl"))

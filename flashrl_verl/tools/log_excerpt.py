@@ -2,6 +2,9 @@
 """What a person needs of a failed run's log."""
 
 import re
+from pathlib import Path
+
+from rich.markup import escape
 
 from flashrl_verl.errors import FlashRLError
 
@@ -32,3 +35,12 @@ def last_error(log: str) -> list[str]:
             ends = (i for i, line in enumerate(more) if not line or _ANY.match(line) or _LOG.match(line))
             return [lines[start], *more[: next(ends, len(more))]]
     return [line for line in lines if line][-10:]
+
+
+def last_line(log: Path) -> str:
+    """The last whole line of a log that is being written, without prefix, as Rich shows it; empty before."""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - 4096))
+        lines = file.read().decode(errors="replace").splitlines(keepends=True)
+    text = next((line for line in reversed(lines) if line.endswith("\n") and line.strip()), "")
+    return escape(_PREFIX.sub("", _COLOURS.sub("", text)).strip())

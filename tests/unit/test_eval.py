@@ -115,11 +115,11 @@ def test_an_override_reaches_all_that_follows_its_key_in_a_kept_configuration(tm
 
 
 @pytest.mark.parametrize("precision", Precision)
-def test_what_is_compared_has_one_kv_cache(tmp_path, precision):
+def test_what_is_compared_has_one_kv_cache_and_all_responses(tmp_path, precision):
     words = evaluate.recipe_words(None, precision, {}, tmp_path)
     of_flashrl = dict(word.removeprefix("++flashrl.").split("=") for word in words if "flashrl." in word)
     ignore = {"ignore": "[]"} if precision is Precision.BF16 else {}
-    assert of_flashrl == {"precision": precision.value, "kv_cache": "auto", **ignore}
+    assert of_flashrl == {"precision": precision.value, "kv_cache": "auto", "failed_responses_max": "0", **ignore}
 
 
 # ---- which checkpoint ----
@@ -152,6 +152,9 @@ def test_what_is_no_checkpoint_says_what_to_name(tmp_path):
         find(tmp_path)
     (tmp_path / "global_step_3" / "actor").mkdir(parents=True)
     with pytest.raises(ConfigError, match="--backend megatron"):
+        find(tmp_path)
+    (tmp_path / "global_step_3" / "actor").rmdir()
+    with pytest.raises(ConfigError, match="has no weights: verl removes"):
         find(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"no \*\.safetensors"):

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.input_files import check_files, check_what_is_there, missing_paths
-from flashrl_verl.settings import ACTOR, DATA, MODEL
+from flashrl_verl.settings import ACTOR, CORRECTION, DATA, MODEL
 from flashrl_verl.tools.recipe_process import ROOT
 
 REWARD = "reward.custom_reward_function"
@@ -126,6 +126,8 @@ def test_more_steps_than_the_data_have_are_refused_with_the_epochs_that_do(run):
     assert "9 rows are 6 steps at most" in refused(cfg, **{"trainer.total_training_steps": 7})
     OmegaConf.update(cfg, "trainer.total_epochs", 4)
     check_files(cfg)
+    assert "4 rows by data.train_max_samples are 4 steps at most" in refused(cfg, **{"data.train_max_samples": 4})
+    assert "3 rows by data.train_max_samples are less than a batch" in refused(cfg, **{"data.train_max_samples": 3})
 
 
 def test_a_row_may_be_larger_than_arrows_block(run):
@@ -255,7 +257,7 @@ def test_what_a_run_would_resume_from_is_looked_at(run):
     OmegaConf.update(cfg, "trainer.resume_mode", "auto")
     assert "the run would start from scratch" in refused(cfg)
     tracker.write_text("3")
-    assert "was not saved whole by" in refused(cfg)
+    assert "has no weights of" in refused(cfg)
     ranks = cfg.trainer.nnodes * cfg.trainer.n_gpus_per_node
     (step / "actor" / f"model_world_size_{ranks}_rank_0.pt").touch()
     check_files(cfg)
@@ -266,16 +268,30 @@ def test_what_a_run_would_resume_from_is_looked_at(run):
         said, _, remedy = refused(other).rpartition(", or ")
         assert f"optim.{name}=0.2 is refused" in said and f"with '{part}' of" in said
         check_files(OmegaConf.merge(other, OmegaConf.from_dotlist([remedy.rstrip(".")])))
-    for key, value in (("flashrl.precision", "bf16"), ("flashrl.kv_cache", "int8_per_token_head")):
+    moved = shutil.copytree(folder / "model", folder / "elsewhere" / "model")
+    check_files(OmegaConf.merge(cfg, OmegaConf.from_dotlist([f"{MODEL}={moved}"])))
+    shutil.copytree(folder / "model", folder / "other")
+    for key, value in (
+        *(("flashrl.precision", "bf16"), ("flashrl.kv_cache", "int8_per_token_head"), ("flashrl.rotation", "false")),
+        *((MODEL, folder / "other"), (f"{CORRECTION}.rollout_is", "null"), (f"{CORRECTION}.rollout_rs", "seq_mean_k1")),
+    ):
         other = OmegaConf.merge(cfg, OmegaConf.from_dotlist([f"{key}={value}"]))
         said, _, remedy = refused(other).partition("to go on all the same ")
-        assert f"{key}={value} is refused: {step} was saved with" in said
+        assert said.startswith(key) and f" is refused: {step} was saved with" in said
         check_files(OmegaConf.merge(other, OmegaConf.from_dotlist(remedy.rstrip(".").split())))
     assert "has as many steps already" in refused(cfg, **{"trainer.total_training_steps": 3})
+    OmegaConf.update(cfg, "trainer.total_training_steps", None)
+    assert f"4 rows are 3 steps, and {step} has as many already" in refused(cfg, **{"trainer.total_epochs": 3})
+    OmegaConf.update(cfg, "trainer.total_training_steps", 3)
     OmegaConf.update(cfg, "trainer.val_only", True)
     check_files(cfg)
     OmegaConf.update(cfg, "trainer.total_training_steps", 4)
     assert "without its weights" in refused(cfg, **{f"{ACTOR}.checkpoint.load_contents": ["hf_model"]})
+    shutil.rmtree(step / "actor")  # as verl does with trainer.max_actor_ckpt_to_keep
+    OmegaConf.update(cfg, f"{ACTOR}.checkpoint.load_contents", ["model"])
+    for mode, path in (("auto", None), ("resume_path", str(step))):
+        OmegaConf.update(cfg, "trainer.resume_from_path", path)
+        assert "verl removes those of all but the last" in refused(cfg, **{"trainer.resume_mode": mode})
 
 
 def test_a_checkpoint_that_is_not_there_or_does_not_fit_is_refused(run, monkeypatch):

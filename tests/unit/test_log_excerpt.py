@@ -2,7 +2,7 @@
 """Of a failed run's log the lines are shown that say why."""
 
 from flashrl_verl.errors import FlashRLError
-from flashrl_verl.tools.log_excerpt import last_error
+from flashrl_verl.tools.log_excerpt import last_error, last_line
 
 RAY_LOG = """\
 (TaskRunner pid=4242) INFO 11-20 starting
@@ -37,3 +37,11 @@ def test_of_a_failed_engine_its_own_error_is_shown_before_those_that_point_to_it
 ray.exceptions.RayTaskError(RuntimeError): ray::TaskRunnerV1.run() (pid=70)"""  # noqa: E501
     assert last_error(log) == ["AssertionError: in profiling"]
     assert last_error(log.split("\n", 1)[1])[0].startswith("RuntimeError: Engine core initialization failed")
+
+
+def test_of_a_log_that_is_being_written_the_last_whole_line_is_shown_as_it_is(tmp_path):
+    log = tmp_path / "log"
+    log.touch()
+    assert last_line(log) == ""
+    log.write_text("x" * 5000 + "\n\x1b[36m(TaskRunner pid=4242)\x1b[0m [bold] 8 of 16\n \n(TaskRunner pid=4242) 9 o")
+    assert last_line(log) == "\\[bold] 8 of 16"

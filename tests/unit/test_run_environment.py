@@ -51,6 +51,12 @@ def test_a_tracker_without_a_key_is_refused_and_with_one_it_is_not(online, monke
     monkeypatch.delenv("WANDB_MODE")
     variables = "ray_kwargs.ray_init.runtime_env.env_vars.WANDB_API_KEY"
     settle_packages(changed({"trainer.logger": ["wandb"], variables: "0123"}))
+    with socket.create_server(("127.0.0.1", 0)) as cluster:  # whose nodes may have one
+        monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{cluster.getsockname()[1]}")
+        settle_packages(cfg)
+        monkeypatch.setattr("ray.is_initialized", lambda: True)  # in its trainer
+        with pytest.raises(ConfigError, match="no key"):
+            settle_packages(cfg)
 
 
 def test_a_tracker_that_is_not_installed_is_refused():

@@ -73,6 +73,11 @@ def find(path: Path) -> Checkpoint:
     if not _STEP.fullmatch(folder.name):
         folder = _last_of_run(folder)
     actor = folder / "actor"
+    if not actor.is_dir():
+        raise ConfigError(
+            f"{folder} has no weights: verl removes those of all but the last trainer.max_actor_ckpt_to_keep "
+            "checkpoints. Name a later one"
+        )
     if not (actor / "fsdp_config.json").is_file():
         raise ConfigError(
             f"{actor} has no fsdp_config.json, so verl's FSDP actors did not save it. Convert it first: python -m "
