@@ -271,6 +271,10 @@ def _rules_of_numbers(cfg: DictConfig) -> Iterator[Rule]:
     of_rollout = ("tensor_model_parallel_size", "n", "max_num_seqs", "prompt_length", "response_length")
     for key in (*counts, *(f"{ROLLOUT}.{name}" for name in of_rollout)):
         yield Rule(key, positive_integer, "it has to be a whole number", "1 or more")
+    # null in verl's defaults, and so of no kind there
+    for key in ("trainer.total_training_steps", "trainer.max_actor_ckpt_to_keep"):
+        yield Rule(key, lambda v: v is None or positive_integer(v), "it has to be a whole number", "1 or more, or null")
+    yield Rule("data.seed", lambda v: v is None or type(v) is int, "it has to be a whole number", "1, or null")
     yield Rule(f"{ACTOR}.optim.lr", within(0, 1e9), "a learning rate is a number from 0 on", "1.0e-6")
     reason = "it is a share of the steps"
     yield Rule(f"{ACTOR}.optim.lr_warmup_steps_ratio", lambda v: v is None or within(0, 1)(v), reason, "0.0")
@@ -528,7 +532,8 @@ def _check_defaults(cfg: DictConfig) -> None:
         if type(default) in (bool, int, float) and not key.startswith(f"{CORRECTION}."):
             if isinstance(value, str) or (is_switch and type(value) not in (bool, type(None))):
                 kind = "true or false" if is_switch else "a number"
-                refuse(key, value, f"it has to be {kind}", f"{key}={words(default)}, verl's default")
+                remedy = f"{key}={words(default)}, verl's default (your experiment's may differ)"
+                refuse(key, value, f"it has to be {kind}", remedy)
 
 
 # ---- vLLM's own arguments ----

@@ -191,9 +191,11 @@ def _rollout(run: Metrics) -> str:
     layers = run.last("flashrl/quantized_layers")
     if layers is None:
         return MISSING
-    precision = f"8-bit, {layers:.0f} layers" if layers else "bf16"
+    int8 = run.last("flashrl/int8_weights")
+    name = "8-bit" if int8 is None else "INT8" if int8 else "FP8"  # the first: of an earlier version's file
+    precision = f"{name}, {layers:.0f} layers" if layers else "BF16"
     precision += ", rotated" if run.last("flashrl/rotated_weights") else ""
-    return precision + (", 8-bit KV" if run.last("flashrl/kv_cache_bits") == 8 else "")
+    return precision + (", INT8 KV" if run.last("flashrl/kv_cache_bits") == 8 else "")
 
 
 def _first_last(key: str) -> Callable[[Metrics], str]:

@@ -60,6 +60,7 @@ def summarize_layers(workers: Sequence[dict]) -> dict[str, float]:
     first = workers[0]
     return {
         "flashrl/quantized_layers": first["quantized_layers"],
+        "flashrl/int8_weights": first["quantized"].get("int8", 0),  # of the others FP8
         "flashrl/rotated_weights": first["rotated"],
         "flashrl/unquantized_layers": len(first["unquantized_layers"]),
         "flashrl/fp32_lm_head": int(first["head_dtype"] == FP32),

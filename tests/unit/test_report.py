@@ -17,12 +17,13 @@ def lines(*steps: dict) -> str:
     return "".join(json.dumps({"step": step, "data": data}) + "\n" for step, data in enumerate(steps))
 
 
-def make_run(folder, layers=8):
+def make_run(folder, layers=8, int8=8):
     """Two steps of 4 and 6 s, validated at both ends; 60 % is rollout, 30 % update."""
     steps = [{HELD_OUT: 0.25}]
     for step, s in enumerate((4.0, 6.0), start=1):
         data = {"timing_s/step": s, "timing_s/gen": 0.6 * s, "timing_s/update_actor": 0.3 * s}
         data |= {KL: step * 1e-4, ESS: 1 - 0.01 * step, "flashrl/quantized_layers": layers}
+        data |= {"flashrl/int8_weights": int8} if int8 is not None else {}
         steps.append(data)
     steps[-1][HELD_OUT] = 0.75
     folder.mkdir(parents=True)
@@ -95,7 +96,7 @@ def test_the_table_is_what_the_files_say_by_hand(tmp_path):
     first, second, other = cells(*runs, tmp_path / "other.jsonl")
     assert first == {
         "run": "int8",
-        "rollout": "8-bit, 8 layers",
+        "rollout": "INT8, 8 layers",
         "steps": "2",
         "accuracy, toy_addition": "0.250 -> 0.750",
         "k3-KL mean": "1.5e-04",
@@ -103,5 +104,8 @@ def test_the_table_is_what_the_files_say_by_hand(tmp_path):
         "ESS least": "0.9800",
         "s/step": "6",
     }
-    assert second == first | {"run": "bf16", "rollout": "bf16"}
+    assert second == first | {"run": "bf16", "rollout": "BF16"}
+    assert [cells(make_run(tmp_path / str(of), int8=of))[0]["rollout"] for of in (0, None)] == [
+        *("FP8, 8 layers", "8-bit, 8 layers")
+    ]
     assert other == dict.fromkeys(first, report.MISSING) | {"run": "other", "steps": "0"}

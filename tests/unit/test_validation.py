@@ -53,6 +53,9 @@ CASES = [
             f"{ROLLOUT}.response_length",
         )
     ),
+    *(({"trainer.total_training_steps": bad}, "trainer.total_training_steps=1") for bad in ("ten", 0, -5, 30.5, True)),
+    ({"trainer.max_actor_ckpt_to_keep": "abc"}, "trainer.max_actor_ckpt_to_keep=1"),
+    *(({"data.seed": bad}, "data.seed=1") for bad in ("abc", 0.5)),
     *(
         ({f"{ROLLOUT}.gpu_memory_utilization": bad}, f"{ROLLOUT}.gpu_memory_utilization=0.8")
         for bad in (0, 1.8, "half", math.nan)
