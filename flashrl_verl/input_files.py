@@ -33,7 +33,7 @@ _IDENTITY = (
     *(MODEL, *(f"flashrl.{name}" for name in ("precision", "rotation", "kv_cache", "ignore", "fp32_lm_head"))),
     *(f"{CORRECTION}.{name}" for name in ("rollout_is", "rollout_is_threshold", "rollout_rs", "bypass_mode")),
 )
-"""Settings with another value of which it is another run."""
+"""With another value of one of these it is another run."""
 LATEST = "latest_checkpointed_iteration.txt"
 """verl's record of the last whole checkpoint, in trainer.default_local_dir."""
 _SAVED = {"model": 4, "optimizer": 8, "hf_model": 2}
@@ -351,7 +351,8 @@ def _check_resume(cfg: DictConfig) -> None:
             remedy = f"{setting}={words(then)}, another trainer.default_local_dir, or to go on all the same "
             refuse(setting, now, reason, f"{remedy}trainer.resume_mode=resume_path trainer.resume_from_path={found}")
     ranks = get(cfg, "trainer.nnodes") * get(cfg, "trainer.n_gpus_per_node")
-    if not (found / "actor" / f"model_world_size_{ranks}_rank_0.pt").is_file():
+    here = any(found.parent.glob("global_step_*/actor"))  # not on a node without GPUs whose disk is its own
+    if here and not (found / "actor" / f"model_world_size_{ranks}_rank_0.pt").is_file():
         reason = f"{found} has no weights of {ranks} ranks (verl removes those of all but the last checkpoints)"
         refuse("trainer.resume_mode", mode, reason, "as many GPUs as saved it, another checkpoint, or disable")
     last = get(cfg, "trainer.total_training_steps")

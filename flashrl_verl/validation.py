@@ -272,9 +272,10 @@ def _rules_of_numbers(cfg: DictConfig) -> Iterator[Rule]:
     for key in (*counts, *(f"{ROLLOUT}.{name}" for name in of_rollout)):
         yield Rule(key, positive_integer, "it has to be a whole number", "1 or more")
     # null in verl's defaults, and so of no kind there
-    for key in ("trainer.total_training_steps", "trainer.max_actor_ckpt_to_keep"):
-        yield Rule(key, lambda v: v is None or positive_integer(v), "it has to be a whole number", "1 or more, or null")
-    yield Rule("data.seed", lambda v: v is None or type(v) is int, "it has to be a whole number", "1, or null")
+    key, reason = "trainer.total_training_steps", "it has to be a whole number"
+    yield Rule(key, lambda v: v is None or positive_integer(v), reason, "1 or more, or null")
+    for key in ("data.seed", "trainer.max_actor_ckpt_to_keep"):
+        yield Rule(key, lambda v: v is None or type(v) is int, reason, "1, or null")
     yield Rule(f"{ACTOR}.optim.lr", within(0, 1e9), "a learning rate is a number from 0 on", "1.0e-6")
     reason = "it is a share of the steps"
     yield Rule(f"{ACTOR}.optim.lr_warmup_steps_ratio", lambda v: v is None or within(0, 1)(v), reason, "0.0")

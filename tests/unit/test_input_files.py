@@ -287,7 +287,9 @@ def test_what_a_run_would_resume_from_is_looked_at(run):
     check_files(cfg)
     OmegaConf.update(cfg, "trainer.total_training_steps", 4)
     assert "without its weights" in refused(cfg, **{f"{ACTOR}.checkpoint.load_contents": ["hf_model"]})
-    shutil.rmtree(step / "actor")  # as verl does with trainer.max_actor_ckpt_to_keep
+    shutil.rmtree(step / "actor")
+    check_files(OmegaConf.merge(cfg, {"actor_rollout_ref": {"actor": {"checkpoint": {"load_contents": ["model"]}}}}))
+    (saved / "global_step_4" / "actor").mkdir(parents=True)  # so verl has removed the other's
     OmegaConf.update(cfg, f"{ACTOR}.checkpoint.load_contents", ["model"])
     for mode, path in (("auto", None), ("resume_path", str(step))):
         OmegaConf.update(cfg, "trainer.resume_from_path", path)
