@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every table of docs/results and the README's table of results, from the raw data in benchmarks/results.
+"""Every table of docs/results, and the README's table and picture of results, from the raw data in benchmarks/results.
 
-    python -m benchmarks.tables           # writes them in place; tests/unit/test_benchmarks.py compares
+    python -m benchmarks.tables           # writes them in place; tests/unit/test_benchmarks.py compares the tables
 
 A table stands between ``<!-- table: name -->`` and ``<!-- end -->``; ``name`` is a function of this file with its
 arguments, as in ``mismatches h200.json cpu.json``.
@@ -13,6 +13,7 @@ import json
 import re
 import statistics
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from benchmarks import gsm8k, mismatch, refit, rollout
@@ -27,7 +28,7 @@ PLACE = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end -->)", re.S)
 
 Rows = list[list[str]]
 """Header first."""
-GSM8K = "gsm8k/qwen2.5-coder-0.5b-seed*.json"
+GSM8K, GSM8K_LARGER = "gsm8k/qwen2.5-coder-0.5b-seed*.json", "gsm8k/qwen2.5-coder-1.5b-seed*.json"
 """What the README tells of learning."""
 
 
@@ -174,6 +175,36 @@ def readme() -> Rows:
     return rows
 
 
+def picture(path: Path) -> None:
+    """The README's: mismatch, learning and speed of a rollout by precision, a colour each."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 3.4), layout="constrained", dpi=110)
+    mismatched, learned, fast = figure.subplots(1, 3)
+    colours = {"bf16": "C0", "int8": "C1", "int8+int8kv": "C3", "fp8": "C7", FP8_VERL: "C7"}
+    names = {"bf16": "BF16", "int8": "INT8", "int8+int8kv": "INT8 and\nKV cache", "fp8": "FP8", FP8_VERL: "verl's FP8"}
+    own = {one["variant"]: one["own"][K3_KL] for one in load("mismatch/h200-qwen2.5-coder-1.5b.json")["results"]}
+    speed = {
+        one.variant: statistics.median(one.tokens_per_second)
+        for one in rollout.rollouts_of(lines("rollout/qwen2.5-32b-long-tail.jsonl"))
+    }
+    for axes, of, form in (mismatched, own, "%.1e"), (fast, speed, "%.0f"):
+        shown = [name for name in names if name in of]
+        bars = axes.bar([names[name] for name in shown], [of[name] for name in shown], color=[*map(colours.get, shown)])
+        axes.bar_label(bars, fmt=form)
+        axes.margins(y=0.12)
+    mismatched.set(title="mismatch of rollout and trainer, 1.5B", ylabel="k3 KL, nats a token")
+    fast.set(title="rollout of Qwen2.5-32B on one H200", ylabel="tokens/s")
+    for variant in "bf16", "int8+int8kv":
+        learned.plot([], color=colours[variant], label=names[variant].replace("\n", " "))
+        for record in gsm8k_records(GSM8K) + gsm8k_records(GSM8K_LARGER):
+            for curve in (run["series"]["score"] for run in record["runs"] if run["variant"] == f"{variant}+tis"):
+                learned.plot(curve["step"], curve["value"], color=colours[variant], linewidth=0.9)
+    learned.set(title="GSM8K, a line a run: 1.5B above, 0.5B below", xlabel="training step", ylabel="accuracy")
+    learned.legend(frameon=False, loc="center right")
+    figure.savefig(path)
+
+
 TABLES: dict[str, Callable[..., Rows]] = {
     function.__name__: function
     for function in (
@@ -201,3 +232,4 @@ def rewritten(text: str) -> str:
 if __name__ == "__main__":
     for page in PAGES:
         write_atomically(page, rewritten(page.read_text()).encode())
+    picture(ROOT / "docs" / "results" / "readme.png")
