@@ -154,7 +154,7 @@ def readme() -> Rows:
     k3_kl = {one["variant"]: one["own"][K3_KL] for one in far["results"]}
     rows.append(
         [
-            f"mismatch of rollout and trainer (k3 KL, nats a token), {far['model']}; BF16's own is {k3_kl['bf16']:.1e}",
+            f"mismatch of rollout and trainer (k3 KL, nats a token), {far['model']}; of BF16 {k3_kl['bf16']:.1e}",
             f"verl's FP8: {k3_kl[FP8_VERL]:.1e}",
             f"INT8: {k3_kl['int8']:.1e}",
             f"[{k3_kl[FP8_VERL] / k3_kl['int8']:.1f} x closer](docs/results/mismatch.md)",
@@ -162,7 +162,7 @@ def readme() -> Rows:
     )
     head, *learned = learning(GSM8K)
     (ours,) = (dict(zip(head, row, strict=True)) for row in learned if row[0] == "int8+int8kv+tis")
-    what = f"score on GSM8K over the last of {ours['steps']} steps of training, Qwen2.5-Coder-0.5B-Instruct"
+    what = f"accuracy on GSM8K near the end of {ours['steps']} steps (a mean), Qwen2.5-Coder-0.5B-Instruct"
     scores = zip(*gsm8k.pairs(gsm8k_records(GSM8K), "int8+int8kv+tis", "bf16+tis"), strict=True)
     after, before = (f"{statistics.fmean(of):.3f}" for of in scores)
     gap = f"[{ours['minus the first variant (pairs)'].replace(')', ' seeds)')}](docs/results/learning.md)"
