@@ -37,6 +37,7 @@ import typer
 from benchmarks.common import environment, in_own_process, interval, show, words_of, write_json
 from benchmarks.common import run as run_command
 from flashrl_verl.errors import ConfigError, FlashRLError
+from flashrl_verl.input_files import last_step
 from flashrl_verl.settings import Precision
 from flashrl_verl.tools import recipe_process
 from flashrl_verl.tools.log_excerpt import last_error
@@ -90,11 +91,9 @@ class Run:
     def saved(self) -> set[int]:
         """Steps of the whole checkpoints."""
         folder = self.folder / "checkpoints"
-        with suppress(OSError, ValueError):
-            last = int((folder / "latest_checkpointed_iteration.txt").read_text())  # written behind a checkpoint
-            steps = {int(path.name.removeprefix("global_step_")) for path in folder.glob("global_step_*")}
-            return {step for step in steps if step <= last}
-        return set()
+        last = last_step(folder) or 0  # verl writes it behind a checkpoint
+        steps = {int(path.name.removeprefix("global_step_")) for path in folder.glob("global_step_*")}
+        return {step for step in steps if step <= last}
 
     def rows(self) -> dict[int, dict[str, float]]:
         """What verl logged, by step."""

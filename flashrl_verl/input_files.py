@@ -36,6 +36,7 @@ _IDENTITY = (
 """With another value of one of these it is another run."""
 LATEST = "latest_checkpointed_iteration.txt"
 """verl's record of the last whole checkpoint, in trainer.default_local_dir."""
+INDEX = "model.safetensors.index.json"
 _SAVED = {"model": 4, "optimizer": 8, "hf_model": 2}
 """Bytes a parameter of what a checkpoint holds: FP32 masters, two moments, BF16."""
 
@@ -256,6 +257,18 @@ def _check_reward(cfg: DictConfig, path: Path, name: str) -> None:
         refuse(f"{_REWARD}.name", name, reason, f"def {name}({', '.join(_ARGUMENTS)}, **kwargs)")
 
 
+def weight_files(model: Path) -> list[Path]:
+    """Of the index, or ``model.safetensors``, or all ``*.safetensors`` where there is neither.
+
+    Others beside ``model.safetensors`` or an index are the same model in other names, such as Mistral's
+    ``consolidated.safetensors``; transformers does not read them either.
+    """
+    single, names = model / "model.safetensors", {*_json(model / INDEX).get("weight_map", {}).values()}
+    if names:
+        return [model / name for name in sorted(names)]
+    return [single] if single.is_file() else sorted(model.glob("*.safetensors"))
+
+
 def _check_model(cfg: DictConfig, model: Path) -> None:
     if not model.is_dir():
         return
@@ -285,8 +298,8 @@ def _check_model(cfg: DictConfig, model: Path) -> None:
         refuse_model("a checkpoint's folder has no weights", remedy)
     if not weights:
         refuse_model("the folder has no weights (*.safetensors)", whole)
-    if absent := {*_json(model / "model.safetensors.index.json").get("weight_map", {}).values()} - weights.keys():
-        refuse_model(f"the folder lacks {listed(sorted(absent))} of its model.safetensors.index.json", whole)
+    if absent := {*_json(model / INDEX).get("weight_map", {}).values()} - weights.keys():
+        refuse_model(f"the folder lacks {listed(sorted(absent))} of its {INDEX}", whole)
     for name, path in weights.items():
         if path.open("rb").read(len(_LFS)) == _LFS:
             refuse_model(f"{name} is a pointer of Git LFS", f"`git lfs pull` in {model}")
@@ -306,6 +319,13 @@ def _check_model(cfg: DictConfig, model: Path) -> None:
     if isinstance(positions, int) and longest > positions and not scaled:
         reason = f"with prompts it makes {longest} tokens, and {model} has {positions} positions"
         refuse("data.max_response_length", get(cfg, f"{ROLLOUT}.response_length"), reason, "less, or a longer model")
+
+
+def last_step(run: Path) -> int | None:
+    """Of the last whole checkpoint in a trainer.default_local_dir, by verl's record; None without one, or where it was
+    cut short: verl writes it in place."""
+    text = (run / LATEST).read_text().strip() if (run / LATEST).is_file() else ""
+    return int(text) if text.isdecimal() else None
 
 
 def resumes_from(cfg: DictConfig) -> Path | None:
@@ -369,7 +389,7 @@ def _check_checkpoints(cfg: DictConfig) -> None:
     contents = get(cfg, f"{_CHECKPOINT}.save_contents", [])
     config = _json(model / "config.json")
     each = 4 if "float32" in (config.get("dtype"), config.get("torch_dtype")) else 2
-    parameters = sum(path.stat().st_size for path in model.glob("*.safetensors")) / each
+    parameters = sum(path.stat().st_size for path in weight_files(model) if path.is_file()) / each
     saved = dict(_SAVED)
     if get(cfg, f"{ACTOR}.fsdp_config.model_dtype", "fp32") in ("bf16", "bfloat16", "fp16", "float16"):
         saved |= {"model": 2, "optimizer": 4}

@@ -50,14 +50,17 @@ READ = (
 
 _CPUS_PER_RANK = 3
 """That verl reserves beside each GPU: its resource pools' ``max_colocate_count``."""
+_STORAGE = "transfer_queue.backend.SimpleStorage.num_data_storage_units"
 
 
-def check_resources(nodes: int, gpus_per_node: int, cluster: Sequence[tuple[float, float]]) -> None:
+def check_resources(nodes: int, gpus_per_node: int, storage: int, cluster: Sequence[tuple[float, float]]) -> None:
     """Refuse a run that no node can take its share of. Ray would wait for it without an end.
 
     Args:
         nodes: trainer.nnodes.
         gpus_per_node: trainer.n_gpus_per_node; verl reserves them on one node each, so a sum over nodes is not enough.
+        storage: TransferQueue's storage units. Each takes a CPU, on every node as many (one more on some), and its
+            controller another (transfer_queue/storage/simple_storage.py, controller.py).
         cluster: GPUs and CPUs of every node that is alive, as Ray counts them (on the CPU platform GPUs are logical).
 
     Raises:
@@ -72,13 +75,15 @@ def check_resources(nodes: int, gpus_per_node: int, cluster: Sequence[tuple[floa
             "missing nodes first (`ray status` shows who has joined; an autoscaling cluster takes "
             "ray.autoscaler.sdk.request_resources); or hardware=cpu for the toy."
         )
-    cpus = _CPUS_PER_RANK * gpus_per_node
-    if sum(min(int(gpus) // gpus_per_node, int(has) // cpus) for gpus, has in cluster) < nodes:
-        counts = " + ".join(f"{has:g}" for _, has in cluster)
+    cpus, share = _CPUS_PER_RANK * gpus_per_node, storage // len(cluster)
+    needed, has = nodes * cpus + storage + 1, [int(cpus) for _, cpus in cluster]
+    fit = sum(max(0, min(int(gpus) // gpus_per_node, (int(of) - share) // cpus)) for gpus, of in cluster)
+    if fit < nodes or sum(has) < needed or min(has) < share:
         raise ConfigError(
-            f"{asked} {counts} CPUs, and verl reserves {_CPUS_PER_RANK} a GPU, {cpus} a node. Remedy: "
-            f"ray_kwargs.ray_init.num_cpus=null or at least {cpus + 1} on a cluster of its own (Ray only counts them), "
-            "`ray start --num-cpus=<more>` on one that runs; or fewer GPUs."
+            f"{asked} {' + '.join(map(str, has))} CPUs, and {needed} are reserved: {_CPUS_PER_RANK} a GPU, {cpus} a "
+            f"node, and for TransferQueue one and {_STORAGE}={storage}, on every node as many. Remedy: "
+            f"ray_kwargs.ray_init.num_cpus=null or at least {needed} on a cluster of its own (Ray only counts them), "
+            "`ray start --num-cpus=<more>` on one that runs; or fewer GPUs or storage units."
         )
 
 
@@ -88,7 +93,9 @@ def check_cluster(cfg: DictConfig) -> None:
 
     offered = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     cluster = [(node.get("GPU", 0.0), node.get("CPU", 0.0)) for node in offered]
-    check_resources(cfg.trainer.nnodes, cfg.trainer.n_gpus_per_node, cluster)
+    simple = get(cfg, "transfer_queue.backend.storage_backend") == "SimpleStorage"
+    storage = get(cfg, _STORAGE, 0) if simple else 0
+    check_resources(cfg.trainer.nnodes, cfg.trainer.n_gpus_per_node, storage, cluster)
 
 
 def checked_runner(runner: Any, cfg: DictConfig, **options: Any) -> SimpleNamespace:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum, StrEnum
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -139,8 +139,6 @@ RENAMED = {
 }
 """What other versions and libraries call it -> what to set here."""
 
-_Node = TypeVar("_Node", bound="Settings")
-
 
 class Settings:
     """A node of settings: its fields are checked whenever one is made."""
@@ -155,7 +153,7 @@ class Settings:
             object.__setattr__(self, f.name, f.metadata["read"](f"{self.NODE}.{f.name}", getattr(self, f.name)))
 
     @classmethod
-    def from_mapping(cls: type[_Node], node: Any) -> _Node:
+    def from_mapping(cls, node: Any) -> Self:
         """Read the node, or a copy of it such as ``actor_rollout_ref.rollout.custom.flashrl``.
 
         Args:
@@ -328,3 +326,8 @@ class FlashRLConfig(Settings):
 
     guard: GuardConfig = _field(GuardConfig(), lambda _, value: GuardConfig.from_mapping(value))
     """What is watched after every step, and what happens beyond a limit; a mapping is read as ``flashrl.guard``."""
+
+    @classmethod
+    def of_rollout(cls, rollout: Any) -> Self:
+        """Of the copy that verl's workers get: ``custom.flashrl`` of their rollout's configuration."""
+        return cls.from_mapping((rollout.get("custom") or {}).get("flashrl", {}))

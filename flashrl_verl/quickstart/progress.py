@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -12,11 +11,12 @@ from typing import TYPE_CHECKING
 
 from flashrl_verl.tools.process_tree import ProcessTree, Stopped
 from flashrl_verl.tools.recipe_process import ROOT, environment
+from flashrl_verl.tools.report import METRICS_FILE, read_metrics
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-LOG, METRICS = "train.log", "metrics.jsonl"
+LOG, METRICS = "train.log", METRICS_FILE
 
 _SHOWN = (
     (r"val-core/.*/acc/mean@\d+", "held-out accuracy", ".3f"),
@@ -45,15 +45,15 @@ def follow(
         Stopped: inside `stoppable`.
     """
     metrics, began = folder / METRICS, time.monotonic()
-    step = (last_row(metrics) or {}).get("step")
+    step = last_logged(metrics)
     tree = ProcessTree(command, folder / LOG, environment(metrics) | dict(variables or {}), ROOT)
     say(console, "starting Ray, verl and vLLM: one to three minutes")
     try:
         while True:
             code = tree.poll()
-            if (row := last_row(metrics)) is not None and row["step"] != step:
-                step = row["step"]
-                say(console, f"[{time.monotonic() - began:3.0f} s] step {step}/{total}{_words(row['data'])}")
+            if (last := last_logged(metrics)) not in (None, step):
+                step, data = last, read_metrics(metrics).rows[last]
+                say(console, f"[{time.monotonic() - began:3.0f} s] step {step}/{total}{_words(data)}")
             if code is not None:
                 return code
             time.sleep(0.5)
@@ -64,10 +64,9 @@ def follow(
         tree.end()
 
 
-def last_row(metrics: Path) -> dict | None:
-    """What verl's file logger wrote last, `step` and `data`; None before."""
-    lines = metrics.read_text().splitlines(keepends=True) if metrics.is_file() else []
-    return next((json.loads(line) for line in reversed(lines) if line.endswith("\n")), None)
+def last_logged(metrics: Path) -> int | None:
+    """Step that verl's file logger wrote last; None before."""
+    return max(read_metrics(metrics).rows, default=None) if metrics.is_file() else None
 
 
 def say(console: Console, text: str, style: str | None = None) -> None:

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flashrl_verl.errors import ConfigError
-from flashrl_verl.input_files import LATEST
+from flashrl_verl.input_files import last_step
 from flashrl_verl.quickstart.assets import make_assets
-from flashrl_verl.quickstart.progress import LOG, METRICS, follow, last_row, say
+from flashrl_verl.quickstart.progress import LOG, METRICS, follow, last_logged, say
 from flashrl_verl.tools.log_excerpt import last_error
 from flashrl_verl.tools.process_tree import Stopped, stoppable
 from flashrl_verl.tools.recipe_process import MODULE, ROOT, compose, quoted
@@ -89,8 +89,7 @@ def check(config: QuickstartConfig) -> tuple[list[str], DictConfig]:
 
 def saved_step(composed: DictConfig) -> int | None:
     """Step of the last checkpoint, or None."""
-    latest = ROOT / composed.trainer.default_local_dir / LATEST  # the recipe is started in the checkout
-    return int(latest.read_text()) if latest.is_file() else None
+    return last_step(ROOT / composed.trainer.default_local_dir)  # the recipe is started in the checkout
 
 
 def run_quickstart(config: QuickstartConfig, console: Console) -> int:
@@ -121,8 +120,8 @@ def run_quickstart(config: QuickstartConfig, console: Console) -> int:
             code = follow(command, output, total, console)
         except Stopped as stopped:
             code = stopped.exit_code
-    last = last_row(output / METRICS)
-    if code == 0 and (last is None or last["step"] < total):
+    last = last_logged(output / METRICS)
+    if code == 0 and (last is None or last < total):
         say(console, f"The training ended before step {total} without an error.", style="bold red")
         code = 1
     elif code not in (0, 130, 143):  # stopped by Ctrl-C or SIGTERM

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator
 
 import ray
 import torch
-from verl.utils.device import get_device_name
 from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
 
 from flashrl_verl.errors import RefitError
@@ -34,47 +33,11 @@ def cast_for_rollout(
         yield name, tensor.to(wire_dtype(name, tensor.dtype, dtype), non_blocking=True)
 
 
-class _Stopwatch:
-    """Seconds that the items of an iterable take to come: on CUDA by events on the current stream, so that nothing
-    waits."""
-
-    def __init__(self, device: str):
-        self._cuda = device == "cuda"
-        self._pieces: list[tuple] = []
-
-    def time_each(self, items: Iterable) -> Iterator:
-        """Yield ``items``."""
-        iterator = iter(items)
-        while True:
-            started = self._now()
-            try:
-                item = next(iterator)
-            except StopIteration:
-                return
-            finally:
-                self._pieces.append((started, self._now()))
-            yield item
-
-    def seconds(self) -> float:
-        """The sum; waits for the last piece to end."""
-        if not self._cuda:
-            return sum(stop - start for start, stop in self._pieces)
-        self._pieces[-1][1].synchronize()
-        return sum(start.elapsed_time(stop) for start, stop in self._pieces) / 1e3
-
-    def _now(self):
-        if not self._cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-
 def outgoing(
-    weights: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype, manifest: Manifest, stopwatch: _Stopwatch
+    weights: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype, manifest: Manifest
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield every tensor as it is sent: gathered and cast, which ``stopwatch`` times, and written into ``manifest``."""
-    return manifest.watch(stopwatch.time_each(cast_for_rollout(weights, dtype)))
+    """Yield every tensor as it is sent, cast and written into ``manifest``."""
+    return manifest.watch(cast_for_rollout(weights, dtype))
 
 
 class FlashRLServerAdapter(ServerAdapter):
@@ -82,7 +45,7 @@ class FlashRLServerAdapter(ServerAdapter):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.flashrl = FlashRLConfig.from_mapping((self.config.custom or {}).get("flashrl", {}))
+        self.flashrl = FlashRLConfig.of_rollout(self.config)
         job_id = ray.get_runtime_context().get_job_id()
         self.zmq_handle = self.zmq_handle.replace(job_id, socket_scope(), 1)
         self.sent_receipt: dict = {}
@@ -122,8 +85,8 @@ class FlashRLServerAdapter(ServerAdapter):
             bucket_size_mb=self.config.checkpoint_engine.update_weights_bucket_megabytes,
             use_shm=self.use_shm,
         )
-        manifest, gather = Manifest(step), _Stopwatch(get_device_name())
-        await sender.async_send_weights(outgoing(weights, getattr(torch, self.config.dtype), manifest, gather))
+        manifest = Manifest(step)
+        await sender.async_send_weights(outgoing(weights, getattr(torch, self.config.dtype), manifest))
         reports = await self._await_reports(future, step) if future is not None else []
         if errors := [f"worker {i}: {r['error']}" for i, r in enumerate(reports) if r.get("error")]:
             raise RefitError(f"replica {self.replica_rank}: {'; '.join(errors)}")
@@ -134,10 +97,7 @@ class FlashRLServerAdapter(ServerAdapter):
                 await self.server_handle.set_global_steps.remote(global_steps)
         total = time.perf_counter() - started
         for report in reports:
-            seconds = report["seconds"]
-            seconds.update(total=total, gather=gather.seconds())
-            # What is left is moving bytes: packing buckets, IPC or shared memory, acknowledgements.
-            seconds["transfer"] = max(0.0, total - sum(seconds[k] for k in ("gather", "load", "finish")))
+            report["seconds"]["total"] = total
 
     async def _await_reports(self, future: ray.ObjectRef, step: int) -> list[dict]:
         try:

@@ -34,7 +34,7 @@ class FlashRLHttpServer(vLLMHttpServer):
 
     def _validate_configs(self) -> None:
         super()._validate_configs()
-        self.flashrl = FlashRLConfig.from_mapping((self.config.custom or {}).get("flashrl", {}))
+        self.flashrl = FlashRLConfig.of_rollout(self.config)
         self._generated_tokens = 0
 
     def _apply_quantization(self) -> tuple[str | None, dict]:
@@ -53,6 +53,8 @@ class FlashRLHttpServer(vLLMHttpServer):
         from flashrl_verl.attention import kv_cache_arguments
 
         super()._preprocess_engine_kwargs(engine_kwargs)
+        for name in [name for name in engine_kwargs if "-" in name]:  # or ours and verl's would stand beside it
+            engine_kwargs[name.replace("-", "_")] = engine_kwargs.pop(name)
         if vllm_device() == "cpu" and self.config.tensor_model_parallel_size * self.config.data_parallel_size == 1:
             one_process(engine_kwargs)
         sequences = engine_kwargs.get("max_num_seqs") or self.config.max_num_seqs

@@ -72,7 +72,7 @@ def evaluate(
     """
     from rich.table import Table
 
-    overrides = [word for word in words if ("=" in word or word.startswith("~")) and not Path(word).exists()]
+    overrides = [word for word in words if ("=" in word or word.startswith("~")) and not os.path.exists(word)]
     checkpoints = [find(Path(word)) for word in words if word not in overrides]
     if not checkpoints:
         raise ConfigError("name a checkpoint: a run, its global_step_<N>, or a Hugging Face folder")

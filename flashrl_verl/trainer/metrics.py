@@ -31,10 +31,7 @@ def refit_metrics(reports: list[dict], receipt: dict) -> dict[str, float]:
     seconds = slowest["seconds"]
     metrics = {
         "flashrl/refit_seconds": seconds["total"],
-        # FSDP's gathering and the cast on the trainer, moving the bytes, quantizing and loading, verification in the
-        # engine.
-        "flashrl/refit_gather_seconds": seconds["gather"],
-        "flashrl/refit_transfer_seconds": seconds["transfer"],
+        # Of them, in the engine; the rest is FSDP's gathering, the cast, and moving the bytes.
         "flashrl/refit_quantize_seconds": seconds["load"],
         "flashrl/refit_verify_seconds": seconds["finish"],
         "flashrl/refit_gigabytes": receipt["bytes"] / 1e9,

@@ -40,7 +40,7 @@ class FlashRLWorker(ActorRolloutRefWorker):
         patches.patch_index_select(tensordict_utils)
         varlen_attention.register()
         super().init_model()
-        if FlashRLConfig.from_mapping((self.config.rollout.get("custom") or {}).get("flashrl", {})).fp32_lm_head:
+        if FlashRLConfig.of_rollout(self.config.rollout).fp32_lm_head:
             for trained in (getattr(self, "actor", None), getattr(self, "ref", None)):
                 if trained is not None:
                     compute_head_in_fp32(trained.engine.module)

@@ -6,7 +6,6 @@ agent loop is what Ray's memory monitor kills first.
 """
 
 import logging
-import textwrap
 import time
 from collections.abc import Sequence
 
@@ -24,6 +23,8 @@ SETTLING_S = 20.0
 
 _FULL, _FIGURES = "low on memory", "OOM kill reason"
 """Ray's words for a full host, and those that its pages of figures begin with."""
+_SHOWN = 350
+"""Characters of both ends: Ray tells the worker first and a constructor's own error last."""
 _FREE_MEMORY = (
     "What takes a host's memory: other programs, what FSDP offloads (actor_rollout_ref.actor.fsdp_config.param_offload "
     "and optimizer_offload), helpers (actor_rollout_ref.rollout.agent.num_workers, reward.num_workers)."
@@ -79,7 +80,9 @@ class WorkerWatch:
         return error
 
     def _lost(self, reason: object) -> WorkerLostError:
-        said = textwrap.shorten(str(reason).partition(_FIGURES)[0], 700, placeholder=" ...")
+        said = " ".join(str(reason).partition(_FIGURES)[0].split())
+        if len(said) > 2 * _SHOWN:
+            said = f"{said[:_SHOWN]} ... {said[-_SHOWN:]}"
         if _FULL in said:
             said += f". {_FREE_MEMORY}"
         return WorkerLostError(f"{said} {self._remedy}")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line, and the quickstart's handling of overrides and directories."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -89,7 +90,9 @@ def test_what_hydra_refuses_is_one_line_with_what_was_meant(word, said):
 
 
 def test_a_failed_training_ends_with_its_error_and_how_to_go_on(tmp_path, monkeypatch):
-    program = "print('(pid=7) flashrl_verl.errors.RefitError: step 2: no receipt'); raise SystemExit(3)"
+    program = "import os; open(os.environ['VERL_FILE_LOGGER_PATH'], 'w').write("
+    program += """'{"step": 1, "data": {"rollout_corr/k3_kl": null, "critic/score/mean": 0.5}}\\n');"""  # NaN
+    program += "print('(pid=7) flashrl_verl.errors.RefitError: step 2: no receipt'); raise SystemExit(3)"
     monkeypatch.setattr(run, "make_assets", lambda root, **words: {"greedy": 0.5, "sampled": 0.4})
     monkeypatch.setattr(
         progress, "ProcessTree", lambda command, *rest: ProcessTree([sys.executable, "-c", program], *rest)
@@ -98,4 +101,5 @@ def test_a_failed_training_ends_with_its_error_and_how_to_go_on(tmp_path, monkey
     result = CliRunner().invoke(app, ["quickstart", "--output", f"{tmp_path}/out", "hardware=cpu"])
     assert result.exit_code == 3
     assert "failed (exit code 3):\n  flashrl_verl.errors.RefitError: step 2: no receipt\n" in result.output
+    assert re.search(r"step 1/\d+, score of kept groups 0.50, mismatch KL nan", result.output)
     assert f"whole log: {tmp_path}/out/train.log" in result.output and "with --resume" in result.output

@@ -30,16 +30,21 @@ RUNTIME_ENV = "ray_kwargs.ray_init.runtime_env"
 def test_a_run_that_no_node_can_take_its_share_of_is_refused_with_both_keys_and_the_count(nodes, gpus, cluster, said):
     cluster = [(gpus, 64.0) for gpus in cluster]
     if said is None:
-        check_resources(nodes, gpus, cluster)
+        check_resources(nodes, gpus, 8, cluster)
     else:
         with pytest.raises(ConfigError, match=said):
-            check_resources(nodes, gpus, cluster)
+            check_resources(nodes, gpus, 8, cluster)
 
 
 def test_a_run_that_would_wait_for_cpus_is_refused():
-    check_resources(1, 8, [(8.0, 24.0)])
-    with pytest.raises(ConfigError, match=r"has 23 CPUs, and verl reserves 3 a GPU, 24 a node.*num_cpus=null"):
-        check_resources(1, 8, [(8.0, 23.0)])
+    for storage, cluster in ((8, [(8.0, 33.0)]), (1, [(8.0, 26.0)]), (8, [(8.0, 29.0), (0.0, 4.0)])):
+        check_resources(1, 8, storage, cluster)
+    with pytest.raises(ConfigError, match=r"32 CPUs, and 33 are reserved: 3 a GPU, 24 a node.*=8, .* least 33 on"):
+        check_resources(1, 8, 8, [(8.0, 32.0)])
+    # Enough in all: a node's share of storage leaves too little for its GPUs, or has no place.
+    for cluster in ([(8.0, 27.0), (0.0, 64.0)], [(8.0, 64.0), (0.0, 0.0)]):
+        with pytest.raises(ConfigError, match="CPUs, and 33 are reserved"):
+            check_resources(1, 8, 8, cluster)
 
 
 # ---- what every node gets ----

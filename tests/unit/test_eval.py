@@ -58,6 +58,11 @@ def test_missing_responses_and_other_problems_are_refused(tmp_path):
         read(file, 2)
 
 
+def test_a_list_of_many_files_is_an_override(tmp_path):
+    refused = CliRunner().invoke(app, ["eval", str(tmp_path / "no"), f"data.val_files=[{','.join(['a' * 100] * 4)}]"])
+    assert refused.exit_code and f"{tmp_path / 'no'} is not a folder" in str(refused.exception or refused.output)
+
+
 def test_a_precision_that_there_is_not_is_refused_with_those_that_there_are():
     refused = CliRunner().invoke(app, ["eval", "model", "--precision", "int8,int9"])
     assert refused.exit_code == 2 and "is not of int8, fp8, bf16" in " ".join(refused.output.split())
@@ -142,6 +147,8 @@ def test_of_a_run_the_last_whole_checkpoint_is_taken_or_the_one_that_is_named(tm
     assert (find(run).step, find(run).name) == (10, "dapo-7b-step10")
     last = run / below / "global_step_20"
     assert find(last) == find(last / "actor") and find(last).path == last / "actor"
+    (run / below / LATEST).write_text("")  # it was itself being written
+    assert find(run).step == 20
     (run / below / LATEST).write_text("8")
     with pytest.raises(ConfigError, match="no checkpoint of step 8. It has 9, 10, 20"):
         find(run)

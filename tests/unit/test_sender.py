@@ -6,7 +6,7 @@ import ray
 import torch
 
 from flashrl_verl.refit.receipt import Manifest
-from flashrl_verl.refit.sender import FlashRLServerAdapter, _Stopwatch, outgoing
+from flashrl_verl.refit.sender import FlashRLServerAdapter, outgoing
 
 CAST = (
     "model.layers.0.mlp.down_proj.weight",
@@ -29,7 +29,7 @@ def test_every_tensor_of_every_update_is_sent_as_it_is_now_and_stands_on_the_rec
     masters = {name: torch.randn(6, 4, generator=g) for name in (*CAST, *ROUTERS)} | {"counter": torch.arange(3)}
     for step in range(3):
         manifest = Manifest(step)
-        sent = {n: t.clone() for n, t in outgoing(masters.items(), dtype, manifest, _Stopwatch("cpu"))}
+        sent = {n: t.clone() for n, t in outgoing(masters.items(), dtype, manifest)}
         assert sent.keys() == masters.keys() == manifest.receipt()["tensors"].keys()
         for name, master in masters.items():
             expected = master.to(dtype) if name in CAST else master

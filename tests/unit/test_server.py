@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA graphs are captured for as many sequences as may run."""
+"""vLLM's arguments: CUDA graphs are captured for as many sequences as may run, and what the user sets wins."""
 
 import pytest
 
@@ -31,3 +31,13 @@ def test_cuda_graphs_are_captured_for_as_many_sequences_as_may_run(monkeypatch, 
     engine._preprocess_engine_kwargs(arguments := dict(chosen))
     assert arguments.get("max_cudagraph_capture_size") == largest
     assert chosen.items() <= arguments.items()
+
+
+def test_an_argument_that_is_written_as_on_vllms_command_line_is_the_users_too(monkeypatch):
+    monkeypatch.setattr(server, "vllm_device", lambda: "cuda")
+    engine = object.__new__(FlashRLHttpServer)
+    engine.config = compose(["experiment=smoke"]).actor_rollout_ref.rollout
+    engine.flashrl = FlashRLConfig(kv_cache="int8_per_token_head")
+    engine._preprocess_engine_kwargs(arguments := {"attention-backend": "TRITON_ATTN", "max-num-seqs": 600})
+    assert arguments["attention_backend"] == "TRITON_ATTN" and arguments["max_cudagraph_capture_size"] == 608
+    assert not any("-" in name for name in arguments)

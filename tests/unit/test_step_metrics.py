@@ -12,13 +12,13 @@ from flashrl_verl.trainer.metrics import MetricsFile, metrics_path, refit_metric
 
 def test_a_refits_codes_are_the_quantized_replicas_and_its_seconds_the_slowest_workers():
     def report(total: float, rate: float | None, quantized: int) -> dict:
-        seconds = dict.fromkeys(("gather", "transfer", "load", "finish"), total / 8)
+        seconds = dict.fromkeys(("load", "finish"), total / 8)
         return {"seconds": seconds | {"total": total}, "code_change_rate": rate, "quantized": quantized}
 
     receipt = {"bytes": 4 * 10**9, "step": 3, "sum": 2, "count": 0}
     metrics = refit_metrics([report(1.0, 0.1, 14), report(4.0, None, 0), report(2.0, 0.3, 14)], receipt)
     assert metrics["flashrl/code_change_rate"] == pytest.approx(0.2) and metrics["flashrl/refit_quantized"] == 14
-    assert metrics["flashrl/refit_seconds"] == 4.0 and metrics["flashrl/refit_gather_seconds"] == 0.5
+    assert metrics["flashrl/refit_seconds"] == 4.0 and metrics["flashrl/refit_quantize_seconds"] == 0.5
     assert "flashrl/code_change_rate" not in refit_metrics([report(4.0, None, 0)], receipt)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from flashrl_verl.errors import ConfigError
-from flashrl_verl.input_files import LATEST
+from flashrl_verl.input_files import last_step
 
 _STEP = re.compile(r"global_step_(\d+)")
 
@@ -94,8 +94,8 @@ def _last_of_run(run: Path) -> Path:
             f"{run} holds no checkpoint (global_step_<N>) and is no Hugging Face folder (no config.json). A run saves "
             "checkpoints with trainer.save_freq=<every so many steps>"
         )
-    latest = next(iter(steps.values())).parent / LATEST  # a newer folder may be half written
-    step = int(latest.read_text()) if latest.is_file() else max(steps)
+    step = last_step(next(iter(steps.values())).parent)  # a newer folder may be half written
+    step = max(steps) if step is None else step
     if step not in steps:
         raise ConfigError(f"{run} has no checkpoint of step {step}. It has {', '.join(map(str, sorted(steps)))}")
     return steps[step]

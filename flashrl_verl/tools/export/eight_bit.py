@@ -22,13 +22,12 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 
 from flashrl_verl.errors import ConfigError, FlashRLError
+from flashrl_verl.input_files import INDEX, weight_files
 from flashrl_verl.quantization.formats import weight_format
 from flashrl_verl.quantization.numerics import WeightFormat, quantize_rows
 from flashrl_verl.refit.wire import wire_dtype
 from flashrl_verl.settings import FlashRLConfig, Precision
 from flashrl_verl.tools.export.checkpoint import new_folder
-
-INDEX = "model.safetensors.index.json"
 
 HEAD = "lm_head"
 """Stays in high precision everywhere; named for readers of the checkpoint that would quantize it."""
@@ -118,18 +117,12 @@ def quantization_config(layers: Layers, fmt: WeightFormat) -> dict[str, Any]:
 
 
 def locate(folder: Path) -> dict[str, Path]:
-    """File of every tensor: of the index, of ``model.safetensors``, or of all files where there is neither.
-
-    Others beside ``model.safetensors`` are the same model in other names, such as Mistral's
-    ``consolidated.safetensors``; transformers does not read them either.
+    """File of every tensor of a model's ``weight_files``.
 
     Raises:
         FlashRLError: a file is damaged or not there.
     """
-    single = folder / "model.safetensors"
-    if (folder / INDEX).is_file():
-        return {n: folder / file for n, file in json.loads((folder / INDEX).read_text())["weight_map"].items()}
-    return {n: file for file in ([single] if single.is_file() else folder.glob("*.safetensors")) for n in _names(file)}
+    return {name: file for file in weight_files(folder) for name in _names(file)}
 
 
 def _names(file: Path) -> list[str]:
