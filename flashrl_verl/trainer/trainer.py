@@ -30,7 +30,7 @@ from verl.utils.debug import marked_timer
 from verl.utils.transferqueue_utils import kv_batch_meta2batch_meta
 
 from flashrl_verl.correction.batch import LAG
-from flashrl_verl.errors import DynamicSamplingError, FlashRLError, GuardError, listed
+from flashrl_verl.errors import DynamicSamplingError, FlashRLError, GuardError, ResponseError, listed
 from flashrl_verl.input_files import check_files, resumes_from
 from flashrl_verl.launch import check_cluster
 from flashrl_verl.refit.receipt import verify_ranks
@@ -325,6 +325,11 @@ class FlashRLMixin:
         if "gen" in timing_raw:
             metrics["flashrl/tokens_per_second_gen"] = sum(self._generated_tokens) / timing_raw["gen"]
         metrics.update(self._reward_metrics)
+        if not math.isfinite(metrics.get("critic/score/mean", 0.0)):  # CheckedRewardManager has not seen it
+            raise ResponseError(
+                f"step {self.global_steps}: a reward is not a finite number, and came from no reward function but from "
+                "an agent loop or a reward model. verl leaves out every mini-batch with one. Remedy: mend that reward"
+            )
 
     # ---- ours ----
 

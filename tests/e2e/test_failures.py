@@ -140,6 +140,17 @@ def test_responses_that_may_fail_are_counted(recipe):
     assert len(shares) == 2 and sum(shares) > 0 and max(shares) < 0.4
 
 
+def test_a_reward_that_no_function_returned_and_that_is_no_number_ends_the_run(assets, tmp_path):
+    (tmp_path / "loops.yaml").write_text("- {name: own, _target_: nan_agent_loop.RewardsItself}")
+    loop = "actor_rollout_ref.rollout.agent"
+    words = f"{loop}.default_agent_loop=own", f"{loop}.agent_loop_config_path={tmp_path}/loops.yaml"
+    words += NO_FILTER, "trainer.val_before_train=false"
+    path = ":".join([str(PROGRAMS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    run = finish(start(command(assets, tmp_path, *words), tmp_path, variables={"PYTHONPATH": path}), tmp_path)
+    assert run.returncode != 0
+    assert_says("ResponseError: step 1: a reward is not a finite number, and came from no reward function", run.output)
+
+
 def test_a_reward_worker_that_cannot_be_made_ends_the_run_with_its_own_error(recipe):
     run = recipe("reward.reward_kwargs.max_resp_len=null")
     assert run.returncode != 0 and not run.metrics_file.exists()
