@@ -262,10 +262,15 @@ def weight_files(model: Path) -> list[Path]:
 
     Others beside ``model.safetensors`` or an index are the same model in other names, such as Mistral's
     ``consolidated.safetensors``; transformers does not read them either.
+
+    Raises:
+        ConfigError: the index is damaged.
     """
-    single, names = model / "model.safetensors", {*_json(model / INDEX).get("weight_map", {}).values()}
-    if names:
-        return [model / name for name in sorted(names)]
+    if (model / INDEX).is_file():
+        if not (names := _json(model / INDEX).get("weight_map")):
+            raise ConfigError(f"{model / INDEX} is damaged: it names no weights. Copy it again")
+        return [model / name for name in sorted({*names.values()})]
+    single = model / "model.safetensors"
     return [single] if single.is_file() else sorted(model.glob("*.safetensors"))
 
 
@@ -298,7 +303,7 @@ def _check_model(cfg: DictConfig, model: Path) -> None:
         refuse_model("a checkpoint's folder has no weights", remedy)
     if not weights:
         refuse_model("the folder has no weights (*.safetensors)", whole)
-    if absent := {*_json(model / INDEX).get("weight_map", {}).values()} - weights.keys():
+    if absent := {path.name for path in weight_files(model)} - weights.keys():
         refuse_model(f"the folder lacks {listed(sorted(absent))} of its {INDEX}", whole)
     for name, path in weights.items():
         if path.open("rb").read(len(_LFS)) == _LFS:
@@ -389,7 +394,7 @@ def _check_checkpoints(cfg: DictConfig) -> None:
     contents = get(cfg, f"{_CHECKPOINT}.save_contents", [])
     config = _json(model / "config.json")
     each = 4 if "float32" in (config.get("dtype"), config.get("torch_dtype")) else 2
-    parameters = sum(path.stat().st_size for path in weight_files(model) if path.is_file()) / each
+    parameters = sum(path.stat().st_size for path in weight_files(model)) / each  # which _check_model has found
     saved = dict(_SAVED)
     if get(cfg, f"{ACTOR}.fsdp_config.model_dtype", "fp32") in ("bf16", "bfloat16", "fp16", "float16"):
         saved |= {"model": 2, "optimizer": 4}

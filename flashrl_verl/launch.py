@@ -50,7 +50,8 @@ READ = (
 
 _CPUS_PER_RANK = 3
 """That verl reserves beside each GPU: its resource pools' ``max_colocate_count``."""
-_STORAGE = "transfer_queue.backend.SimpleStorage.num_data_storage_units"
+_SIMPLE = "transfer_queue.backend.SimpleStorage"
+_STORAGE = f"{_SIMPLE}.num_data_storage_units"
 
 
 def check_resources(nodes: int, gpus_per_node: int, storage: int, cluster: Sequence[tuple[float, float]]) -> None:
@@ -83,7 +84,8 @@ def check_resources(nodes: int, gpus_per_node: int, storage: int, cluster: Seque
             f"{asked} {' + '.join(map(str, has))} CPUs, and {needed} are reserved: {_CPUS_PER_RANK} a GPU, {cpus} a "
             f"node, and for TransferQueue one and {_STORAGE}={storage}, on every node as many. Remedy: "
             f"ray_kwargs.ray_init.num_cpus=null or at least {needed} on a cluster of its own (Ray only counts them), "
-            "`ray start --num-cpus=<more>` on one that runs; or fewer GPUs or storage units."
+            "`ray start --num-cpus=<more>` on one that runs; or fewer GPUs or storage units, "
+            f"or +{_SIMPLE}.required_node_resource=<a resource of the nodes that take them>."
         )
 
 
@@ -94,7 +96,8 @@ def check_cluster(cfg: DictConfig) -> None:
     offered = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     cluster = [(node.get("GPU", 0.0), node.get("CPU", 0.0)) for node in offered]
     simple = get(cfg, "transfer_queue.backend.storage_backend") == "SimpleStorage"
-    storage = get(cfg, _STORAGE, 0) if simple else 0
+    chosen = get(cfg, f"{_SIMPLE}.required_node_resource")  # the user's own choice of nodes for them
+    storage = get(cfg, _STORAGE, 0) if simple and not chosen else 0
     check_resources(cfg.trainer.nnodes, cfg.trainer.n_gpus_per_node, storage, cluster)
 
 

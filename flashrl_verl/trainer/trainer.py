@@ -138,7 +138,6 @@ class FlashRLMixin:
 
     def on_init_end(self) -> None:
         super().on_init_end()
-        self._require_reward_workers()
         metrics = self._verify_refit()
         replicas = self._ask_servers("flashrl_layers")
         self._layer_metrics = summarize_layers([worker for replica in replicas for worker in replica])
@@ -356,14 +355,6 @@ class FlashRLMixin:
                 data={k: v for k, v in metrics.items() if isinstance(v, numbers.Number)}, step=self.global_steps
             )
             raise
-
-    def _require_reward_workers(self) -> None:
-        """verl would find a dead one after a whole rollout, as groups without trajectories."""
-        try:
-            ray.get([worker.__ray_ready__.remote() for worker in self.reward_loop_manager.reward_loop_workers])
-        except ray.exceptions.RayError as error:
-            said = str(error).strip().splitlines()[-1]
-            raise FlashRLError(f"a reward worker ended when it was made: {said}") from error
 
     def _ask_servers(self, method: str, *args) -> list:
         """Call ``method`` on the first server of every replica."""

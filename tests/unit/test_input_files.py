@@ -237,8 +237,10 @@ def test_a_checkpoints_folder_an_adapter_and_missing_shards_are_refused(run):
     (there / "model.safetensors").unlink()
     assert "flashrl export" in refused(cfg, **{MODEL: str(there)})
     index = {"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (model / "model.safetensors.index.json").write_text("{")
+    assert "model.safetensors.index.json is damaged" in refused(cfg, **{MODEL: str(model)})
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert "the folder lacks model-00002-of-00002.safetensors" in refused(cfg, **{MODEL: str(model)})
+    assert "the folder lacks model-00002-of-00002.safetensors" in refused(cfg)
     (model / "config.json").unlink()
     (model / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "Qwen/Qwen2.5-7B"}))
     assert "is refused: it is a LoRA adapter. Remedy: Qwen/Qwen2.5-7B" in refused(cfg)
