@@ -268,7 +268,7 @@ def weight_files(model: Path) -> list[Path]:
     """
     if (model / INDEX).is_file():
         if not (names := _json(model / INDEX).get("weight_map")):
-            raise ConfigError(f"{model / INDEX} is damaged: it names no weights. Copy it again")
+            raise ConfigError(f"{model / INDEX} is damaged: it names no weights. Remedy: copy it again.")
         return [model / name for name in sorted({*names.values()})]
     single = model / "model.safetensors"
     return [single] if single.is_file() else sorted(model.glob("*.safetensors"))
