@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import platform
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -19,7 +18,8 @@ from typing import Any
 
 import typer
 
-from flashrl_verl.errors import ConfigError, FlashRLError, environment_needed
+from flashrl_verl import cli
+from flashrl_verl.errors import ConfigError, FlashRLError
 from flashrl_verl.trainer.atomic_write import write_atomically
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,12 +41,7 @@ def run(command: Callable[..., None], *, overrides: bool = False) -> None:
     """
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command(context_settings={"allow_extra_args": overrides, "ignore_unknown_options": overrides})(command)
-    try:
-        with environment_needed():
-            app()
-    except FlashRLError as error:
-        typer.secho(f"{type(error).__name__}: {error}", fg="red", err=True)
-        sys.exit(1)
+    cli.run(app)
 
 
 def words_of(text: str, allowed: Sequence[str] | None = None, option: str = "") -> list[str]:
@@ -86,10 +81,10 @@ def write_json(path: Path, record: dict[str, Any]) -> None:
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Mean, and half the width of its 95 % interval by Student's t (normal above ten degrees of freedom); or NaN."""
+    """Mean, and half the width of its 95 % interval by Student's t (of at most ten degrees of freedom); or NaN."""
     if not (freedom := len(values) - 1):
         return values[0], math.nan
-    t = _T_95[freedom - 1] if freedom <= len(_T_95) else 1.96
+    t = _T_95[min(freedom, len(_T_95)) - 1]
     return statistics.fmean(values), t * statistics.stdev(values) / math.sqrt(len(values))
 
 

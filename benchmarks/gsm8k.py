@@ -7,11 +7,10 @@
 Every (variant, seed) is the recipe in a process of its own, one on a GPU at a time (``--per-gpu``). A seed gives the
 order of the prompts and vLLM's seed, the same in every variant; variants of a seed run side by side. A run ends at its
 last step or at the deadline. When all have ended, an engine in BF16 answers the test problems greedily with the last
-weights that all runs of a seed have saved, so that variants differ in what was trained, neither in who is asked nor in
-how often. A run that failed has no say in which, and is asked too. Where none could be asked, runs are compared by
-their own engines' validations alone. Of runs side by side, one that fails before its first step is started once more.
-Nothing is resumed, and weights that were asked are not kept. A run of the recipe takes up to 20 GiB of the host's
-memory.
+weights that all runs of a seed have saved, so that variants differ in what was trained, neither in the engine nor in
+how often it was trained. A run that failed has no say in which, and is evaluated too. Of runs side by side, one that
+fails before its first step is started once more. Nothing is resumed, and weights that were evaluated are not kept. A
+run of the recipe takes up to 20 GiB of the host's memory.
 """
 
 from __future__ import annotations
@@ -47,12 +46,11 @@ from flashrl_verl.tools.report import read_metrics
 EXTRAS = {
     "unrotated": "flashrl.rotation=false",
     "int8kv": "flashrl.kv_cache=int8_per_token_head",
-    "fp32head": "flashrl.fp32_lm_head=true",
     "async": "trainer.v1.trainer_mode=flashrl_colocate_async",
 }
 """Words of a variant beside precision and correction."""
-ASKING_S, ASKING_EACH_S = 90.0, 25.0
-"""Of the deadline, kept for ending the runs and for the engines that are asked then: in all, and for each on a GPU."""
+EVALUATION_S, EVALUATION_EACH_S = 90.0, 25.0
+"""Of the deadline, kept for ending the runs and for evaluating them then: in all, and for each on a GPU."""
 START_S = 240.0
 """With less than this left for training, no run is started."""
 STAGGER_S = 4.0
@@ -80,7 +78,7 @@ class Run:
     folder: Path
     steps: int
     bf16: tuple[int, float] | None = None
-    """Step of the weights that were asked, and their score in BF16."""
+    """Step of the weights that were evaluated, and their accuracy in BF16."""
     problem: str = ""
 
     @property
@@ -116,10 +114,10 @@ class Run:
         finally:
             process.end()
 
-    def ask(self, step: int, data: Path, gpu: str | None) -> None:
-        """Have an engine in BF16 answer the test problems with the weights of a step."""
+    def evaluate(self, step: int, data: Path, gpu: str | None) -> None:
+        """The accuracy of a step's weights in BF16."""
         weights = self.folder / "checkpoints" / f"global_step_{step}" / "actor" / "huggingface"
-        self.bf16 = step, in_own_process(accuracy, str(weights), str(data), gpu, log=self.folder / "ask.log")
+        self.bf16 = step, in_own_process(accuracy, str(weights), str(data), gpu, log=self.folder / "evaluate.log")
         shutil.rmtree(self.folder / "checkpoints")
 
     def record(self) -> dict[str, Any]:
@@ -137,7 +135,7 @@ class Run:
         return found | {"bf16_step": step, "bf16": score, "series": series}
 
 
-def weights_to_ask(runs: Sequence[Run]) -> dict[Run, int]:
+def weights_to_evaluate(runs: Sequence[Run]) -> dict[Run, int]:
     """Steps of the last weights that all runs of a seed have, or else of a run's own last."""
     saved = {run: steps for run in runs if (steps := run.saved())}
     whole = {run: steps for run, steps in saved.items() if not run.problem}
@@ -231,45 +229,55 @@ def accuracy(weights: str, data: str, gpu: str | None) -> float:
 
 # ---- what it came to ----
 
-HEADER = ("variant", "seeds", "steps", "first", "last, BF16", "minus the first variant (pairs)", "k3 KL first")
-HEADER += ("mean", "largest", "ESS", "s/step")
+HEADER = ("variant", "seeds", "steps", "first", "last, in BF16", "minus the first variant's (pairs)")
+HEADER += ("score, minus the first variant's", "k3 KL first", "mean", "largest", "ESS", "s/step")
 
 
 def validations(run: dict[str, Any]) -> dict[int, float]:
-    """Scores of trained weights by step, up to the weights that an engine in BF16 was asked with."""
+    """The run's own accuracies of trained weights by step, up to the weights that were evaluated in BF16."""
     curve, last = run["series"]["score"], run["bf16_step"] or math.inf
     return {step: value for step, value in zip(curve["step"], curve["value"], strict=True) if 0 < step <= last}
 
 
-def of_engine(run: dict[str, Any]) -> list[float]:
-    """What an engine in BF16 scored with a run's weights; none if it was not asked."""
-    return [run["bf16"]] if run["bf16"] is not None else []
+def bf16_accuracies(runs: Sequence[dict[str, Any]]) -> list[float]:
+    """Of the last weights of those runs that were evaluated in BF16."""
+    return [run["bf16"] for run in runs if run["bf16"] is not None]
 
 
-def pairs(records: Sequence[dict[str, Any]], variant: str, base: str) -> list[tuple[float, float]]:
-    """Scores of a variant and of the base in the same call with the same seed: the mean of the last three validations
-    after steps at which both validated, and in BF16 if both were asked, after the same step."""
+def pairs(records: Sequence[dict[str, Any]], variant: str, base: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """A variant's runs, each with the base's of the same call with the same seed."""
+    calls = [{(run["variant"], run["seed"]): run for run in record["runs"]} for record in records]
+    return [
+        (run, of[base, run["seed"]])
+        for of in calls
+        for run in of.values()
+        if run["variant"] == variant and (base, run["seed"]) in of
+    ]
+
+
+def evaluated(of: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Pairs whose last weights were both evaluated in BF16, after the same step."""
+    return [pair for pair in of if len(bf16_accuracies(pair)) == 2 and len({run["bf16_step"] for run in pair}) == 1]
+
+
+def scores(of: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> list[tuple[float, float]]:
+    """Scores of pairs: the mean of the last three validations after steps at which both validated, and of the
+    accuracies in BF16 where ``evaluated``. None of a pair with fewer validations."""
     found = []
-    for record in records:
-        runs = {(run["variant"], run["seed"]): run for run in record["runs"]}
-        for (name, seed), run in runs.items():
-            if name != variant or (other := runs.get((base, seed))) is None:
-                continue
-            ours, theirs = validations(run), validations(other)
-            both = [(ours[step], theirs[step]) for step in sorted(ours.keys() & theirs.keys())][-3:]
-            if len(both) < 3:
-                continue
-            if run["bf16_step"] == other["bf16_step"]:
-                both += zip(of_engine(run), of_engine(other), strict=True)
+    for pair in of:
+        ours, theirs = map(validations, pair)
+        both = [(ours[step], theirs[step]) for step in sorted(ours.keys() & theirs.keys())][-3:]
+        if len(both) == 3:
+            both += [tuple(bf16_accuracies(one)) for one in evaluated([pair])]
             found.append(tuple(map(statistics.fmean, zip(*both, strict=True))))
     return found
 
 
 def by_variant(records: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Runs that validated thrice while they trained, or were asked in BF16."""
+    """Runs that validated thrice while they trained, or were evaluated in BF16."""
     found: dict[str, list[dict[str, Any]]] = {}
     for run in itertools.chain.from_iterable(record["runs"] for record in records):
-        if run["series"]["score"]["value"] and (len(validations(run)) >= 3 or of_engine(run)):
+        if run["series"]["score"]["value"] and (len(validations(run)) >= 3 or run["bf16"] is not None):
             found.setdefault(run["variant"], []).append(run)
     return found
 
@@ -287,21 +295,23 @@ def table(records: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
     base = records[0]["runs"][0]["variant"]
     rows = []
     for variant, runs in variants.items():
-        gaps = [ours - theirs for ours, theirs in pairs(records, variant, base)] if variant != base else []
+        paired = pairs(records, variant, base) if variant != base else []
+        in_bf16 = [ours["bf16"] - theirs["bf16"] for ours, theirs in evaluated(paired)]
+        by_score = [ours - theirs for ours, theirs in scores(paired)]
         of = {name: [run["series"][name]["value"] for run in runs if name in run["series"]] for name in SERIES}
-        scores = [*itertools.chain.from_iterable(map(of_engine, runs))]
+        accuracies = bf16_accuracies(runs)
         kl, last = of["k3_kl"], sorted({run["bf16_step"] or max(validations(run)) for run in runs})
+        logged = [*itertools.chain.from_iterable(kl)] or [math.nan]
+        mismatch = statistics.fmean([values[0] for values in kl] or logged), statistics.fmean(logged), max(logged)
         rows.append(
             (
                 variant,
                 f"{len(runs)}",
                 "-".join(map(str, dict.fromkeys((last[0], last[-1])))),
                 mean([run["series"]["score"]["value"][0] for run in runs]),
-                mean(scores) + (f" ({len(scores)})" if 0 < len(scores) < len(runs) else ""),
-                f"{mean(gaps, '+.3f')} ({len(gaps)})" if gaps else "-",
-                f"{statistics.fmean(values[0] for values in kl):.1e}",
-                f"{statistics.fmean(itertools.chain.from_iterable(kl)):.1e}",
-                f"{max(itertools.chain.from_iterable(kl)):.1e}",
+                mean(accuracies) + (f" ({len(accuracies)})" if 0 < len(accuracies) < len(runs) else ""),
+                *(f"{mean(gaps, '+.3f')} ({len(gaps)})" if gaps else "-" for gaps in (in_bf16, by_score)),
+                *(f"{value:.1e}" for value in mismatch),
                 f"{statistics.fmean(itertools.chain.from_iterable(of['ess'])):.4f}" if of["ess"] else "-",
                 f"{statistics.median(itertools.chain.from_iterable(of['step_s'])):.1f}",
             )
@@ -320,7 +330,8 @@ PANELS = {
 
 def plot(records: Sequence[dict[str, Any]], path: Path) -> None:
     """Accuracy by step and by seconds of training, mismatch, response length, entropy: a thin line a run, and a thick
-    one for the mean of a variant's runs over the steps that all of them have."""
+    one for the mean of a variant's runs, between their points too, over the steps that all of them have."""
+    import numpy as np
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 7), layout="constrained", dpi=110)
@@ -332,12 +343,12 @@ def plot(records: Sequence[dict[str, Any]], path: Path) -> None:
     for at, (variant, runs) in enumerate(variants.items()):
         thin, thick = ({"color": f"C{at}", "linewidth": width, "alpha": alpha} for width, alpha in ((0.8, 0.5), (2, 1)))
         for axes, name in zip(by_step, PANELS, strict=True):
-            logged = [run["series"].get(name, {"step": [], "value": []}) for run in runs]
-            of = [curve for series in logged if (curve := dict(zip(series["step"], series["value"], strict=True)))]
+            of = [(curve["step"], curve["value"]) for run in runs if (curve := run["series"].get(name))]
             for curve in of:
-                axes.plot(curve.keys(), curve.values(), **thin)
-            common = sorted(set(of[0]).intersection(*of)) if of else []
-            axes.plot(common, [statistics.fmean(curve[step] for curve in of) for step in common], **thick)
+                axes.plot(*curve, **thin)
+            end = min((steps[-1] for steps, _ in of), default=0)
+            common = sorted({step for steps, _ in of for step in steps if step <= end})
+            axes.plot(common, np.mean([np.interp(common, *curve) for curve in of], axis=0) if of else [], **thick)
         for run in runs:
             of_steps = run["series"].get("step_s", {"step": [], "value": []})
             seconds = dict(zip(of_steps["step"], itertools.accumulate(of_steps["value"]), strict=True))
@@ -384,7 +395,7 @@ def gsm8k(
 ) -> None:
     """Train a pretrained model on GSM8K by precision and correction, over seeds.
 
-    Words after the options are Hydra overrides of every run. Exit code 1: a run has no score.
+    Words after the options are Hydra overrides of every run. Exit code 1: a run has failed, or was not started.
     """
     began = time.monotonic()
 
@@ -407,6 +418,7 @@ def gsm8k(
     if not (data / "gsm8k-boxed-test.parquet").is_file():
         raise ConfigError(f"--data {data} has no gsm8k-boxed-test.parquet: `flashrl data gsm8k-boxed` writes it")
     runs = [Run(name, int(number), output / f"{name}-seed{number}", steps) for number in numbers for name in names]
+    recipe_process.compose([*run_overrides(runs[0], folder, data, test_every, None), *context.args])  # else none starts
     try:
         output.mkdir(parents=True)
     except FileExistsError:
@@ -418,10 +430,10 @@ def gsm8k(
     stop, starting, keeping = threading.Event(), threading.Lock(), threading.Lock()
     gpus = visible_gpus()
     share = min(per_gpu, -(-len(runs) // len(gpus)))
-    last_step = began + 60 * deadline - ASKING_S - ASKING_EACH_S * -(-len(runs) // len(gpus))
+    training_ends = began + 60 * deadline - EVALUATION_S - EVALUATION_EACH_S * -(-len(runs) // len(gpus))
     # A seed's runs are neighbours: what ends one GPU ends whole pairs.
     slots = [gpu for gpu in gpus for _ in range(share)]
-    free, asked = list(slots), {}
+    free, evaluations = list(slots), {}
 
     def carry_out(work: Callable[[Run, str | None], None], this: Run) -> None:
         gpu, before = free.pop(0), this.problem
@@ -435,7 +447,7 @@ def gsm8k(
                 tell(f"{this.name}: {this.problem} (logs: {this.folder})")
 
     def too_late() -> bool:
-        return stop.is_set() or last_step - time.monotonic() < START_S
+        return stop.is_set() or training_ends - time.monotonic() < START_S
 
     def train(this: Run, gpu: str | None, again: bool = False) -> None:
         with starting:
@@ -445,7 +457,7 @@ def gsm8k(
             time.sleep(STAGGER_S)
         tell(f"{this.name}: started on GPU {gpu}")
         words = run_overrides(this, folder, data, test_every, kv_cache_bytes)
-        this.train([*words, *context.args], gpu, last_step, stop)
+        this.train([*words, *context.args], gpu, training_ends, stop)
         # vLLM ends where another run takes memory while it frees its own, verl where another took the port it chose.
         begun = max(this.rows(), default=0) > 0
         if this.problem and len(slots) > 1 and not (begun or again or too_late()):
@@ -456,8 +468,10 @@ def gsm8k(
         if not this.problem and (stop.is_set() or not this.saved()):
             this.problem = "stopped" if stop.is_set() else "ended before its first checkpoint"
 
-    def ask(this: Run, gpu: str | None) -> None:
-        this.ask(asked[this], data, gpu)
+    def evaluate(this: Run, gpu: str | None) -> None:
+        if stop.is_set():
+            return
+        this.evaluate(evaluations[this], data, gpu)
         tell(f"{this.name}: {this.bf16[1]:.3f} in BF16 after {this.bf16[0]} steps")
         keep()
 
@@ -481,8 +495,8 @@ def gsm8k(
 
                 try:
                     all_of(train, runs)
-                    asked.update(weights_to_ask(runs))
-                    all_of(ask, list(asked))
+                    evaluations.update(weights_to_evaluate(runs))
+                    all_of(evaluate, list(evaluations))
                 finally:
                     stop.set()  # the pool waits for what is going
         except Stopped as stopped:

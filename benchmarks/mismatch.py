@@ -65,10 +65,8 @@ def sample(model: str, variant: str, job: dict[str, Any]) -> dict[str, Any]:
     params = SamplingParams(
         temperature=1.0, max_tokens=job["tokens"], logprobs=0, stop_token_ids=job["stop_token_ids"], detokenize=False
     )
-    outputs = [
-        result.outputs[0]
-        for result in llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
-    ]
+    results = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+    outputs = [result.outputs[0] for result in results]
     responses = [list(output.token_ids) for output in outputs]
     own = [[step[t].logprob for t, step in zip(o.token_ids, o.logprobs, strict=True)] for o in outputs]
     # vLLM's prompt log-probs are of the raw logits, which at temperature 1 without top-k or top-p are the processed.

@@ -207,9 +207,7 @@ def rollout(
     tensor_parallel: Annotated[int, typer.Option(min=1, help="GPUs of an engine.")] = 1,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="vLLM's.")] = 1024,
     max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="vLLM's.")] = 8192,
-    output: Annotated[Path, typer.Option(help=f"Folder for {RESULTS} and the engines' logs.")] = Path(
-        "outputs/rollout"
-    ),
+    output: Annotated[Path, typer.Option(help=f"Folder for {RESULTS} and logs.")] = Path("outputs/rollout"),
 ) -> None:
     """Time rollouts of a model's shape by variant."""
     from benchmarks.engine import formats_of

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every table of docs/results, and the README's table and picture of results, from the raw data in benchmarks/results.
+"""Tables of docs/results, the README's table and picture, and pictures of learning, from benchmarks/results.
 
     python -m benchmarks.tables           # writes them in place; tests/unit/test_benchmarks.py compares the tables
 
@@ -139,6 +139,17 @@ def learning(pattern: str) -> Rows:
     return [list(gsm8k.HEADER), *map(list, gsm8k.table(gsm8k_records(pattern)))]
 
 
+def learning_by_seed(pattern: str) -> Rows:
+    """Accuracy in BF16 of a run's last weights, minus that of the run in BF16 beside it."""
+    records, base = gsm8k_records(pattern), "bf16+tis"
+    variants = dict.fromkeys(run["variant"] for record in records for run in record["runs"])
+    pairs = {name: gsm8k.evaluated(gsm8k.pairs(records, name, base)) for name in variants if name != base}
+    gaps = {name: {one["seed"]: one["bf16"] - other["bf16"] for one, other in of} for name, of in pairs.items() if of}
+    seeds = sorted(set().union(*gaps.values()))
+    cells = ([f"{of[seed]:+.3f}" if seed in of else "-" for seed in seeds] for of in gaps.values())
+    return [["seed", *map(str, seeds)], *([name, *row] for name, row in zip(gaps, cells, strict=True))]
+
+
 def runs(*paths: str) -> Rows:
     """Runs of the recipe, as ``flashrl report`` tells of them."""
     return report.table_rows(report.load(*(RESULTS / path for path in paths)))
@@ -162,10 +173,10 @@ def readme() -> Rows:
     )
     head, *learned = learning(GSM8K)
     (ours,) = (dict(zip(head, row, strict=True)) for row in learned if row[0] == "int8+int8kv+tis")
-    what = f"accuracy on GSM8K near the end of {ours['steps']} steps (a mean), Qwen2.5-Coder-0.5B-Instruct"
-    scores = zip(*gsm8k.pairs(gsm8k_records(GSM8K), "int8+int8kv+tis", "bf16+tis"), strict=True)
-    after, before = (f"{statistics.fmean(of):.3f}" for of in scores)
-    gap = f"[{ours['minus the first variant (pairs)'].replace(')', ' seeds)')}](docs/results/learning.md)"
+    what = f"accuracy on GSM8K after {ours['steps']} steps, evaluated in BF16, Qwen2.5-Coder-0.5B-Instruct"
+    both = zip(*gsm8k.evaluated(gsm8k.pairs(gsm8k_records(GSM8K), "int8+int8kv+tis", "bf16+tis")), strict=True)
+    after, before = (f"{statistics.fmean(gsm8k.bf16_accuracies(of)):.3f}" for of in both)
+    gap = f"[{ours[gsm8k.HEADER[5]].replace(')', ' seeds)')}](docs/results/learning.md)"
     rows.append([what, f"BF16: {before}", f"INT8 and KV cache: {after}", gap])
     of = {one.variant: one for one in rollout.rollouts_of(lines("rollout/qwen2.5-32b-long-tail.jsonl"))}
     for variant, said in (("int8", "INT8"), ("int8+int8kv", "INT8 and KV cache")):
@@ -173,6 +184,18 @@ def readme() -> Rows:
         gain = f"[{rollout.speed_up(of[variant], of['bf16'])} x](docs/results/throughput.md)"
         rows.append(["tokens/s, Qwen2.5-32B on one GPU, long-tailed lengths", f"BF16: {bf16}", f"{said}: {ours}", gain])
     return rows
+
+
+def pictures_of_learning(folder: Path) -> None:
+    """Curves of the variants that the page compares first, and of the others."""
+    first = "bf16+tis", "int8+tis", "int8+int8kv+tis"
+    for name, pattern, shown in (
+        ("gsm8k-0.5b", GSM8K, lambda variant: variant in first),
+        ("gsm8k-0.5b-others", GSM8K, lambda variant: variant not in first[1:]),
+        ("gsm8k-1.5b", GSM8K_LARGER, lambda variant: True),
+    ):
+        records = [{"runs": [run for run in one["runs"] if shown(run["variant"])]} for one in gsm8k_records(pattern)]
+        gsm8k.plot(records, folder / f"{name}.png")
 
 
 def picture(path: Path) -> None:
@@ -209,7 +232,7 @@ TABLES: dict[str, Callable[..., Rows]] = {
     function.__name__: function
     for function in (
         throughput, engines_of_four, refits, steps_run, mismatches, mismatch_kv_cache, mismatch_logits, versions,
-        learning, runs, readme,
+        learning, learning_by_seed, runs, readme,
     )
 }  # fmt: skip
 
@@ -233,3 +256,4 @@ if __name__ == "__main__":
     for page in PAGES:
         write_atomically(page, rewritten(page.read_text()).encode())
     picture(ROOT / "docs" / "results" / "readme.png")
+    pictures_of_learning(ROOT / "docs" / "results" / "learning")

@@ -196,10 +196,10 @@ def prepare(count: int, batches: Iterable[RecordBatch], wanted: Published) -> tu
     for row in tqdm(rows, f"reading {wanted.hub_id}", count, leave=False, disable=None):
         try:
             example = wanted.convert(row)
-        except KeyError as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise FlashRLError(
-                f"{wanted.hub_id}: a row of the {wanted.split} split has no {error}, but {', '.join(row)}. Remedy: "
-                "give --source the folder of this data set"
+                f"{wanted.hub_id}: a row of the {wanted.split} split is not of this data set ({error!r}); it has "
+                f"{', '.join(row)}. Remedy: give --source the folder of this data set"
             ) from error
         prompt = tuple((message["role"], message["content"]) for message in example["prompt"])
         made.append(prompts.setdefault(prompt, {}).setdefault(example["reward_model"]["ground_truth"], example))

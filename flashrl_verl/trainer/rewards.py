@@ -211,8 +211,8 @@ class RewardWatch:
             return
         if len(self._failed()) > self._limit * max(self._batch, len(self._scored)):
             self._refuse(f"more than flashrl.failed_responses_max={self._limit:g} of the first batch")
-        values, count = {one.value for one in self._scored}, len(self._scored)
-        self.unrewarded = len(values) == 1 and max(values) <= 0
+        values, count = {one.value for one in self._scored if not one.failure}, len(self._scored)
+        self.unrewarded = count > 0 and len(values) <= 1 and max(values, default=0.0) <= 0
         if self.unrewarded and not self._said and (whole or count >= self._batch):
             self._said = True
             log.warning(

@@ -55,7 +55,7 @@ def test_on_the_same_tokens_bf16_is_nearer_to_the_trainer_than_int8_and_both_are
     assert (bf16["quantized_layers"], int8["quantized_layers"]) == (0, 8)
 
 
-def test_a_run_of_gsm8k_is_asked_in_bf16_and_leaves_no_weights_and_one_without_time_is_not_started(tmp_path):
+def test_a_run_of_gsm8k_is_evaluated_in_bf16_and_leaves_no_weights_and_one_without_time_is_not_started(tmp_path):
     from pyarrow import Table, parquet
 
     from flashrl_verl.quickstart.assets import make_assets
@@ -74,7 +74,9 @@ def test_a_run_of_gsm8k_is_asked_in_bf16_and_leaves_no_weights_and_one_without_t
     words += ["reward.reward_kwargs.overlong_buffer_cfg.len=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8"]
     refused = run("gsm8k", tmp_path / "late", "--deadline", "4", *words, status=1)
     assert "int8+tis seed 0: not started: the deadline is too near" in refused.stdout
-    shared = ["--per-gpu", "2", "--kv-cache-gib", "1", "no.such.key=1"]
+    refused = run("gsm8k", tmp_path / "misspelt", *words, "trainer.nnods=1", status=1)
+    assert "Remedy: trainer.nnodes" in refused.stderr and not (tmp_path / "misspelt").exists()
+    shared = ["--per-gpu", "2", "--kv-cache-gib", "1", "actor_rollout_ref.model.path=/no/such/folder"]
     failed = run("gsm8k", tmp_path / "failed", *words, *shared, "--variants", "int8+tis,bf16+tis", status=1)
     assert failed.stdout.count("it is started once more") == 2
     run("gsm8k", tmp_path / "out", *words)

@@ -24,7 +24,7 @@ def test_every_table_of_the_results_and_the_readme_is_that_of_the_raw_data():
 
 def of_runs(scores: dict[str, list[float | None]]) -> dict:
     """A ``gsm8k.json`` of runs with these scores in BF16, by variant and seed; validations give the same. None: a run
-    that was not asked and did not validate thrice."""
+    that was not evaluated and did not validate thrice."""
     runs = []
     for variant, values in scores.items():
         for seed, score in enumerate(values):
@@ -51,30 +51,36 @@ def test_scores_are_compared_with_those_of_the_same_seed_and_call():
         base = [draw.random() for _ in of_call]
         calls.append(of_runs({"bf16+tis": base, "int8+tis": [b + g for b, g in zip(base, of_call, strict=True)]}))
     calls[0]["runs"] += of_runs({"bf16+tis": [None, None, 0.9]})["runs"][2:]  # whose partner has not come to its end
-    assert [a - b for a, b in gsm8k.pairs(calls, "int8+tis", "bf16+tis")] == pytest.approx(sum(gaps, []))
+    paired = gsm8k.pairs(calls, "int8+tis", "bf16+tis")
+    assert [a - b for a, b in gsm8k.scores(paired)] == pytest.approx(sum(gaps, []))
     half = 4.303 * statistics.stdev(sum(gaps, [])) / math.sqrt(3)
     row = dict(zip(gsm8k.HEADER, gsm8k.table(calls)[1], strict=True))
-    assert row["minus the first variant (pairs)"] == f"{statistics.mean(sum(gaps, [])):+.3f} ± {half:.3f} (3)"
+    words = f"{statistics.mean(sum(gaps, [])):+.3f} ± {half:.3f} (3)"
+    assert (row["minus the first variant's (pairs)"], row["score, minus the first variant's"]) == (words, words)
     assert (row["seeds"], row["steps"], row["first"]) == ("3", "30", "0.200 ± 0.000")
 
 
-def test_runs_that_were_not_both_asked_are_compared_by_validations_after_the_same_steps():
+def test_runs_that_were_not_both_evaluated_are_compared_by_validations_after_the_same_steps():
     calls = [of_runs({"bf16+tis": [0.3], "int8+tis": [0.4]})]
     bf16, int8 = calls[0]["runs"]
     bf16["series"]["score"] = {"step": [0, 6, 12, 18, 24], "value": [0.0, 0.1, 0.2, 0.3, 0.4]}
     int8["series"]["score"] = {"step": [0, 6, 12, 24, 30], "value": [0.0, 0.2, 0.4, 0.8, 0.1]}
-    (pair,) = gsm8k.pairs(calls, "int8+tis", "bf16+tis")
-    assert pair == pytest.approx(((0.2 + 0.4 + 0.8 + 0.4) / 4, (0.1 + 0.2 + 0.4 + 0.3) / 4))
+    (score,) = gsm8k.scores(paired := gsm8k.pairs(calls, "int8+tis", "bf16+tis"))
+    assert score == pytest.approx(((0.2 + 0.4 + 0.8 + 0.4) / 4, (0.1 + 0.2 + 0.4 + 0.3) / 4))
+    assert gsm8k.evaluated(paired) == [(int8, bf16)] == paired
+    bf16 |= {"bf16_step": 24}
+    assert gsm8k.evaluated(paired) == []
     bf16 |= {"bf16_step": None, "bf16": None}
-    (pair,) = gsm8k.pairs(calls, "int8+tis", "bf16+tis")
-    assert pair == pytest.approx(((0.2 + 0.4 + 0.8) / 3, (0.1 + 0.2 + 0.4) / 3))
+    assert gsm8k.evaluated(paired) == []
+    (score,) = gsm8k.scores(paired)
+    assert score == pytest.approx(((0.2 + 0.4 + 0.8) / 3, (0.1 + 0.2 + 0.4) / 3))
     int8["bf16_step"] = 24  # which leaves out what came later, and the first is not trained
     int8["series"]["score"] = {"step": [0, 12, 24, 30], "value": [0.0, 0.4, 0.8, 0.9]}
     bf16["series"]["score"] = {"step": [0, 12, 24, 30], "value": [0.0, 0.2, 0.4, 0.1]}
-    assert gsm8k.pairs(calls, "int8+tis", "bf16+tis") == []
+    assert gsm8k.scores(paired) == []
 
 
-def test_all_runs_of_a_seed_are_asked_after_the_same_step_and_one_that_failed_has_no_say(tmp_path):
+def test_all_runs_of_a_seed_are_evaluated_after_the_same_step_and_one_that_failed_has_no_say(tmp_path):
     def run(variant: str, seed: int, saved: int, problem: str = "") -> gsm8k.Run:
         folder = tmp_path / f"{variant}{seed}"
         for step in range(8, saved + 1, 8):
@@ -84,8 +90,8 @@ def test_all_runs_of_a_seed_are_asked_after_the_same_step_and_one_that_failed_ha
 
     whole, longer, failed, late = run("a", 1, 24), run("b", 1, 32), run("c", 1, 16, "killed"), run("d", 1, 32, "killed")
     alone, other, none = run("a", 2, 16, "killed"), run("a", 3, 8), run("b", 3, 0, "not started")
-    asked = gsm8k.weights_to_ask([whole, longer, failed, late, alone, other, none])
-    assert asked == {whole: 24, longer: 24, failed: 16, late: 24, alone: 16, other: 8}
+    steps = gsm8k.weights_to_evaluate([whole, longer, failed, late, alone, other, none])
+    assert steps == {whole: 24, longer: 24, failed: 16, late: 24, alone: 16, other: 8}
 
 
 # ---- mismatch ----

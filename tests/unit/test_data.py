@@ -162,9 +162,12 @@ def test_what_cannot_be_used_is_one_error_and_no_split_is_written(prepared):
     (source / "test.jsonl").write_text("{")
     with pytest.raises(FlashRLError, match="test.jsonl was not read: .*Remedy"):
         data("gsm8k", "--source", source, "--output", output)
-    (source / "test.jsonl").write_text(json.dumps({"text": "Why?"}) + "\n")
-    with pytest.raises(FlashRLError, match="of the test split has no 'answer', but text. Remedy: .*--source"):
-        data("gsm8k", "--source", source, "--output", output)
+    for row in ({"text": "Why?"}, {"question": "Why?", "answer": None}):
+        (source / "test.jsonl").write_text(json.dumps(row) + "\n")
+        with pytest.raises(
+            FlashRLError, match=rf"test split is not of .*Error.* it has {', '.join(row)}. Remedy: .*--source"
+        ):
+            data("gsm8k", "--source", source, "--output", output)
     assert not output.exists()
     with pytest.raises(ConfigError, match="is the source and the output"):
         data("dapo-math-17k", "--source", source, "--output", source / "data")

@@ -207,3 +207,8 @@ def test_that_no_response_has_had_a_reward_is_said_once(monkeypatch, caplog):
         assert not caplog.records and not watch.unrewarded
     watch.ask()  # what validation had says nothing of training
     assert watch.unrewarded and "none of 17 responses" in caplog.text
+
+    for none in (scored(15, -1.0) + scored(1, 0.0, "late"), scored(16, 0.0, "late")):  # a failure's 0 is no reward
+        caplog.clear()
+        watch_of(monkeypatch, [none, []], 1.0).ask()
+        assert "none of 16 responses" in caplog.text
