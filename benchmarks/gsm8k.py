@@ -502,9 +502,10 @@ def gsm8k(
         except Stopped as stopped:
             code = stopped.exit_code
     record = keep()
-    with suppress(ImportError):  # matplotlib may not be there
-        plot([record], output / "gsm8k.png")
-    show("± is half of a 95 % interval over seeds", HEADER, table([record]))
+    if rows := table([record]):
+        with suppress(ImportError):  # matplotlib may not be there
+            plot([record], output / "gsm8k.png")
+        show("± is half of a 95 % interval over seeds", HEADER, rows)
     tell(f"written: {output / 'gsm8k.json'}")
     raise typer.Exit(code or int(any(run.problem for run in runs)))
 

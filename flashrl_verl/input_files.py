@@ -116,7 +116,7 @@ def _paths(cfg: DictConfig) -> Iterator[tuple[str, str]]:
 
 
 def _check_data(cfg: DictConfig, key: str, files: list[Path]) -> None:
-    prompt, remedy = get(cfg, "data.prompt_key", "prompt"), "`flashrl data --help` makes such files"
+    prompt, remedy = get(cfg, "data.prompt_key", "prompt"), "`flashrl data` makes such files"
     limit, filtered = get(cfg, "data.max_prompt_length"), get(cfg, "data.filter_overlong_prompts")
     own_manager = get(cfg, "reward.reward_manager.source", "register") != "register"
     needed = [prompt] if own_manager else [prompt, "reward_model", "data_source"]

@@ -74,7 +74,7 @@ def check_resources(nodes: int, gpus_per_node: int, storage: int, cluster: Seque
             f"{asked} {sum(gpus for gpus, _ in cluster):g} GPUs on {len(cluster)} node(s) ({counts}), which leaves "
             "workers without a place. Remedy: trainer.nnodes and trainer.n_gpus_per_node that fit; or start the "
             "missing nodes first (`ray status` shows who has joined; an autoscaling cluster takes "
-            "ray.autoscaler.sdk.request_resources); or hardware=cpu for the toy."
+            "ray.autoscaler.sdk.request_resources). Without a GPU, scripts/quickstart.sh trains a toy."
         )
     cpus, share = _CPUS_PER_RANK * gpus_per_node, storage // len(cluster)
     needed, has = nodes * cpus + storage + 1, [int(cpus) for _, cpus in cluster]

@@ -31,7 +31,7 @@ from verl.utils.transferqueue_utils import kv_batch_meta2batch_meta
 
 from flashrl_verl.correction.batch import LAG
 from flashrl_verl.errors import DynamicSamplingError, FlashRLError, GuardError, ResponseError, listed
-from flashrl_verl.input_files import check_files, resumes_from
+from flashrl_verl.input_files import check_files, last_step, resumes_from
 from flashrl_verl.launch import check_cluster
 from flashrl_verl.refit.receipt import verify_ranks
 from flashrl_verl.refit.self_check import require_same, sleeps_between_steps
@@ -170,7 +170,7 @@ class FlashRLMixin:
         # A manager of the user's own need not have workers.
         workers = [*getattr(agent_loop_manager, "agent_loop_workers", ()), *self.actor_rollout_wg.workers]
         workers += self.reward_loop_manager.reward_loop_workers
-        watch = WorkerWatch(workers, self._how_to_resume())
+        watch = WorkerWatch(workers, self._how_to_resume)
         own = self.config.reward.custom_reward_function
         self._rewards = RewardWatch(
             self.reward_loop_manager.reward_loop_workers,
@@ -340,8 +340,8 @@ class FlashRLMixin:
 
     def _how_to_resume(self) -> str:
         folder, every = self.config.trainer.default_local_dir, self.config.trainer.save_freq
-        if every <= 0:
-            return f"Nothing was saved: set trainer.save_freq (now {every})"
+        if last_step(Path(folder)) is None:
+            return f"Nothing was saved: trainer.save_freq is {every}"
         return f"Rerun with trainer.resume_mode=auto, on as many nodes, to resume from the last checkpoint in {folder}"
 
     def _check_guard(self, refit: dict | None = None) -> None:

@@ -7,7 +7,7 @@ agent loop is what Ray's memory monitor kills first.
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import ray
 
@@ -38,10 +38,10 @@ class WorkerWatch:
 
     Args:
         workers: that the run cannot do without.
-        remedy: for the error.
+        remedy: asked for when one is lost.
     """
 
-    def __init__(self, workers: Sequence[ray.actor.ActorHandle], remedy: str):
+    def __init__(self, workers: Sequence[ray.actor.ActorHandle], remedy: Callable[[], str]):
         self._calls = {worker.__ray_ready__.remote(): worker for worker in workers}
         self._remedy, self._next = remedy, time.monotonic()
 
@@ -85,4 +85,4 @@ class WorkerWatch:
             said = f"{said[:_SHOWN]} ... {said[-_SHOWN:]}"
         if _FULL in said:
             said += f". {_FREE_MEMORY}"
-        return WorkerLostError(f"{said} {self._remedy}")
+        return WorkerLostError(f"{said} {self._remedy()}")

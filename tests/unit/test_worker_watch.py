@@ -14,7 +14,7 @@ Object store memory usage: [- objects spillable: 1
 
 
 def test_a_full_host_is_told_with_what_fills_it_and_without_rays_figures():
-    said = str(WorkerWatch([], "Rerun.").cause(ray.exceptions.OutOfMemoryError(RAYS)))
+    said = str(WorkerWatch([], lambda: "Rerun.").cause(ray.exceptions.OutOfMemoryError(RAYS)))
     assert "10.0.0.7) was 122GB. What takes a host's memory: " in said and said.endswith(". Rerun.")
     assert "actor_rollout_ref.rollout.agent.num_workers" in said and "spillable" not in said and " ..." not in said
 
@@ -23,5 +23,5 @@ def test_of_a_long_traceback_the_worker_and_the_error_are_told():
     trace = "ray::RewardLoopWorker.__init__() (pid=7, ip=10.0.0.7)\n"
     trace += "  File somewhere, line 1, in load\n" * 60 + "ModuleNotFoundError: No module named 'sympy'"
     of_constructor = ray.exceptions.RayTaskError("RewardLoopWorker.__init__", trace, ModuleNotFoundError())
-    said = str(WorkerWatch([], "Rerun.").cause(ray.exceptions.ActorDiedError(of_constructor)))
+    said = str(WorkerWatch([], lambda: "Rerun.").cause(ray.exceptions.ActorDiedError(of_constructor)))
     assert "RewardLoopWorker.__init__" in said and said.endswith("No module named 'sympy' Rerun.") and len(said) < 800
