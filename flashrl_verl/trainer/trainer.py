@@ -341,7 +341,7 @@ class FlashRLMixin:
     def _how_to_resume(self) -> str:
         folder, every = self.config.trainer.default_local_dir, self.config.trainer.save_freq
         if last_step(Path(folder)) is None:
-            return f"Nothing was saved: trainer.save_freq is {every}"
+            return f"Nothing was saved yet: set trainer.save_freq, in steps (now {every})"
         return f"Rerun with trainer.resume_mode=auto, on as many nodes, to resume from the last checkpoint in {folder}"
 
     def _check_guard(self, refit: dict | None = None) -> None:
