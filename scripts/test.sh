@@ -4,7 +4,7 @@
 #
 #   bash scripts/test.sh [--slow] [words for pytest]
 #
-#   (nothing)              unit, numerics and one end-to-end smoke: everything but the markers gpu and slow
+#   (nothing)              everything but the markers gpu and slow
 #   --slow                 everything that needs no GPU
 #   FLASHRL_SKIP_SETUP=1   use the python of the current environment as it is
 set -euo pipefail

@@ -26,7 +26,6 @@ def large_assets(tmp_path_factory):
 
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-four_gpus = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
 
 
 def train(assets, folder, *overrides: str, steps: int) -> dict[int, dict]:

@@ -18,15 +18,13 @@ PROGRAMS = Path(__file__).parent
 ROOT = PROGRAMS.parents[1]
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
-TWO_REPLICAS = (
+TWO_RANKS = (
     "trainer.n_gpus_per_node=2",
     # Half of 4 prompts x 4 samples.
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
 )
-"""The smoke experiment on two trainer ranks, each with an engine of its own."""
-
-TWO_RANKS = (*TWO_REPLICAS, "actor_rollout_ref.rollout.tensor_model_parallel_size=2")
 """The smoke experiment on two trainer ranks and one engine of two ranks."""
 
 

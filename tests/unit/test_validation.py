@@ -236,11 +236,6 @@ def test_every_rule_of_the_table_has_a_case_that_it_refuses():
     assert held == refusing
 
 
-def test_a_mini_batch_that_ranks_cannot_share_is_refused_for_that_reason():
-    refused = refusal(changed({"trainer.nnodes": 1, GPUS: 4, f"{ROLLOUT}.n": 5, MINI_BATCH: 3}))
-    assert f"times {ROLLOUT}.n=5 it cannot be shared evenly by 4 ranks" in refused
-
-
 # ---- vLLM's own arguments, which would win over ours ----
 
 OWNED = """
