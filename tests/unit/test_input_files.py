@@ -14,6 +14,7 @@ from refusals import changed
 from tiny_models import make
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from flashrl_verl import input_files
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.input_files import check_files, check_what_is_there, missing_paths
 from flashrl_verl.settings import ACTOR, CORRECTION, DATA, MODEL
@@ -158,12 +159,20 @@ def test_files_that_verl_cannot_put_together_are_refused(run):
     check_files(cfg)
 
 
-def test_a_data_source_of_verls_own_or_of_files_that_are_not_judged_passes(run):
+def test_a_data_source_that_is_known_or_of_files_that_are_not_judged_passes(run, tmp_path, monkeypatch):
     cfg, folder = run
     OmegaConf.update(cfg, f"{REWARD}.path", None)
     for name, source in (("a", "math_dapo"), ("b", "aime_of_1983")):
         save(folder / f"{name}.parquet", [row(messages("2"), data_source=source)] * 4)
     assert f"data_source='mine', which {DATA[1]} has" in refused(cfg)
+    text = (input_files.verl_configs().parents[1] / "utils" / "reward_score" / "__init__.py").read_text()
+    with monkeypatch.context() as fork:
+        fork.setattr(input_files, "verl_configs", lambda: tmp_path / "trainer" / "config")
+        (tmp_path / "utils" / "reward_score").mkdir(parents=True)
+        for own in ("== 'mine':", "in sources.MINE:"):
+            changed_text = text.replace('in ["hiyouga/geometry3k"]:', own)
+            (tmp_path / "utils" / "reward_score" / "__init__.py").write_text(changed_text)
+            check_files(cfg)
     OmegaConf.update(cfg, "trainer.val_before_train", False)
     OmegaConf.update(cfg, "trainer.test_freq", -1)
     check_files(cfg)
