@@ -14,7 +14,6 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, 
 from vllm.sampling_params import RequestOutputKind
 
 from flashrl_verl.errors import ConfigError, FlashRLError
-from flashrl_verl.platforms.cores import bind_ranks, one_process
 from flashrl_verl.plugins.vllm import register
 from flashrl_verl.refit import self_check
 from flashrl_verl.refit.self_check import EngineState
@@ -55,8 +54,12 @@ class FlashRLHttpServer(vLLMHttpServer):
         super()._preprocess_engine_kwargs(engine_kwargs)
         for name in [name for name in engine_kwargs if "-" in name]:  # or ours and verl's would stand beside it
             engine_kwargs[name.replace("-", "_")] = engine_kwargs.pop(name)
-        if vllm_device() == "cpu" and self.config.tensor_model_parallel_size * self.config.data_parallel_size == 1:
-            one_process(engine_kwargs)
+        ranks = self.config.tensor_model_parallel_size * self.config.data_parallel_size
+        if vllm_device() == "cpu" and ranks == 1:
+            # verl asks for a worker, which waits for its next step in a loop: a third of a core (a GPU keeps it,
+            # docs/LOG.md). With that variable at 1 "uni" becomes "mp" on a CPU; an AsyncLLM reads it nowhere else.
+            if engine_kwargs.setdefault("distributed_executor_backend", "uni") == "uni":
+                os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         sequences = engine_kwargs.get("max_num_seqs") or self.config.max_num_seqs
         chosen = self.config.cudagraph_capture_sizes or "cudagraph_capture_size" in str(engine_kwargs)
         if sequences > 512 and vllm_device() == "cuda" and not chosen and "speculative_config" not in engine_kwargs:
@@ -76,8 +79,9 @@ class FlashRLHttpServer(vLLMHttpServer):
         super()._post_init(cuda_visible_devices)
         # The engine's workers build the path of their weight socket from this variable of verl's.
         os.environ["VERL_RAY_JOB_ID"] = socket_scope()
-        if vllm_device() == "cpu":
-            bind_ranks(self.config.tensor_model_parallel_size)
+        if vllm_device() == "cpu" and self.config.tensor_model_parallel_size > 1:
+            # Else vLLM binds each rank to a NUMA node of its own, and stops where there are fewer, as on a laptop.
+            os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
     async def run_server(self, args) -> None:
         self._server_address = loopback_address(self.replica_rank)  # where verl is about to bind the HTTP server

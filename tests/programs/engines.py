@@ -81,12 +81,9 @@ def runner(llm: Any) -> Any:
 @contextlib.contextmanager
 def parallel_engine(path: Path, settings: dict[str, Any], ranks: int) -> Iterator[Any]:
     """``engine`` with tensor parallelism; the ranks are processes of their own."""
-    from flashrl_verl.platforms.cores import VARIABLE, share_cores
-
-    cores = share_cores(sorted(os.sched_getaffinity(0)), ranks)
     parallel = {"tensor_parallel_size": ranks, "distributed_executor_backend": "mp", "disable_custom_all_reduce": True}
     with (
-        mock.patch.dict(os.environ, {VARIABLE: cores, "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}),
+        mock.patch.dict(os.environ, {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}),
         engine(path, settings, **parallel) as llm,
     ):
         yield llm
