@@ -27,7 +27,6 @@ from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_colocate_async import PPOTrainerColocateAsync
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.debug import marked_timer
-from verl.utils.transferqueue_utils import kv_batch_meta2batch_meta
 
 from flashrl_verl.correction.batch import LAG
 from flashrl_verl.errors import DynamicSamplingError, FlashRLError, GuardError, ResponseError, listed
@@ -61,21 +60,6 @@ log = logging.getLogger("verl.flashrl")
 _POLL_INTERVAL_S = 0.1
 """How often the replay buffer looks for finished groups, seconds. verl's 2 s would be added to most steps of a small
 run."""
-
-
-def actor_columns(schema: dict[str, dict], *, images: bool) -> list[str]:
-    """Columns of a batch that an actor reads: not messages, rewards' extras and ids, of which tensordict (0.10) makes
-    a Python object for each row, again when rows are chosen and for every micro-batch.
-
-    Args:
-        schema: of TransferQueue's ``BatchMeta.field_schema``: name -> ``is_non_tensor`` and more.
-        images: whether rows may have some.
-
-    Returns:
-        Names, those of objects with tensors in them included.
-    """
-    kept = {"routed_experts", "multi_modal_inputs"} if images else {"routed_experts"}  # a row may lack its tensor
-    return [name for name, column in schema.items() if name in kept or not column["is_non_tensor"]]
 
 
 class FlashRLMixin:
@@ -280,14 +264,8 @@ class FlashRLMixin:
         now = self._ask_servers("flashrl_generated_tokens")
         self._generated_tokens = [after - before for after, before in zip(now, self._generated_before, strict=True)]
 
-    def _compute_old_log_prob(self, batch, metrics: dict):
-        return super()._compute_old_log_prob(self._without_objects(batch), metrics)
-
-    def _compute_ref_log_prob(self, batch, metrics: dict):
-        return super()._compute_ref_log_prob(self._without_objects(batch), metrics)
-
     def _update_actor(self, batch, metrics: dict):
-        batch = super()._update_actor(self._without_objects(batch), metrics)
+        batch = super()._update_actor(batch, metrics)
         for key in [k for k in metrics if k.startswith("actor/rollout_corr/")]:
             metrics[key.removeprefix("actor/")] = metrics.pop(key)  # verl prefixes whatever the actor returns
         return batch
@@ -331,12 +309,6 @@ class FlashRLMixin:
             )
 
     # ---- ours ----
-
-    def _without_objects(self, batch):
-        """Have the actor's workers fetch the columns that they read."""
-        schema = kv_batch_meta2batch_meta(batch).field_schema
-        batch.fields = actor_columns(schema, images=self.processor is not None)
-        return batch
 
     def _how_to_resume(self) -> str:
         folder, every = self.config.trainer.default_local_dir, self.config.trainer.save_freq

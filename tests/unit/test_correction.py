@@ -211,17 +211,3 @@ def test_what_the_worker_overrides_is_dispatched_as_verls(name):
         return found
 
     assert dispatched(FlashRLWorker) == dispatched(ActorRolloutRefWorker)
-
-
-@pytest.mark.parametrize("images", [False, True])
-def test_the_actor_is_sent_tensors_and_images_and_no_objects_by_row(images):
-    from transfer_queue.metadata import extract_field_schema
-    from verl.utils import tensordict_utils as tu
-
-    from flashrl_verl.trainer.trainer import actor_columns
-
-    data = TensorDict({"input_ids": jagged([torch.arange(n) for n in (2, 3, 1)]), "rm": torch.ones(3, 1)}, [3])
-    for name in ("raw_prompt", "multi_modal_inputs", "routed_experts"):
-        tu.assign_non_tensor_stack(data, name, [{"row": i} for i in range(3)])
-    kept = {"input_ids", "rm", "routed_experts"} | ({"multi_modal_inputs"} if images else set())
-    assert set(actor_columns(extract_field_schema(data), images=images)) == kept
