@@ -7,8 +7,8 @@
 Every (variant, seed) is the recipe in a process of its own, one on a GPU at a time (``--per-gpu``). A seed gives the
 order of the prompts and vLLM's seed, the same in every variant; variants of a seed run side by side. A run ends at its
 last step or at the deadline. When all have ended, an engine in BF16 answers the test problems greedily with the last
-weights that all runs of a seed have saved, so that variants differ in what was trained, neither in the engine nor in
-how often it was trained. A run that failed has no say in which, and is evaluated too. Of runs side by side, one that
+weights that all runs of a seed have saved, so that variants differ neither in the engine that answers nor in the number
+of steps. A run that failed has no say in which, and is evaluated too. Of runs side by side, one that
 fails before its first step is started once more. Nothing is resumed, and weights that were evaluated are not kept. A
 run of the recipe takes up to 20 GiB of the host's memory.
 """
@@ -115,7 +115,7 @@ class Run:
             process.end()
 
     def evaluate(self, step: int, data: Path, gpu: str | None) -> None:
-        """The accuracy of a step's weights in BF16."""
+        """Measure the accuracy of a step's weights in BF16; the checkpoints go."""
         weights = self.folder / "checkpoints" / f"global_step_{step}" / "actor" / "huggingface"
         self.bf16 = step, in_own_process(accuracy, str(weights), str(data), gpu, log=self.folder / "evaluate.log")
         shutil.rmtree(self.folder / "checkpoints")
@@ -229,8 +229,8 @@ def accuracy(weights: str, data: str, gpu: str | None) -> float:
 
 # ---- what it came to ----
 
-HEADER = ("variant", "seeds", "steps", "first", "last, in BF16", "minus the first variant's (pairs)")
-HEADER += ("score, minus the first variant's", "k3 KL first", "mean", "largest", "ESS", "s/step")
+HEADER = ("variant", "seeds", "steps", "first", "last, in BF16", "minus the first variant (pairs)")
+HEADER += ("score, minus the first variant", "k3 KL first", "mean", "largest", "ESS", "s/step")
 
 
 def validations(run: dict[str, Any]) -> dict[int, float]:

@@ -205,14 +205,10 @@ def _check_sources(cfg: DictConfig, key: str, sources: set[str]) -> None:
     if own or (key == DATA[1] and get(cfg, "trainer.test_freq") <= 0 and not get(cfg, "trainer.val_before_train")):
         return
     text = (verl_configs().parents[1] / "utils" / "reward_score" / "__init__.py").read_text()
-    known, beginnings = set(), re.findall(r"""data_source\.startswith\(['"](\w+)""", text)
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Compare) and ast.unparse(node.left) == "data_source":
-            try:
-                found = ast.literal_eval(node.comparators[0])
-            except ValueError:  # a fork's own: not known until it runs
-                return
-            known |= {found} if isinstance(found, str) else set(found)
+    if re.search(r"data_source (==|in) [A-Za-z_]|\[data_source\]|\.get\(data_source", text):
+        return  # a fork's own table: not known until it runs
+    known = {node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant)}
+    beginnings = re.findall(r"""data_source\.startswith\(['"](\w+)""", text)
     for source in sorted(sources):
         if source not in known and not source.startswith(tuple(beginnings)):
             reason = f"no reward of verl's knows data_source={source!r}, which {key} has"

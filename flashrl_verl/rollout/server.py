@@ -54,10 +54,9 @@ class FlashRLHttpServer(vLLMHttpServer):
         super()._preprocess_engine_kwargs(engine_kwargs)
         for name in [name for name in engine_kwargs if "-" in name]:  # or ours and verl's would stand beside it
             engine_kwargs[name.replace("-", "_")] = engine_kwargs.pop(name)
-        ranks = self.config.tensor_model_parallel_size * self.config.data_parallel_size
-        if vllm_device() == "cpu" and ranks == 1:
-            # verl asks for a worker, which waits for its next step in a loop: a third of a core (a GPU keeps it,
-            # docs/LOG.md). With that variable at 1 "uni" becomes "mp" on a CPU; an AsyncLLM reads it nowhere else.
+        if vllm_device() == "cpu" and self.config.tensor_model_parallel_size * self.config.data_parallel_size == 1:
+            # verl asks for a worker, which waits for its next step in a loop: a third of a core. A GPU keeps it
+            # (docs/LOG.md). Without the variable vLLM's CPU platform takes "mp"; an AsyncLLM reads it nowhere else.
             if engine_kwargs.setdefault("distributed_executor_backend", "uni") == "uni":
                 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         sequences = engine_kwargs.get("max_num_seqs") or self.config.max_num_seqs

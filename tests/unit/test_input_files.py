@@ -169,9 +169,14 @@ def test_a_data_source_that_is_known_or_of_files_that_are_not_judged_passes(run,
     with monkeypatch.context() as fork:
         fork.setattr(input_files, "verl_configs", lambda: tmp_path / "trainer" / "config")
         (tmp_path / "utils" / "reward_score").mkdir(parents=True)
-        for own in ("== 'mine':", "in sources.MINE:"):
-            changed_text = text.replace('in ["hiyouga/geometry3k"]:', own)
-            (tmp_path / "utils" / "reward_score" / "__init__.py").write_text(changed_text)
+        for own in (
+            "== 'mine':",
+            "in ('mine',) or data_source is None:",
+            "in sources.MINE:",
+            "and TABLE[data_source]:",
+        ):
+            of_fork = text.replace('in ["hiyouga/geometry3k"]:', own)
+            (tmp_path / "utils" / "reward_score" / "__init__.py").write_text(of_fork)
             check_files(cfg)
     OmegaConf.update(cfg, "trainer.val_before_train", False)
     OmegaConf.update(cfg, "trainer.test_freq", -1)
