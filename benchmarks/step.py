@@ -115,6 +115,7 @@ def step(
     steps: Annotated[int, typer.Option(min=2, help="Of each variant; the first is not counted.")] = 3,
     median: Annotated[float, typer.Option(min=1, help="Tokens of a response, the median.")] = 1024,
     spread: Annotated[float, typer.Option(min=0, help="Standard deviation of the logarithm of lengths.")] = 0.7,
+    warm_up: Annotated[float, typer.Option(min=0.01, max=1, help="The first step's share of these lengths.")] = 1.0,
     constant: Annotated[float, typer.Option(min=0, max=0.9, help="Share of constant groups.")] = 0.4,
     output: Annotated[Path, typer.Option(help="Folder for step.json, model, data, logs.")] = Path("outputs/step"),
 ) -> None:
@@ -136,7 +137,7 @@ def step(
         *context.args,
     ]
     cfg = compose([*common, *chosen[names[0]]])
-    settings = {"median": median, "spread": spread, "constant": constant}
+    settings = {"median": median, "spread": spread, "warm_up": warm_up, "constant": constant}
     asked = {"model": model, "steps": steps, **settings, "overrides": context.args}
     record = {"settings": asked, "environment": environment(), "results": []}
     make_model(model, None, folder)

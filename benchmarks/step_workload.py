@@ -3,7 +3,7 @@
 
 A model of random weights hardly ever ends a response. Here each has a length of its own: lognormal, its group's and its
 own part alike, drawn from its prompt and its number. So a prompt's lengths are the same in every variant; how many
-prompts a step needs is not. FLASHRL_BENCH_STEP holds median, spread, and share of constant groups.
+prompts a step needs is not. FLASHRL_BENCH_STEP holds the settings of `benchmarks.step`.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class LengthsAgentLoop(SingleTurnAgentLoop):
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         settings = json.loads(os.environ[SETTINGS])
-        length = response_length(
-            kwargs["raw_prompt"][-1]["content"], kwargs["session_id"], settings["median"], settings["spread"]
-        )
+        median = settings["median"] * (settings["warm_up"] if kwargs["global_steps"] == 1 else 1)
+        prompt = kwargs["raw_prompt"][-1]["content"]
+        length = response_length(prompt, kwargs["session_id"], median, settings["spread"])
         return await super().run({**sampling_params, "max_tokens": min(length, self.response_length)}, **kwargs)
 
 
