@@ -31,6 +31,9 @@ RESULTS = Path(__file__).resolve().parent / "results"
 _T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 """Student's t, 97.5 %, of 1 to 10 degrees of freedom."""
 
+STEP_SETTINGS = "FLASHRL_BENCH_STEP"
+"""Variable that tells the processes of a run what ``benchmarks.step`` was asked for."""
+
 
 def run(command: Callable[..., None], *, overrides: bool = False) -> None:
     """A benchmark's command line; an error that is meant for users is one message, not a traceback.

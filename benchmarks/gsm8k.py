@@ -8,9 +8,8 @@ Every (variant, seed) is the recipe in a process of its own, one on a GPU at a t
 order of the prompts and vLLM's seed, the same in every variant; variants of a seed run side by side. A run ends at its
 last step or at the deadline. When all have ended, an engine in BF16 answers the test problems greedily with the last
 weights that all runs of a seed have saved, so that variants differ neither in the engine that answers nor in the number
-of steps. A run that failed has no say in which, and is evaluated too. Of runs side by side, one that
-fails before its first step is started once more. Nothing is resumed, and weights that were evaluated are not kept. A
-run of the recipe takes up to 20 GiB of the host's memory.
+of steps. A run that failed has no say in which, and is evaluated too. Nothing is resumed, and weights that were
+evaluated are not kept. A run of the recipe takes up to 20 GiB of the host's memory.
 """
 
 from __future__ import annotations
@@ -446,25 +445,15 @@ def gsm8k(
             if this.problem != before:
                 tell(f"{this.name}: {this.problem} (logs: {this.folder})")
 
-    def too_late() -> bool:
-        return stop.is_set() or training_ends - time.monotonic() < START_S
-
-    def train(this: Run, gpu: str | None, again: bool = False) -> None:
+    def train(this: Run, gpu: str | None) -> None:
         with starting:
-            if too_late():
+            if stop.is_set() or training_ends - time.monotonic() < START_S:
                 this.problem = "not started: " + ("stopped" if stop.is_set() else "the deadline is too near")
                 return
             time.sleep(STAGGER_S)
         tell(f"{this.name}: started on GPU {gpu}")
         words = run_overrides(this, folder, data, test_every, kv_cache_bytes)
         this.train([*words, *context.args], gpu, training_ends, stop)
-        # vLLM ends where another run takes memory while it frees its own, verl where another took the port it chose.
-        begun = max(this.rows(), default=0) > 0
-        if this.problem and len(slots) > 1 and not (begun or again or too_late()):
-            tell(f"{this.name}: {this.problem}; it is started once more")
-            this.folder.rename(f"{this.folder}-failed")
-            this.problem = ""
-            train(this, gpu, again=True)
         if not this.problem and (stop.is_set() or not this.saved()):
             this.problem = "stopped" if stop.is_set() else "ended before its first checkpoint"
 

@@ -18,9 +18,8 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.common import environment, run, show, words_of, write_json
+from benchmarks.common import STEP_SETTINGS, environment, run, show, words_of, write_json
 from benchmarks.random_model import make_model, make_prompts, short_run, train
-from benchmarks.step_workload import SETTINGS
 from flashrl_verl.errors import ConfigError, FlashRLError
 from flashrl_verl.tools.recipe_process import MODULE, compose, quoted
 
@@ -84,13 +83,9 @@ def table(record: dict[str, Any]) -> list[list[str]]:
 PHASES = "rollout", "old log-probs", "update", "refit"
 
 
-def plot(record: dict[str, Any], path: Path) -> None:
+def bars(record: dict[str, Any], axes: Any) -> None:
     """A bar a variant: seconds of its step by phase, and how many times as fast it is as the first."""
-    from matplotlib.figure import Figure
-
     results = {one["variant"]: means(one["steps"]) for one in record["results"]}
-    figure = Figure(figsize=(9, 1.2 + 0.5 * len(results)), layout="constrained", dpi=110)
-    axes = figure.subplots()
     lefts = dict.fromkeys(results, 0.0)
     for phase in (*PHASES, "rest"):
         widths = [
@@ -99,12 +94,19 @@ def plot(record: dict[str, Any], path: Path) -> None:
         ]
         axes.barh(list(results), widths, left=list(lefts.values()), label=phase)
         lefts = {variant: left + width for (variant, left), width in zip(lefts.items(), widths, strict=True)}
-    base = next(iter(results.values()))["step"]
-    for at, of in enumerate(results.values()):
-        axes.text(of["step"], at, f" {of['step']:.0f} s, x {base / of['step']:.2f}", va="center")
-    axes.set(xlabel="seconds of a step", xlim=(0, 1.2 * max(of["step"] for of in results.values())))
-    axes.invert_yaxis()
-    figure.legend(loc="outside upper center", ncols=len(PHASES) + 1, frameon=False)
+    took = [of["step"] for of in results.values()]
+    for at, seconds in enumerate(took):
+        axes.text(seconds, at, f" {seconds:.0f} s, x {took[0] / seconds:.2f}", va="center")
+    axes.set(xlabel="seconds of a step", xlim=(0, 1.4 * max(took)), ylim=(len(took) + 0.3, -0.6))
+    axes.legend(loc="lower center", ncols=3, frameon=False)
+
+
+def plot(record: dict[str, Any], path: Path) -> None:
+    """``bars`` as a picture."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 1.6 + 0.5 * len(record["results"])), layout="constrained", dpi=110)
+    bars(record, figure.subplots())
     figure.savefig(path)
 
 
@@ -146,7 +148,7 @@ def step(
         print(f"{name}; log: {output / name / 'train.log'}", flush=True)
         command = [sys.executable, "-m", MODULE, *common, *chosen[name]]
         try:
-            logged = train(command, output / name, steps, {SETTINGS: json.dumps(settings)}).values()
+            logged = train(command, output / name, steps, {STEP_SETTINGS: json.dumps(settings)}).values()
         except FlashRLError as error:  # of one run, which must not end the others
             print(f"{name}: {error}", flush=True)
             continue

@@ -3,7 +3,7 @@
 
 A model of random weights hardly ever ends a response. Here each has a length of its own: lognormal, its group's and its
 own part alike, drawn from its prompt and its number. So a prompt's lengths are the same in every variant; how many
-prompts a step needs is not. FLASHRL_BENCH_STEP holds the settings of `benchmarks.step`.
+prompts a step needs is not.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput, register
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 
-SETTINGS = "FLASHRL_BENCH_STEP"
+from benchmarks.common import STEP_SETTINGS
 
 
 def uniform(*of: Any) -> float:
@@ -39,7 +39,7 @@ class LengthsAgentLoop(SingleTurnAgentLoop):
     """verl's loop of one turn, which ends at the response's length."""
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
-        settings = json.loads(os.environ[SETTINGS])
+        settings = json.loads(os.environ[STEP_SETTINGS])
         median = settings["median"] * (settings["warm_up"] if kwargs["global_steps"] == 1 else 1)
         prompt = kwargs["raw_prompt"][-1]["content"]
         length = response_length(prompt, kwargs["session_id"], median, settings["spread"])
@@ -50,6 +50,6 @@ def compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: dict[str, Any] | None = None
 ) -> dict[str, float]:
     """0 for every response of a constant group; otherwise 0 or 1 by the response's text."""
-    constant = uniform("constant", extra_info["index"]) < json.loads(os.environ[SETTINGS])["constant"]
+    constant = uniform("constant", extra_info["index"]) < json.loads(os.environ[STEP_SETTINGS])["constant"]
     right = float(not constant and uniform("right", solution_str) < 0.5)
     return {"score": right, "acc": right}

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import gsm8k, mismatch, refit, rollout
+from benchmarks import gsm8k, mismatch, refit, rollout, step
 from benchmarks.common import RESULTS, ROOT
 from benchmarks.engine import FP8_VERL
 from benchmarks.mismatch import K3_KL, far_off
@@ -30,6 +30,8 @@ Rows = list[list[str]]
 """Header first."""
 GSM8K, GSM8K_LARGER = "gsm8k/qwen2.5-coder-0.5b-seed*.json", "gsm8k/qwen2.5-coder-1.5b-seed*.json"
 """What the README tells of learning."""
+STEP = "step/qwen2.5-14b-4xh200.json"
+"""And of a whole step: BF16 first."""
 
 
 def load(file: str) -> Any:
@@ -70,9 +72,7 @@ def refits(*files: str) -> Rows:
 
 def steps_run(file: str) -> Rows:
     """A result of ``benchmarks.step``."""
-    from benchmarks.step import table  # verl's agent loops come with it
-
-    return table(load(file))
+    return step.table(load(file))
 
 
 def mismatches(*files: str) -> Rows:
@@ -159,7 +159,7 @@ def runs(*paths: str) -> Rows:
 
 
 def readme() -> Rows:
-    """At most four rows: a pretrained model's mismatch and learning, rollouts of 32B. Each with its baseline."""
+    """Mismatch and learning of a pretrained model, a rollout of 32B, a step of 14B; each with its baseline."""
     rows = [["on H200s", "baseline", "8-bit rollout", ""]]
     far = load("mismatch/h200-qwen2.5-coder-1.5b.json")
     k3_kl = {one["variant"]: one["own"][K3_KL] for one in far["results"]}
@@ -179,10 +179,19 @@ def readme() -> Rows:
     gap = f"[{ours['minus the first variant (pairs)'].replace(')', ' seeds)')}](docs/results/learning.md)"
     rows.append([what, f"BF16: {before}", f"INT8 and KV cache: {after}", gap])
     of = {one.variant: one for one in rollout.rollouts_of(lines("rollout/qwen2.5-32b-long-tail.jsonl"))}
-    for variant, said in (("int8", "INT8"), ("int8+int8kv", "INT8 and KV cache")):
-        bf16, ours = (f"{statistics.median(of[name].tokens_per_second):.0f}" for name in ("bf16", variant))
-        gain = f"[{rollout.speed_up(of[variant], of['bf16'])} x](docs/results/throughput.md)"
-        rows.append(["tokens/s, Qwen2.5-32B on one GPU, long-tailed lengths", f"BF16: {bf16}", f"{said}: {ours}", gain])
+    bf16, ours = (of[variant].tokens_per_second for variant in ("bf16", "int8+int8kv"))
+    rows.append(
+        [
+            "tokens/s of a rollout, Qwen2.5-32B on one GPU, long-tailed lengths",
+            f"BF16: {statistics.median(bf16):.0f}",
+            f"INT8 and KV cache: {statistics.median(ours):.0f}",
+            f"[{rollout.speed_up(of['int8+int8kv'], of['bf16'])} x](docs/results/throughput.md)",
+        ]
+    )
+    took = {one["variant"]: step.means(one["steps"])["step"] for one in load(STEP)["results"]}
+    what = "seconds of a whole training step, Qwen2.5-14B on four GPUs, long-tailed lengths"
+    gain = f"[{took['bf16'] / took['int8+kv']:.2f} x](docs/results/step.md)"
+    rows.append([what, f"BF16: {took['bf16']:.0f}", f"INT8 and KV cache: {took['int8+kv']:.0f}", gain])
     return rows
 
 
@@ -199,25 +208,21 @@ def pictures_of_learning(folder: Path) -> None:
 
 
 def picture(path: Path) -> None:
-    """The README's: mismatch, learning and speed of a rollout by precision, a colour each."""
+    """The README's: mismatch, learning, and a step by phase."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 3.4), layout="constrained", dpi=110)
-    mismatched, learned, fast = figure.subplots(1, 3)
+    mismatched, learned, whole = figure.subplots(1, 3)
     colours = {"bf16": "C0", "int8": "C1", "int8+int8kv": "C3", "fp8": "C7", FP8_VERL: "C7"}
     names = {"bf16": "BF16", "int8": "INT8", "int8+int8kv": "INT8 and\nKV cache", "fp8": "FP8", FP8_VERL: "verl's FP8"}
     own = {one["variant"]: one["own"][K3_KL] for one in load("mismatch/h200-qwen2.5-coder-1.5b.json")["results"]}
-    speed = {
-        one.variant: statistics.median(one.tokens_per_second)
-        for one in rollout.rollouts_of(lines("rollout/qwen2.5-32b-long-tail.jsonl"))
-    }
-    for axes, of, form in (mismatched, own, "%.1e"), (fast, speed, "%.0f"):
-        shown = [name for name in names if name in of]
-        bars = axes.bar([names[name] for name in shown], [of[name] for name in shown], color=[*map(colours.get, shown)])
-        axes.bar_label(bars, fmt=form)
-        axes.margins(y=0.12)
+    shown = [name for name in names if name in own]
+    bars = mismatched.bar([names[name] for name in shown], [*map(own.get, shown)], color=[*map(colours.get, shown)])
+    mismatched.bar_label(bars, fmt="%.1e")
+    mismatched.margins(y=0.12)
     mismatched.set(title="mismatch of rollout and trainer, 1.5B", ylabel="k3 KL, nats a token")
-    fast.set(title="rollout of Qwen2.5-32B on one H200", ylabel="tokens/s")
+    step.bars(load(STEP), whole)
+    whole.set(title="a step of Qwen2.5-14B on four H200s")
     for variant in "bf16", "int8+int8kv":
         learned.plot([], color=colours[variant], label=names[variant].replace("\n", " "))
         for record in gsm8k_records(GSM8K) + gsm8k_records(GSM8K_LARGER):
