@@ -31,6 +31,8 @@ LEVERS = {
     "kv": ("flashrl.kv_cache=int8_per_token_head",),
     "async": ("trainer.v1.trainer_mode=flashrl_colocate_async",),
     "shuffle": ("flashrl.sampling.even_mini_batches=false", "actor_rollout_ref.actor.shuffle=true"),
+    "liger": ("actor_rollout_ref.model.use_liger=true",),
+    "bypass": ("correction=bypass",),
 }
 """Overrides. A variant is one or more, such as `int8+kv`. `stock` is verl's sampling and order of mini-batches in BF16,
 under our trainer, server and checks; `shuffle` is verl's random mini-batches, drawn by each rank."""
@@ -86,14 +88,13 @@ PHASES = "rollout", "old log-probs", "update", "refit"
 def bars(record: dict[str, Any], axes: Any) -> None:
     """A bar a variant: seconds of its step by phase, and how many times as fast it is as the first."""
     results = {one["variant"]: means(one["steps"]) for one in record["results"]}
-    lefts = dict.fromkeys(results, 0.0)
+    for of in results.values():
+        of["rest"] = max(0.0, of["step"] - sum(of.get(phase, 0.0) for phase in PHASES))
+    lefts = [0.0] * len(results)
     for phase in (*PHASES, "rest"):
-        widths = [
-            of.get(phase, 0.0) if phase in PHASES else max(0.0, of["step"] - lefts[variant])
-            for variant, of in results.items()
-        ]
-        axes.barh(list(results), widths, left=list(lefts.values()), label=phase)
-        lefts = {variant: left + width for (variant, left), width in zip(lefts.items(), widths, strict=True)}
+        widths = [of.get(phase, 0.0) for of in results.values()]
+        axes.barh(list(results), widths, left=lefts, label=phase)
+        lefts = [left + width for left, width in zip(lefts, widths, strict=True)]
     took = [of["step"] for of in results.values()]
     for at, seconds in enumerate(took):
         axes.text(seconds, at, f" {seconds:.0f} s, x {took[0] / seconds:.2f}", va="center")
