@@ -423,7 +423,8 @@ def gsm8k(
     except FileExistsError:
         raise ConfigError(f"{output} is there already. Name another --output, or remove it") from None
     settings = {"model": Path(folder).name, "steps": steps, "test_every": test_every, "per_gpu": per_gpu}
-    settings["overrides"], here = context.args, environment()
+    settings |= {"overrides": context.args}
+    here = environment()
     kv_cache_bytes = None if kv_cache_gib is None else int(kv_cache_gib * 2**30)
     stop, starting, keeping = threading.Event(), threading.Lock(), threading.Lock()
     gpus = visible_gpus()

@@ -31,8 +31,6 @@ LEVERS = {
     "kv": ("flashrl.kv_cache=int8_per_token_head",),
     "async": ("trainer.v1.trainer_mode=flashrl_colocate_async",),
     "shuffle": ("flashrl.sampling.even_mini_batches=false", "actor_rollout_ref.actor.shuffle=true"),
-    "liger": ("actor_rollout_ref.model.use_liger=true",),
-    "bypass": ("correction=bypass",),
 }
 """Overrides. A variant is one or more, such as `int8+kv`. `stock` is verl's sampling and order of mini-batches in BF16,
 under our trainer, server and checks; `shuffle` is verl's random mini-batches, drawn by each rank."""

@@ -76,7 +76,8 @@ def test_a_run_of_gsm8k_is_evaluated_in_bf16_and_leaves_no_weights_and_one_witho
     assert "int8+tis seed 0: not started: the deadline is too near" in refused.stdout
     refused = run("gsm8k", tmp_path / "misspelt", *words, "trainer.nnods=1", status=1)
     assert "Remedy: trainer.nnodes" in refused.stderr and not (tmp_path / "misspelt").exists()
-    run("gsm8k", tmp_path / "failed", *words, "actor_rollout_ref.model.path=/no/such/folder", status=1)
+    failed = run("gsm8k", tmp_path / "failed", *words, "actor_rollout_ref.model.path=/no/such/folder", status=1)
+    assert "int8+tis seed 0: ConfigError: actor_rollout_ref.model.path=/no/such/folder not found" in failed.stdout
     run("gsm8k", tmp_path / "out", *words)
     (one,) = json.loads((tmp_path / "out" / "gsm8k.json").read_text())["runs"]
     assert (one["step"], one["bf16_step"], one["bf16"]) == (3, 3, 0.0), "no toy writes boxes"

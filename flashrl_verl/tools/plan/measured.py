@@ -30,7 +30,7 @@ ROWS = [
     Row("qwen2.5-32b", 32.8, 1, 126, "28 x (8192 -> 192)", (1.51, 1.42, 1.56)),
     Row("qwen2.5-7b", 7.6, 1, 71, "256 x (256 -> 384)", (1.21, 1.18, 1.26)),
     Row("qwen2.5-14b", 14.8, 1, 71, "256 x (256 -> 384)", (1.33, 1.27, 1.51)),
-    Row("qwen2.5-14b", 14.8, 1, None, "290 x (120 -> 2044), tail", (None, None, 1.34)),
+    Row("qwen2.5-14b", 14.8, 1, 77, "290 x (120 -> 2044), tail", (None, None, 1.34)),
     Row("qwen2.5-32b", 32.8, 1, 71, "256 x (256 -> 384)", (2.97, 2.77, 3.72)),
     Row("qwen2.5-32b", 32.8, 1, 73, "64 x (256 -> 1024)", (2.73, None, None)),
     Row("qwen2.5-7b", 7.6, 1, 71, "28 x (8192 -> 192)", (1.42, 1.34, 1.50)),
@@ -40,7 +40,7 @@ ROWS = [
     Row("qwen2.5-32b", 32.8, 4, 112, "768 x (128 -> 256)", (1.21, None, 1.15)),
     Row("qwen2.5-32b", 32.8, 4, 112, "191-256 x (7424 -> 512)", (1.27, None, 1.52)),
 ]
-"""Of each workload by size. Random weights; INT8 without rotation, but for one GPU with 112 GiB and the tail of 14B."""
+"""Of each workload by size. Random weights; INT8 without rotation, but for one GPU with 77 or 112 GiB."""
 
 
 def rows_for(billions: float, gpus: int, gib: float) -> list[Row]:
