@@ -3,6 +3,7 @@
 
 import logging
 
+import engines  # noqa: F401 - chooses verl's platform, which verl reads once, before a test's module imports it
 import pytest
 
 

@@ -6,6 +6,7 @@ from tensordict import TensorDict
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils import tensordict_utils, torch_functional
 from verl.utils.device import get_device_name
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 from verl.workers.engine_workers import ActorRolloutRefWorker
 
 from flashrl_verl.correction.batch import attach_correction
@@ -30,7 +31,7 @@ class FlashRLWorker(ActorRolloutRefWorker):
     def init_model(self) -> None:
         """verl's; then with ``flashrl.fp32_lm_head`` actor and reference compute their logits in FP32. Without
         flash-attn, log-probs are taken of many tokens at a time, and attention can be ours. Micro-batches are made of
-        the rows that they select (``patches.py``).
+        the rows that they select, and a model's buffers stay as they were loaded (``patches.py``).
 
         Raises:
             ConfigError: the model's head is of a kind that cannot.
@@ -38,6 +39,7 @@ class FlashRLWorker(ActorRolloutRefWorker):
         """
         patches.patch_logprobs_from_logits(torch_functional, log_probs)
         patches.patch_index_select(tensordict_utils)
+        patches.keep_buffers(FSDPEngine)
         varlen_attention.register()
         super().init_model()
         if FlashRLConfig.of_rollout(self.config.rollout).fp32_lm_head:

@@ -5,7 +5,6 @@ recomputation."""
 import json
 import shutil
 
-import engines  # noqa: F401 - chooses verl's platform, which verl reads once
 import pytest
 import references
 import torch

@@ -3,7 +3,6 @@
 
 from types import SimpleNamespace
 
-import engines  # noqa: F401 - chooses verl's platform, which verl reads once
 import pytest
 import torch
 

@@ -6,7 +6,6 @@ import asyncio
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 
-import engines  # noqa: F401 - chooses verl's platform, which verl reads once
 import pytest
 import torch
 
