@@ -31,7 +31,7 @@ class FlashRLWorker(ActorRolloutRefWorker):
     def init_model(self) -> None:
         """verl's; then with ``flashrl.fp32_lm_head`` actor and reference compute their logits in FP32. Without
         flash-attn, log-probs are taken of many tokens at a time, and attention can be ours. Micro-batches are made of
-        the rows that they select, and a model's buffers stay as they were loaded (``patches.py``).
+        the rows that they select (``patches.py``).
 
         Raises:
             ConfigError: the model's head is of a kind that cannot.

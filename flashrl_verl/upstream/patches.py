@@ -44,8 +44,9 @@ tested by                              tests/unit/test_select_rows.py
 target                                 ``verl.workers.engine.fsdp.transformer_impl.FSDPEngine._build_module``
 why                                    it casts the loaded model to ``fsdp_config.model_dtype``, buffers too. In BF16
                                        frequencies of RoPE lose 16 bits, and a token at position 1,500 is turned by up
-                                       to 1.4 radians more or less than in the rollout
-applied                                in trainers' workers (``worker.py``): buffers stay as they were loaded
+                                       to 1.7 radians (heads of 128, theta 1e6) more or less than in the rollout
+applied                                in the actor's and the reference's workers (``worker.py``): only parameters are
+                                       cast, so a router's ``e_score_correction_bias`` stays in FP32 too
 upstream                               https://github.com/verl-project/verl/blob/main/verl/workers/engine/fsdp/transformer_impl.py
                                        (NVIDIA-NeMo/Automodel#2549 mends the same there)
 versions                               verl 0.9.1
@@ -179,29 +180,39 @@ def _reading_selected_rows(original: Callable) -> Callable:
 
 
 def keep_buffers(engine: type) -> None:
-    """Apply the entry of ``FSDPEngine._build_module`` to that class; a second time it does nothing."""
+    """Apply the entry of ``FSDPEngine._build_module`` to that class; a second time it does nothing.
+
+    Raises:
+        FlashRLError: when a model is built, and not cast by its ``to``.
+    """
     from transformers import PreTrainedModel
 
     original = engine._build_module
     if hasattr(original, "__wrapped__"):
         return
-    cast = PreTrainedModel.to
-
-    def cast_parameters(module: Any, *args: Any, **kwargs: Any) -> Any:
-        loaded = [(part, name, buffer) for part in module.modules() for name, buffer in part._buffers.items()]
-        cast(module, *args, **kwargs)
-        for part, name, buffer in loaded:
-            if buffer is not None:
-                part._buffers[name] = buffer.to(part._buffers[name].device)
-        return module
 
     @functools.wraps(original)
     def build_module(self: Any) -> Any:
+        casts, whole = 0, PreTrainedModel.to
+
+        def cast_parameters(module: Any, dtype: Any) -> Any:
+            nonlocal casts
+            casts += 1
+            for parameter in module.parameters():
+                parameter.data = parameter.data.to(dtype)
+            return module
+
         PreTrainedModel.to = cast_parameters
         try:
-            return original(self)
+            module = original(self)
         finally:
-            PreTrainedModel.to = cast
+            PreTrainedModel.to = whole
+        if isinstance(module, PreTrainedModel) and not casts:
+            raise FlashRLError(
+                f"{engine.__name__}._build_module does not cast by `to` any more; see the entry in "
+                "flashrl_verl/upstream/patches.py and use verl 0.9.1"
+            )
+        return module
 
     engine._build_module = build_module
 

@@ -3,6 +3,7 @@
 
 import types
 
+import pytest
 import torch
 from tiny_models import make
 from transformers import AutoModelForCausalLM
@@ -11,8 +12,9 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 from flashrl_verl.upstream.patches import keep_buffers
 
 
-def test_verls_model_in_bf16_has_the_buffers_of_one_in_fp32(tmp_path):
-    made = make("qwen2.5", tie_word_embeddings=True)  # verl makes others on the meta device, on most ranks
+@pytest.mark.parametrize("rank", [0, 1])
+def test_verls_model_in_bf16_has_the_buffers_of_one_in_fp32(tmp_path, rank):
+    made = make("qwen2.5")
     made.save_pretrained(tmp_path)
     model_config = types.SimpleNamespace(
         hf_config=made.config,
@@ -27,21 +29,17 @@ def test_verls_model_in_bf16_has_the_buffers_of_one_in_fp32(tmp_path):
     engine = types.SimpleNamespace(
         engine_config=types.SimpleNamespace(model_dtype="bfloat16", forward_only=False),
         model_config=model_config,
-        device_mesh=None,
+        device_mesh=types.SimpleNamespace(get_coordinate=lambda: [rank]),  # parameters of rank 1 are on the meta device
         use_remove_padding=False,
         ulysses_sequence_parallel_size=1,
     )
-    kept = type("FSDPEngine", (), {"_build_module": FSDPEngine._build_module})
-    keep_buffers(kept)
-    patched = kept._build_module
-    keep_buffers(kept)
-    assert kept._build_module is patched, "once"
-    module, verls = patched(engine), FSDPEngine._build_module(engine)
-    assert {p.dtype for p in module.parameters()} == {torch.bfloat16}
+    patched = type("FSDPEngine", (), {"_build_module": FSDPEngine._build_module})
+    keep_buffers(patched)
+    module, verls = patched._build_module(engine), FSDPEngine._build_module(engine)
+    assert {(p.dtype, p.is_meta) for p in module.parameters()} == {(torch.bfloat16, rank == 1)}
     loaded = dict(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).named_buffers())
     found, rounded = dict(module.named_buffers()), dict(verls.named_buffers())
     assert found.keys() == loaded.keys() and any("inv_freq" in key for key in found)
     for key, buffer in loaded.items():
         torch.testing.assert_close(found[key], buffer, rtol=0, atol=0)
     assert any((rounded[key] - buffer).abs().max() > 0 for key, buffer in loaded.items()), "drop the entry"
-    assert module.to(torch.float16).get_buffer(next(iter(loaded))).dtype == torch.float16, "only verl's cast is another"
