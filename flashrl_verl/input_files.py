@@ -34,6 +34,8 @@ _IDENTITY = (
     *(f"{CORRECTION}.{name}" for name in ("rollout_is", "rollout_is_threshold", "rollout_rs", "bypass_mode")),
 )
 """With another value of one of these it is another run."""
+OF_MISSING = "paths that exist on every node (~ is not expanded in the model's); `flashrl data --help` lists data"
+"""Remedy."""
 LATEST = "latest_checkpointed_iteration.txt"
 """verl's record of the last whole checkpoint, in trainer.default_local_dir."""
 INDEX = "model.safetensors.index.json"
@@ -53,7 +55,7 @@ def check_files(cfg: DictConfig) -> None:
     Raises:
         ConfigError: one message with every key and path that is missing; else the first file that will not do.
     """
-    remedy = "paths that exist on every node (~ is not expanded in the model's); `flashrl data --help` lists data"
+    remedy = OF_MISSING
     missing, assets = missing_paths(cfg), get(cfg, "quickstart.assets")
     if assets is not None and all(assets in path for path in missing):
         remedy = "quickstart.assets=<folder>/assets of an earlier `flashrl quickstart --output <folder>`"

@@ -169,9 +169,9 @@ def read(wanted: Published, source: Path | None = None) -> tuple[int, Iterable[R
     except Exception as error:  # noqa: BLE001 - the hub's client, the file system and pyarrow have no class in common
         raise FlashRLError(
             f"{wanted.hub_id}: {file} was not read: {type(error).__name__}: "
-            f"{' '.join(str(error).split())[:300]}. Remedy: where there is a network, `hf download {wanted.hub_id} "
-            f"--repo-type dataset --revision {wanted.revision} --local-dir FOLDER`; then here --source FOLDER, "
-            "in which each split's <split>.jsonl does as well (of GSM8K train.jsonl and test.jsonl)."
+            f"{' '.join(str(error).split())[:300].rstrip('.')}. Remedy: where there is a network, `hf download "
+            f"{wanted.hub_id} --repo-type dataset --revision {wanted.revision} --local-dir FOLDER`; then here "
+            f"--source FOLDER, in which {wanted.split}.jsonl does as well."
         ) from error
 
 

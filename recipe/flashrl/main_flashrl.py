@@ -81,7 +81,7 @@ def dry_run(cfg: DictConfig) -> None:
     sys.stdout.write(report(cfg, settings))
     if missing := input_files.missing_paths(cfg):  # no error: a dry run need not happen where the run will
         here = f"not found on this machine (relative paths start at {Path.cwd()})"
-        sys.stdout.write(f"Warning: {', '.join(missing)} {here}.\n")
+        sys.stdout.write(f"Warning: {', '.join(missing)} {here}. Remedy: {input_files.OF_MISSING}.\n")
     input_files.check_what_is_there(cfg)
     if cfg.flashrl.ignore:
         sys.stdout.write(

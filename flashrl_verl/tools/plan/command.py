@@ -27,8 +27,8 @@ NOT_COUNTED = (
 )
 CAVEAT = (
     "On H200s with the memory in the table. Random weights; INT8 mostly without rotation, which costs up to 2 % of a "
-    "decode step and less than 1 % of a rollout. Nothing longer than 8,384 tokens was "
-    "measured. BF16 that hardly fits (2 times and more) may do better in engines of more GPUs."
+    "decode step and less than 1 % of a rollout. Of sequences above 8,384 tokens one rollout of 14B was measured "
+    "(docs/results/throughput.md). BF16 that hardly fits (2 times and more) may do better in engines of more GPUs."
 )
 
 
