@@ -77,7 +77,7 @@ def start(model: str, variant: str, *, in_process: bool, fp32_lm_head: bool = Fa
         dtype="bfloat16",
         load_format="dummy",
         logprobs_mode="processed_logprobs",
-        **{**(_verl_fp8_arguments() if is_verl_fp8 else engine_arguments(formats)), **arguments},
+        **({**_verl_fp8_arguments(), **arguments} if is_verl_fp8 else engine_arguments(formats, **arguments)),
     )
     layers = llm.collective_rpc("flashrl_layers")[0]
     fmt = weight_format(formats.precision)

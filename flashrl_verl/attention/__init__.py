@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention over a KV cache of INT8 codes with a scale for each token and head."""
 
+import json
+from collections.abc import Mapping
+from typing import Any
+
 from flashrl_verl.attention import limits
 from flashrl_verl.errors import ConfigError
 from flashrl_verl.settings import KVCache
@@ -47,20 +51,37 @@ def require_kv_kernel(kv_cache: KVCache) -> None:
         )
 
 
-def kv_cache_arguments(kv_cache: KVCache) -> dict[str, str]:
-    """Arguments of a vLLM engine for a KV cache on this process's device.
+def graphs_hold_prompts() -> bool:
+    """Whether batches that read prompts have CUDA graphs of our attention, by ``cudagraph_mode=FULL``; in verl's
+    ``FULL_AND_PIECEWISE`` they have none. With vLLM 0.24, in BF16, its answers were wrong (docs/LOG.md)."""
+    from vllm.v1.attention.backend import AttentionBackend
+
+    return hasattr(AttentionBackend, "customize_spec")  # since 0.29
+
+
+def kv_cache_arguments(kv_cache: KVCache, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of a vLLM engine for a KV cache on this process's device, and those that are given, which win.
 
     Raises:
         ConfigError: another plugin has the name that our attention needs.
     """
     from vllm.platforms import current_platform
 
-    arguments = {"kv_cache_dtype": kv_cache.value}
-    if kv_cache is KVCache.INT8_PER_TOKEN_HEAD and current_platform.is_cuda():
-        if (other := register_attention()) is not None:
-            raise ConfigError(
-                f"flashrl.kv_cache={kv_cache.value}: its attention needs vLLM's name {limits.NAME}, which another "
-                f"plugin has given to {other}. Uninstall that plugin, or leave it out of VLLM_PLUGINS. {limits.REMEDY}"
-            )
+    arguments: dict[str, Any] = {"kv_cache_dtype": kv_cache.value, **given}
+    # vLLM takes attention's backend by this name or by that of its configuration, and not by both.
+    backend = given.get("attention_backend") or (given.get("attention_config") or {}).get("backend")
+    is_ours = kv_cache is KVCache.INT8_PER_TOKEN_HEAD and current_platform.is_cuda() and backend in (None, limits.NAME)
+    if not is_ours:
+        return arguments
+    if (other := register_attention()) is not None:
+        raise ConfigError(
+            f"flashrl.kv_cache={kv_cache.value}: its attention needs vLLM's name {limits.NAME}, which another "
+            f"plugin has given to {other}. Uninstall that plugin, or leave it out of VLLM_PLUGINS. {limits.REMEDY}"
+        )
+    if backend is None:
         arguments["attention_backend"] = limits.NAME
+    if graphs_hold_prompts():
+        chosen = given.get("compilation_config") or {}
+        chosen = json.loads(chosen) if isinstance(chosen, str) else chosen
+        arguments["compilation_config"] = {"cudagraph_mode": "FULL", **chosen}
     return arguments

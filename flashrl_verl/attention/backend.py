@@ -5,9 +5,10 @@ vLLM has this format in its Triton attention (``int8_per_token_head``, vllm/v1/a
 is general and slow: its decode kernel reads values across the order that tensor cores want, and a prompt's tokens read
 the cache three at a time. Here
 
-- sequences with one new token are decoded by ``triton_decode.py``;
-- prompts are read by FlashAttention, from BF16 keys and values that ``read_kv_cache_kernel`` makes of the cache first,
-  some ten thousand tokens at a time.
+- new tokens are decoded by ``triton_decode.py``, those of prompts too as long as a CUDA graph holds the batch: without
+  one a step takes Python half a millisecond a layer;
+- prompts of larger batches are read by FlashAttention, from BF16 keys and values that ``read_kv_cache_kernel`` makes of
+  the cache first, some ten thousand tokens at a time.
 
 A backend is upstream's hook (``vllm.v1.attention.backends.registry.register_backend``); nothing of vLLM's is changed.
 """
@@ -16,7 +17,7 @@ import dataclasses
 from typing import Any, ClassVar
 
 import torch
-from vllm.config import VllmConfig, get_current_vllm_config, get_layers_from_vllm_config
+from vllm.config import CUDAGraphMode, VllmConfig, get_current_vllm_config, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import (
     AttentionBackend,
@@ -31,7 +32,7 @@ from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flas
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from flashrl_verl.attention import kernels, pages
+from flashrl_verl.attention import graphs_hold_prompts, kernels, pages
 from flashrl_verl.attention.limits import NAME, REMEDY, why_not
 from flashrl_verl.attention.metadata import Metadata, Prefill, prefills_of
 
@@ -104,9 +105,11 @@ class Int8KVBackend(AttentionBackend):
 
 
 class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
-    """Splits a batch in sequences that decode and prompts that are read."""
+    """Splits a batch in tokens that are decoded and prompts that are read."""
 
-    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    _cudagraph_support: ClassVar[AttentionCGSupport] = (
+        AttentionCGSupport.ALWAYS if graphs_hold_prompts() else AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    )
     reorder_batch_threshold: int | None = 1
 
     def __init__(
@@ -116,7 +119,10 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
         if vllm_config.speculative_config is not None:
             _refuse("it has no speculative decoding, whose lengths the host only guesses")
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
-        graphs = vllm_config.compilation_config.max_cudagraph_capture_size or 0
+        self._compilation = vllm_config.compilation_config
+        graphs = self._compilation.max_cudagraph_capture_size or 0
+        # CUDA graphs read a step's rows here.
+        self._sequences, self._seq_lens = torch.zeros(2, graphs, dtype=torch.int32, device=device)
         self._scratch = kernels.Scratch.make(
             max(vllm_config.scheduler_config.max_num_seqs, graphs),
             max(layer.num_heads for layer in layers.values()),
@@ -129,19 +135,18 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> Metadata:
         common, prefills = common_attn_metadata, []
+        table, tokens = common.block_table_tensor, common.num_actual_tokens
+        # Asked of each step, as vLLM may choose another mode once it knows all layers.
+        if tokens <= len(self._seq_lens) and self._compilation.cudagraph_mode.mixed_mode() is CUDAGraphMode.FULL:
+            kernels.fill_rows(common.query_start_loc, common.seq_lens, self._sequences, self._seq_lens)
+            return Metadata(tokens, [], table, self._seq_lens, self._sequences, self._scratch)
         num_decodes, num_prefills, _, _ = split_decodes_and_prefills(common, decode_threshold=1)
         if num_prefills:
             lengths = common.seq_lens_cpu_upper_bound  # exact without speculative decoding
             lengths = (common.seq_lens if lengths is None else lengths)[: common.num_reqs].tolist()
             starts = common.query_start_loc_cpu.tolist()
             prefills = prefills_of(starts, lengths, num_decodes, _READ_AT_ONCE, self._to_device)
-        return Metadata(
-            num_decodes=num_decodes,
-            prefills=prefills,
-            block_table=common.block_table_tensor,
-            seq_lens=common.seq_lens,
-            scratch=self._scratch,
-        )
+        return Metadata(num_decodes, prefills, table, common.seq_lens, None, self._scratch)
 
     def _to_device(self, numbers: list[int]) -> torch.Tensor:
         host = torch.tensor(numbers, dtype=torch.int32, pin_memory=self.device.type == "cuda")
@@ -227,11 +232,10 @@ class Int8KVAttention(AttentionImpl):
             )
             return output.fill_(0)
         step = attn_metadata
-        if step.num_decodes:
-            rows = slice(step.num_decodes)
-            kernels.decode(
-                query[rows], kv_cache, step.block_table, step.seq_lens, self.scale, output[rows], step.scratch
-            )
+        if step.rows:
+            rows = slice(step.rows)
+            cache = kv_cache, step.block_table, step.seq_lens, step.sequences
+            kernels.decode(query[rows], *cache, self.scale, output[rows], step.scratch)
         for prefill in step.prefills:
             self._prefill(
                 query[prefill.tokens], kv_cache, step.block_table[prefill.rows], prefill, output[prefill.tokens]

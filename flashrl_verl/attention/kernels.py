@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kernels as functions of tensors: write to pages, read back, decode."""
+"""The kernels as functions of tensors: write to pages, read back, decode. A row is a new token that is decoded."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ import torch
 import triton
 
 from flashrl_verl.attention.pages import geometry
-from flashrl_verl.attention.triton_decode import int8_attention_kernel, int8_attention_merge_kernel
+from flashrl_verl.attention.triton_decode import fill_rows_kernel, int8_attention_kernel, int8_attention_merge_kernel
 from flashrl_verl.attention.triton_pages import read_kv_cache_kernel, write_kv_cache_kernel
 
 _TILE, _WARPS, _STAGES = 64, 2, 3
@@ -28,11 +28,11 @@ class Scratch:
     multiprocessors: int
 
     @staticmethod
-    def make(sequences: int, heads: int, kv_heads: int, head_size: int, device: torch.device) -> "Scratch":
-        """For steps of up to so many sequences.
+    def make(rows: int, heads: int, kv_heads: int, head_size: int, device: torch.device) -> "Scratch":
+        """For steps of up to so many rows.
 
         Args:
-            sequences: most in a step.
+            rows: most in a step.
             heads: query heads.
             kv_heads: key and value heads.
             head_size: elements of a head.
@@ -40,19 +40,19 @@ class Scratch:
         """
         on_gpu = device.type == "cuda"
         multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 1
-        splits = {n: splits_of(n, kv_heads, multiprocessors) for n in range(1, sequences + 1)}
-        rows = heads * max((n * count for n, count in splits.items() if count > 1), default=0)
+        splits = {n: splits_of(n, kv_heads, multiprocessors) for n in range(1, rows + 1)}
+        parts = heads * max((n * count for n, count in splits.items() if count > 1), default=0)
         return Scratch(
-            sums=torch.empty(rows * head_size, dtype=torch.float32, device=device),
-            state=torch.empty(rows * 2, dtype=torch.float32, device=device),
+            sums=torch.empty(parts * head_size, dtype=torch.float32, device=device),
+            state=torch.empty(parts * 2, dtype=torch.float32, device=device),
             multiprocessors=multiprocessors,
         )
 
 
-def splits_of(sequences: int, kv_heads: int, multiprocessors: int) -> int:
-    """Parts that each sequence is cut in, a power of two: by the batch alone, so that a CUDA graph of it stays
+def splits_of(rows: int, kv_heads: int, multiprocessors: int) -> int:
+    """Parts that each row's sequence is cut in, a power of two: by the batch alone, so that a CUDA graph of it stays
     right."""
-    wanted = max(1, multiprocessors * _PROGRAMS_PER_SM // (sequences * kv_heads))
+    wanted = max(1, multiprocessors * _PROGRAMS_PER_SM // (rows * kv_heads))
     return min(_MOST_SPLITS, 1 << (wanted.bit_length() - 1))
 
 
@@ -112,38 +112,50 @@ def read(
     return key, value
 
 
+def fill_rows(query_starts: torch.Tensor, seq_lens: torch.Tensor, sequences: torch.Tensor, up_to: torch.Tensor) -> None:
+    """Of each new token its sequence, and the tokens of this up to it; of what pads the batch 0.
+
+    Args:
+        query_starts: [sequences + 1] int32, where each sequence's new tokens begin in the batch.
+        seq_lens: [sequences] int32, the new tokens among them.
+        sequences: [tokens or more] int32, written.
+        up_to: alike.
+    """
+    fill_rows_kernel[(len(query_starts),)](query_starts, seq_lens, sequences, up_to, len(up_to), TILE=128)
+
+
 def decode(
     query: torch.Tensor,
     cache: torch.Tensor,
     block_table: torch.Tensor,
     seq_lens: torch.Tensor,
+    sequences: torch.Tensor | None,
     softmax_scale: float,
     out: torch.Tensor,
     scratch: Scratch,
 ) -> None:
-    """Attention of one query token a sequence over all its tokens.
+    """Attention of each row's query over its sequence, up to itself.
 
     Args:
-        query: [sequences, heads, head_size], 16 bits.
+        query: [rows, heads, head_size], 16 bits.
         cache: of the layer.
         block_table: [sequences or more, pages] int32.
-        seq_lens: [sequences or more] int32, the new token among them; 0 gives zeros.
+        seq_lens: [rows or more] int32, the new token among them; 0 gives zeros.
+        sequences: [rows or more] int32, rows of ``block_table``; None: the first row has the first, and so on.
         softmax_scale: of the scores.
         out: like query, written.
-        scratch: for so many sequences.
+        scratch: for so many rows.
     """
-    sequences, heads, size = query.shape
-    if not sequences:
+    rows, heads, size = query.shape
+    if not rows:
         return
     kv_heads, slots, _ = geometry(cache)
-    group, splits = heads // kv_heads, splits_of(sequences, kv_heads, scratch.multiprocessors)
-    rows = sequences * heads * splits
-    if splits > 1 and (rows * size > scratch.sums.numel() or rows * 2 > scratch.state.numel()):
-        raise RuntimeError(
-            f"{sequences} sequences of {heads} heads in {splits} splits are more than the scratch was made for"
-        )
-    int8_attention_kernel[(sequences, kv_heads, splits)](
-        *(query, cache, block_table, seq_lens, out, scratch.sums, scratch.state, softmax_scale),
+    group, splits = heads // kv_heads, splits_of(rows, kv_heads, scratch.multiprocessors)
+    parts = rows * heads * splits
+    if splits > 1 and (parts * size > scratch.sums.numel() or parts * 2 > scratch.state.numel()):
+        raise RuntimeError(f"{rows} rows of {heads} heads in {splits} splits are more than the scratch was made for")
+    int8_attention_kernel[(rows, kv_heads, splits)](
+        *(query, cache, block_table, sequences, seq_lens, out, scratch.sums, scratch.state, softmax_scale),
         *(query.stride(0), query.stride(1), cache.stride(0), block_table.stride(0), out.stride(0), out.stride(1)),
         HEADS=kv_heads,
         SLOTS=slots,
@@ -156,6 +168,6 @@ def decode(
         num_stages=_STAGES,
     )
     if splits > 1:
-        int8_attention_merge_kernel[(sequences, heads)](
+        int8_attention_merge_kernel[(rows, heads)](
             scratch.sums, scratch.state, out, out.stride(0), out.stride(1), SIZE=size, SPLITS=splits, num_warps=2
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all layers of a step share: which sequences decode, and which prompts are read together."""
+"""What all layers of a step share: which new tokens are decoded, and which prompts are read together."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -34,11 +34,15 @@ class Prefill:
 class Metadata:
     """Of a step."""
 
-    num_decodes: int
-    """Sequences with one new token, which are the batch's first; with the rows that pad a CUDA graph."""
+    rows: int
+    """New tokens that are decoded, which are the batch's first; with those that pad a CUDA graph."""
     prefills: list[Prefill]
     block_table: torch.Tensor
+    """Of each sequence."""
     seq_lens: torch.Tensor
+    """Of each row its sequence's tokens up to it, then of the sequences that are read all."""
+    sequences: torch.Tensor | None
+    """Of each row its sequence; None: every row is the next one's."""
     scratch: "Scratch"
 
 

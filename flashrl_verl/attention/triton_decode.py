@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention of one new token a sequence over INT8 keys and values in pages.
+"""Attention of new tokens over INT8 keys and values in pages: a row is a token, with its sequence up to it.
 
 A decode step of long responses waits for keys and values, so what counts is that reading half the bytes takes half the
 time: codes go to tensor cores with about one instruction an element and no exchange between threads. Codes are FP16
@@ -47,10 +47,10 @@ def _halves(codes):
 
 
 @triton.jit
-def _query(q_ptr, sequence, heads, real, q_row, q_head, SIZE: tl.constexpr):
+def _query(q_ptr, row, heads, real, q_row, q_head, SIZE: tl.constexpr):
     """Queries [SIZE, columns] in FP16, and the power of two that they were divided by to fit: no bit of bfloat16 is
     lost, but of what is 2**-14 of the largest or less."""
-    place = q_ptr + sequence * q_row + heads[None, :] * q_head + tl.arange(0, SIZE)[:, None]
+    place = q_ptr + row * q_row + heads[None, :] * q_head + tl.arange(0, SIZE)[:, None]
     query = tl.load(place, mask=real[None, :], other=0.0).to(tl.float32)
     largest = tl.maximum(tl.max(tl.max(tl.abs(query), 1), 0), 1e-30)
     unit = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
@@ -58,30 +58,44 @@ def _query(q_ptr, sequence, heads, real, q_row, q_head, SIZE: tl.constexpr):
 
 
 @triton.jit
+def fill_rows_kernel(starts_ptr, lengths_ptr, sequences_ptr, up_to_ptr, rows, TILE: tl.constexpr):
+    """Rows of the new tokens of sequence (program 0); the last program's are those behind all, up to ``rows``."""
+    sequence = tl.program_id(0)
+    is_padding = sequence == tl.num_programs(0) - 1
+    first = tl.load(starts_ptr + sequence)
+    end = tl.load(starts_ptr + sequence + 1, mask=~is_padding, other=rows)
+    length = tl.load(lengths_ptr + sequence, mask=~is_padding, other=0)
+    for start in tl.range(first, end, TILE):
+        token = start + tl.arange(0, TILE)
+        tl.store(sequences_ptr + token, tl.where(is_padding, 0, sequence), mask=token < end)
+        tl.store(up_to_ptr + token, tl.where(is_padding, 0, length - end + token + 1), mask=token < end)
+
+
+@triton.jit
 def int8_attention_kernel(
-    q_ptr, cache_ptr, table_ptr, lengths_ptr, out_ptr, sums_ptr, state_ptr, softmax_scale,
+    q_ptr, cache_ptr, table_ptr, sequences_ptr, lengths_ptr, out_ptr, sums_ptr, state_ptr, softmax_scale,
     q_row, q_head, page_bytes, table_row, out_row, out_head,
     HEADS: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr,
     TILE: tl.constexpr, DIRECT: tl.constexpr,
 ):  # fmt: skip
-    """Split (program 2) of sequence (program 0) for the queries that share KV head (program 1).
+    """Split (program 2) of row (program 0) for the queries that share KV head (program 1).
 
     Writes the softmax-weighted values to ``out_ptr`` if there is one split (``DIRECT``), else to ``sums_ptr``
-    [sequences, heads, splits, SIZE] float32 what the weights before normalization give, and to ``state_ptr``
-    [sequences, heads, splits, 2] the largest score and the sum of weights. ``GROUP`` of ``COLUMNS`` columns are
-    queries.
+    [rows, heads, splits, SIZE] float32 what the weights before normalization give, and to ``state_ptr``
+    [rows, heads, splits, 2] the largest score and the sum of weights. ``GROUP`` of ``COLUMNS`` columns are queries.
     """
     splits = tl.num_programs(2)
-    sequence, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    length = tl.load(lengths_ptr + sequence)
+    row, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    length = tl.load(lengths_ptr + row)
     each = tl.cdiv(tl.cdiv(length, TILE), splits) * TILE
     first = split * each
     last = tl.minimum(length, first + each)
     column, dimension, offset = tl.arange(0, COLUMNS), tl.arange(0, SIZE), tl.arange(0, TILE)
     real, heads = column < GROUP, head * GROUP + column
-    query, unit = _query(q_ptr, sequence, heads, real, q_row, q_head, SIZE)
+    query, unit = _query(q_ptr, row, heads, real, q_row, q_head, SIZE)
     factor = unit * softmax_scale * _LOG2_E
 
+    sequence = row if sequences_ptr is None else tl.load(sequences_ptr + row).to(tl.int64)
     table_ptr += sequence * table_row
     k_ptr, ks_ptr, v_ptr, vs_ptr = parts_of_page(cache_ptr, HEADS, SLOTS, SIZE)
     k_ptr, v_ptr = k_ptr + head * SLOTS * SIZE, v_ptr + head * SLOTS * SIZE
@@ -113,10 +127,10 @@ def int8_attention_kernel(
 
     if DIRECT:
         total = tl.where(total == 0, 1.0, total)  # no token: a row that pads a batch
-        place = out_ptr + sequence * out_row + heads[None, :] * out_head + dimension[:, None]
+        place = out_ptr + row * out_row + heads[None, :] * out_head + dimension[:, None]
         tl.store(place, (sums / total[None, :]).to(out_ptr.dtype.element_ty), mask=real[None, :])
     else:
-        place = (sequence * tl.num_programs(1) * GROUP + heads) * splits + split
+        place = (row * tl.num_programs(1) * GROUP + heads) * splits + split
         tl.store(sums_ptr + place[None, :] * SIZE + dimension[:, None], sums, mask=real[None, :])
         tl.store(state_ptr + place * 2, most, mask=real)
         tl.store(state_ptr + place * 2 + 1, total, mask=real)
@@ -126,9 +140,9 @@ def int8_attention_kernel(
 def int8_attention_merge_kernel(
     sums_ptr, state_ptr, out_ptr, out_row, out_head, SIZE: tl.constexpr, SPLITS: tl.constexpr
 ):
-    """Sum the splits of sequence (program 0), head (program 1), each by its weight."""
-    sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    place = (sequence * tl.num_programs(1) + head) * SPLITS + tl.arange(0, SPLITS)
+    """Sum the splits of row (program 0), head (program 1), each by its weight."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    place = (row * tl.num_programs(1) + head) * SPLITS + tl.arange(0, SPLITS)
     dimension = tl.arange(0, SIZE)
     most, total = tl.load(state_ptr + place * 2), tl.load(state_ptr + place * 2 + 1)
     # "!=": a total that is not a number has to come out.
@@ -136,4 +150,4 @@ def int8_attention_merge_kernel(
     everything = tl.sum(total * weight, 0)
     sums = tl.sum(tl.load(sums_ptr + place[:, None] * SIZE + dimension[None, :]) * weight[:, None], 0)
     result = sums / tl.where(everything == 0, 1.0, everything)
-    tl.store(out_ptr + sequence * out_row + head * out_head + dimension, result.to(out_ptr.dtype.element_ty))
+    tl.store(out_ptr + row * out_row + head * out_head + dimension, result.to(out_ptr.dtype.element_ty))

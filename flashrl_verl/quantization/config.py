@@ -141,12 +141,13 @@ class FlashRLQuantizationConfig(QuantizationConfig):
         )
 
 
-def engine_arguments(settings: FlashRLConfig) -> dict[str, Any]:
-    """Arguments of a vLLM engine in these formats, for ``vllm.LLM``; the plugin has to be registered."""
+def engine_arguments(settings: FlashRLConfig, **given: Any) -> dict[str, Any]:
+    """Arguments of a vLLM engine in these formats, for ``vllm.LLM``, and the given ones, which win; the plugin has to
+    be registered."""
     return {
         "quantization": NAME,
         "hf_overrides": {"quantization_config": quantization_config_dict(settings)},
-        **kv_cache_arguments(settings.kv_cache),
+        **kv_cache_arguments(settings.kv_cache, given),
     }
 
 

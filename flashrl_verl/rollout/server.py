@@ -66,10 +66,7 @@ class FlashRLHttpServer(vLLMHttpServer):
             # With speculation it captures what a step of many tokens a sequence needs.
             engine_kwargs["max_cudagraph_capture_size"] = -(-sequences // 16) * 16
         engine_kwargs.setdefault("scheduler_cls", scheduler.NAME)
-        for name, value in kv_cache_arguments(self.flashrl.kv_cache).items():
-            # vLLM takes attention's backend by this name or by that of its configuration, and not by both.
-            if name != "attention_backend" or not (engine_kwargs.get("attention_config") or {}).get("backend"):
-                engine_kwargs.setdefault(name, value)
+        engine_kwargs.update(kv_cache_arguments(self.flashrl.kv_cache, engine_kwargs))
 
     def _get_worker_extension_cls(self) -> str:
         return "flashrl_verl.rollout.worker.FlashRLWorkerExtension"

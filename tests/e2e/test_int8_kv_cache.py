@@ -56,6 +56,28 @@ def same_k3(family: str) -> float:
     return 4e-4 if family == BIASED else 1e-4
 
 
+def graphs_with_prompts(llm) -> list[bool] | None:
+    """Of every step to come that has a CUDA graph and reads prompts, whether other sequences decode in it; None: vLLM
+    has no such graphs."""
+    from flashrl_verl.attention import graphs_hold_prompts
+    from flashrl_verl.attention.backend import MetadataBuilder
+
+    mode = llm.llm_engine.vllm_config.compilation_config.cudagraph_mode.name
+    assert mode == ("FULL" if graphs_hold_prompts() else "FULL_AND_PIECEWISE")
+    if not graphs_hold_prompts():
+        return None
+    found, build = [], MetadataBuilder.build
+
+    def looked_at(self, common_prefix_len, common_attn_metadata, fast_build=False):
+        step = build(self, common_prefix_len, common_attn_metadata, fast_build)
+        if step.sequences is not None and common_attn_metadata.max_query_len > 1:
+            found.append(1 in common_attn_metadata.query_start_loc_cpu.diff())
+        return step
+
+    MetadataBuilder.build = looked_at
+    return found
+
+
 def trainers(family: str) -> list[torch.nn.Module]:
     # A random router has many near ties, and chooses other experts for a last bit, which moves a token's log-prob by
     # tenths. It is not what is looked at here, so every token has all experts.
@@ -71,6 +93,8 @@ def trainers(family: str) -> list[torch.nn.Module]:
 def start(path: Path, family: str, kv_cache: str, **arguments):
     trainers(family)[0].config.save_pretrained(path)
     arguments |= dict(compiled=True, enable_sleep_mode=True, max_model_len=256, num_gpu_blocks_override=512)
+    # Larger batches have no CUDA graph: prompts are read.
+    arguments |= dict(max_num_seqs=32, compilation_config={"max_cudagraph_capture_size": 192})
     return engine(path, {"precision": "bf16", "kv_cache": kv_cache}, **arguments)
 
 
@@ -90,6 +114,7 @@ def with_an_int8_cache(path: Path, family: str, backend: str) -> float:
         layers = [m for m in runner(llm).model.modules() if hasattr(m, "attn_backend")]
         assert {layer.attn_backend.get_name() for layer in layers} == {backend}
         assert {cache.dtype for cache in runner(llm).kv_caches} == {torch.int8}
+        in_graphs = graphs_with_prompts(llm) if backend == "CUSTOM" else None
         refit = Refit(llm)
         refit(wire(model), step=0)
         first = teacher_forced(llm, SEQUENCES)
@@ -98,6 +123,7 @@ def with_an_int8_cache(path: Path, family: str, backend: str) -> float:
         responses, decoded, fresh_tokens = sampled(llm)
         again, from_cache, cached_tokens = sampled(llm)
         assert fresh_tokens == 0 < cached_tokens
+        assert in_graphs is None or any(in_graphs)
         same = [i for i, response in enumerate(responses) if again[i] == response]
         assert same and k3([from_cache[i] for i in same], [decoded[i] for i in same]) < same_token
         assert 0 < k3(decoded, read(llm, responses)) < same_token, "decoded or read, a token has one log-prob"

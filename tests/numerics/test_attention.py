@@ -72,16 +72,17 @@ class Filled:
     def slots(self, row: int, at: torch.Tensor) -> torch.Tensor:
         return self.table[row, at // self.case.slots].long() * self.case.slots + at % self.case.slots
 
-    def decode(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """A query token of each sequence, and what the kernel makes of it."""
+    def decode(self, lengths=None, sequences=None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries, one of each sequence unless rows are given, and what the kernel makes of them."""
         from flashrl_verl.attention import kernels
 
         case = self.case
-        query = torch.randn(len(case.lengths), case.heads, case.size, generator=self.generator)
+        lengths = self.lengths if lengths is None else lengths
+        query = torch.randn(len(lengths), case.heads, case.size, generator=self.generator)
         query = (query / case.spread).bfloat16().cuda()
         out = torch.full_like(query, float("nan"))
-        scratch = kernels.Scratch.make(len(case.lengths), case.heads, case.kv_heads, case.size, query.device)
-        kernels.decode(query, self.cache, self.table, self.lengths, case.size**-0.5, out, scratch)
+        scratch = kernels.Scratch.make(len(lengths), case.heads, case.kv_heads, case.size, query.device)
+        kernels.decode(query, self.cache, self.table, lengths, sequences, case.size**-0.5, out, scratch)
         return query.cpu(), out.cpu()
 
 
@@ -121,6 +122,38 @@ def test_what_is_read_and_decoded_equals_float64(case):
             continue
         expected = attention(query[row], keys, values)
         difference = (out[row].double() - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-30)
+        assert (difference < 5e-3).all(), (row, float(difference.max()))
+
+
+@pytest.mark.parametrize(
+    ("case", "new"),
+    [
+        ("five share", (1, 1, 1, 1)),
+        ("five share", (1, 16, 3, 40)),
+        ("an empty row", (4, 0, 50)),
+        ("pages of two tiles", (1, 128, 129, 260)),
+        ("head of 128", (300, 1, 200, 1)),
+    ],
+)
+def test_a_row_sees_its_sequence_up_to_itself_and_padding_nothing(case, new):
+    """Against a loop and float64; a sequence and rows behind all pad the batch."""
+    from flashrl_verl.attention import kernels
+
+    case = CASES[case]
+    filled = Filled(case, seed=4)
+    starts = torch.tensor([0, *torch.tensor(new).cumsum(0), sum(new)], dtype=torch.int32, device="cuda")
+    lengths = torch.cat([filled.lengths, filled.lengths.new_zeros(1)])
+    expected = [(i, case.lengths[i] - n + at + 1) for i, n in enumerate(new) for at in range(n)]
+    sequences, up_to = torch.full((2, len(expected) + 200), -1, dtype=torch.int32, device="cuda")
+    kernels.fill_rows(starts, lengths, sequences, up_to)
+    assert list(zip(sequences.tolist(), up_to.tolist(), strict=True)) == expected + [(0, 0)] * 200
+
+    query, out = filled.decode(up_to, sequences)
+    assert not out[len(expected) :].any()
+    for row, (sequence, length) in enumerate(expected):
+        keys, values = (quantized(part[sequence][:length]) for part in (filled.keys, filled.values))
+        wanted = attention(query[row], keys, values)
+        difference = (out[row].double() - wanted).norm(dim=-1) / wanted.norm(dim=-1).clamp(min=1e-30)
         assert (difference < 5e-3).all(), (row, float(difference.max()))
 
 

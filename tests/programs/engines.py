@@ -48,7 +48,6 @@ def engine(path: Path, settings: dict[str, Any], *, compiled: bool = False, **ar
         llm = vllm.LLM(
             str(path),
             **{
-                **engine_arguments(FlashRLConfig(**settings)),
                 "worker_extension_cls": "flashrl_verl.rollout.worker.FlashRLWorkerExtension",
                 "load_format": "dummy",
                 "skip_tokenizer_init": True,
@@ -61,7 +60,7 @@ def engine(path: Path, settings: dict[str, Any], *, compiled: bool = False, **ar
                 "num_gpu_blocks_override": 64,
                 # Given, not measured: vLLM stops where another program frees memory while it measures.
                 **({"gpu_memory_utilization": 0.15, "kv_cache_memory_bytes": 256 << 20} if CUDA else {}),
-                **arguments,
+                **engine_arguments(FlashRLConfig(**settings), **arguments),
             },
         )
         yield llm

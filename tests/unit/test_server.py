@@ -3,9 +3,10 @@
 
 import pytest
 
+from flashrl_verl import attention
 from flashrl_verl.rollout import server
 from flashrl_verl.rollout.server import FlashRLHttpServer
-from flashrl_verl.settings import FlashRLConfig
+from flashrl_verl.settings import FlashRLConfig, KVCache
 from flashrl_verl.tools.recipe_process import compose
 
 
@@ -41,3 +42,27 @@ def test_an_argument_that_is_written_as_on_vllms_command_line_is_the_users_too(m
     engine._preprocess_engine_kwargs(arguments := {"attention-backend": "TRITON_ATTN", "max-num-seqs": 600})
     assert arguments["attention_backend"] == "TRITON_ATTN" and arguments["max_cudagraph_capture_size"] == 608
     assert not any("-" in name for name in arguments)
+
+
+@pytest.mark.parametrize(
+    ("given", "mode"),
+    [
+        ({}, {"cudagraph_mode": "FULL"}),
+        (
+            {"compilation_config": '{"cudagraph_capture_sizes": [8]}'},
+            {"cudagraph_mode": "FULL", "cudagraph_capture_sizes": [8]},
+        ),
+        ({"compilation_config": {"cudagraph_mode": "NONE"}}, {"cudagraph_mode": "NONE"}),
+        ({"attention_config": {"backend": "TRITON_ATTN"}}, None),
+        ({"attention_backend": "TRITON_ATTN"}, None),
+    ],
+)
+def test_our_attention_has_a_cuda_graph_for_every_batch_and_another_has_vllms(monkeypatch, given, mode):
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
+    monkeypatch.setattr(attention, "register_attention", lambda: None)
+    arguments = attention.kv_cache_arguments(KVCache.INT8_PER_TOKEN_HEAD, given)
+    assert arguments.get("compilation_config") == mode and arguments["kv_cache_dtype"] == "int8_per_token_head"
+    assert (arguments.get("attention_backend") == "CUSTOM") == (mode is not None)
+    assert "attention_backend" not in attention.kv_cache_arguments(KVCache.AUTO, {})
