@@ -52,8 +52,8 @@ def throughput(*files: str) -> Rows:
     return rollout.table([lines(f"{file}.jsonl") for file in files])
 
 
-def engines_of_four(*files: str) -> Rows:
-    """Speed of engines of four GPUs, one a file, BF16 first: of as many sequences each as ran in it."""
+def engines(*files: str) -> Rows:
+    """Speed of engines, one a file, BF16 first: of as many sequences each as ran in it."""
     rows = [["sequences x (prompt -> response)", "variant", "seconds", "of them prompts", "tokens/s", "x BF16"]]
     of = [rollout.rollouts_of(lines(f"{file}.jsonl")) for file in files]
     for at, base in enumerate(of[0]):
@@ -236,7 +236,7 @@ def picture(path: Path) -> None:
 TABLES: dict[str, Callable[..., Rows]] = {
     function.__name__: function
     for function in (
-        throughput, engines_of_four, refits, steps_run, mismatches, mismatch_kv_cache, mismatch_logits, versions,
+        throughput, engines, refits, steps_run, mismatches, mismatch_kv_cache, mismatch_logits, versions,
         learning, learning_by_seed, runs, readme,
     )
 }  # fmt: skip
