@@ -52,11 +52,11 @@ def require_kv_kernel(kv_cache: KVCache) -> None:
 
 
 def graphs_hold_prompts() -> bool:
-    """Whether batches that read prompts have CUDA graphs of our attention, by ``cudagraph_mode=FULL``; in verl's
-    ``FULL_AND_PIECEWISE`` they have none. With vLLM 0.24, in BF16, its answers were wrong (docs/LOG.md)."""
+    """Whether batches that read prompts have CUDA graphs of our attention, by ``cudagraph_mode=FULL``; by default
+    they have none. With vLLM 0.24, in BF16, its answers were wrong (docs/LOG.md)."""
     from vllm.v1.attention.backend import AttentionBackend
 
-    return hasattr(AttentionBackend, "customize_spec")  # since 0.29
+    return hasattr(AttentionBackend, "customize_spec")  # since 0.29; run with 0.31
 
 
 def kv_cache_arguments(kv_cache: KVCache, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -68,10 +68,11 @@ def kv_cache_arguments(kv_cache: KVCache, given: Mapping[str, Any]) -> dict[str,
     from vllm.platforms import current_platform
 
     arguments: dict[str, Any] = {"kv_cache_dtype": kv_cache.value, **given}
+    if kv_cache is not KVCache.INT8_PER_TOKEN_HEAD or not current_platform.is_cuda():
+        return arguments
     # vLLM takes attention's backend by this name or by that of its configuration, and not by both.
-    backend = given.get("attention_backend") or (given.get("attention_config") or {}).get("backend")
-    is_ours = kv_cache is KVCache.INT8_PER_TOKEN_HEAD and current_platform.is_cuda() and backend in (None, limits.NAME)
-    if not is_ours:
+    backend = given.get("attention_backend") or _parsed(given.get("attention_config")).get("backend")
+    if backend is not None and str(backend).upper() != limits.NAME:
         return arguments
     if (other := register_attention()) is not None:
         raise ConfigError(
@@ -81,7 +82,9 @@ def kv_cache_arguments(kv_cache: KVCache, given: Mapping[str, Any]) -> dict[str,
     if backend is None:
         arguments["attention_backend"] = limits.NAME
     if graphs_hold_prompts():
-        chosen = given.get("compilation_config") or {}
-        chosen = json.loads(chosen) if isinstance(chosen, str) else chosen
-        arguments["compilation_config"] = {"cudagraph_mode": "FULL", **chosen}
+        arguments["compilation_config"] = {"cudagraph_mode": "FULL", **_parsed(given.get("compilation_config"))}
     return arguments
+
+
+def _parsed(config: Mapping[str, Any] | str | None) -> Mapping[str, Any]:
+    return json.loads(config) if isinstance(config, str) else config or {}

@@ -5,8 +5,8 @@ vLLM has this format in its Triton attention (``int8_per_token_head``, vllm/v1/a
 is general and slow: its decode kernel reads values across the order that tensor cores want, and a prompt's tokens read
 the cache three at a time. Here
 
-- new tokens are decoded by ``triton_decode.py``, those of prompts too as long as a CUDA graph holds the batch: without
-  one a step takes Python half a millisecond a layer;
+- new tokens are decoded by ``triton_decode.py``, those of prompts too as long as a CUDA graph holds the batch, which
+  saves Python's time;
 - prompts of larger batches are read by FlashAttention, from BF16 keys and values that ``read_kv_cache_kernel`` makes of
   the cache first, some ten thousand tokens at a time.
 
@@ -234,8 +234,8 @@ class Int8KVAttention(AttentionImpl):
         step = attn_metadata
         if step.rows:
             rows = slice(step.rows)
-            cache = kv_cache, step.block_table, step.seq_lens, step.sequences
-            kernels.decode(query[rows], *cache, self.scale, output[rows], step.scratch)
+            cache = kv_cache, step.block_table, step.seq_lens
+            kernels.decode(query[rows], *cache, self.scale, output[rows], step.scratch, step.sequences)
         for prefill in step.prefills:
             self._prefill(
                 query[prefill.tokens], kv_cache, step.block_table[prefill.rows], prefill, output[prefill.tokens]

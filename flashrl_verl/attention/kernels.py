@@ -129,10 +129,10 @@ def decode(
     cache: torch.Tensor,
     block_table: torch.Tensor,
     seq_lens: torch.Tensor,
-    sequences: torch.Tensor | None,
     softmax_scale: float,
     out: torch.Tensor,
     scratch: Scratch,
+    sequences: torch.Tensor | None = None,
 ) -> None:
     """Attention of each row's query over its sequence, up to itself.
 
@@ -141,10 +141,10 @@ def decode(
         cache: of the layer.
         block_table: [sequences or more, pages] int32.
         seq_lens: [rows or more] int32, the new token among them; 0 gives zeros.
-        sequences: [rows or more] int32, rows of ``block_table``; None: the first row has the first, and so on.
         softmax_scale: of the scores.
         out: like query, written.
         scratch: for so many rows.
+        sequences: [rows or more] int32, rows of ``block_table``; None: row i has the i-th.
     """
     rows, heads, size = query.shape
     if not rows:

@@ -40,9 +40,9 @@ class Metadata:
     block_table: torch.Tensor
     """Of each sequence."""
     seq_lens: torch.Tensor
-    """Of each row its sequence's tokens up to it, then of the sequences that are read all."""
+    """Tokens that each row sees; without ``sequences``, all tokens of each sequence."""
     sequences: torch.Tensor | None
-    """Of each row its sequence; None: every row is the next one's."""
+    """Of each row its sequence; None: row i is sequence i."""
     scratch: "Scratch"
 
 

@@ -82,7 +82,7 @@ class Filled:
         query = (query / case.spread).bfloat16().cuda()
         out = torch.full_like(query, float("nan"))
         scratch = kernels.Scratch.make(len(lengths), case.heads, case.kv_heads, case.size, query.device)
-        kernels.decode(query, self.cache, self.table, lengths, sequences, case.size**-0.5, out, scratch)
+        kernels.decode(query, self.cache, self.table, lengths, case.size**-0.5, out, scratch, sequences)
         return query.cpu(), out.cpu()
 
 

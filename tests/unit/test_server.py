@@ -53,7 +53,9 @@ def test_an_argument_that_is_written_as_on_vllms_command_line_is_the_users_too(m
             {"cudagraph_mode": "FULL", "cudagraph_capture_sizes": [8]},
         ),
         ({"compilation_config": {"cudagraph_mode": "NONE"}}, {"cudagraph_mode": "NONE"}),
+        ({"attention_backend": "custom"}, {"cudagraph_mode": "FULL"}),
         ({"attention_config": {"backend": "TRITON_ATTN"}}, None),
+        ({"attention_config": '{"backend": "TRITON_ATTN"}'}, None),
         ({"attention_backend": "TRITON_ATTN"}, None),
     ],
 )
@@ -62,7 +64,8 @@ def test_our_attention_has_a_cuda_graph_for_every_batch_and_another_has_vllms(mo
 
     monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
     monkeypatch.setattr(attention, "register_attention", lambda: None)
+    monkeypatch.setattr(attention, "graphs_hold_prompts", lambda: True)
     arguments = attention.kv_cache_arguments(KVCache.INT8_PER_TOKEN_HEAD, given)
     assert arguments.get("compilation_config") == mode and arguments["kv_cache_dtype"] == "int8_per_token_head"
-    assert (arguments.get("attention_backend") == "CUSTOM") == (mode is not None)
-    assert "attention_backend" not in attention.kv_cache_arguments(KVCache.AUTO, {})
+    assert (str(arguments.get("attention_backend")).upper() == "CUSTOM") == (mode is not None)
+    assert attention.kv_cache_arguments(KVCache.AUTO, given) == {"kv_cache_dtype": "auto", **given}
