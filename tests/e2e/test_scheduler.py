@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tokens in bundles are the tokens and log-probs that vLLM sends one by one; an abort ends what waits. A cache that is
-cleared keeps no keys, whatever runs."""
+"""Tokens in bundles are the tokens and log-probs that vLLM sends one by one; an abort ends what waits. What the KV
+cache is not asked would change nothing. A cache that is cleared keeps no keys, whatever runs."""
 
 import asyncio
+import random
+from collections import Counter
 
 import pytest
 from engines import engine
 from tiny_models import make
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
 
 from flashrl_verl.rollout import scheduler
 
@@ -63,6 +68,85 @@ def test_bundles_hold_what_vllm_sends_one_by_one_and_nothing_after_an_abort(tmp_
         assert len(core.scheduler._waiting) == 3
         core.scheduler.finish_requests(None, core.scheduler.running[0].status.FINISHED_ABORTED)
         assert not core.scheduler._waiting
+
+
+def compared_with_vllms(monkeypatch) -> Counter:
+    """How often vLLM's KV cache manager was asked (False) and not (True); where not, it is, and has to do nothing."""
+    asked, is_inside = Counter(), scheduler._Pages._is_inside
+
+    def compared(pages, request, tokens):
+        asked[found := is_inside(pages, request, tokens)] += 1
+        if found:
+            (of,), free = pages.coordinator.single_type_managers, pages.block_pool.get_num_free_blocks
+
+            def state():
+                pages_of = {
+                    n: [(b.block_id, b.block_hash, b.ref_cnt) for b in bs] for n, bs in of.req_to_blocks.items()
+                }
+                return pages_of, dict(of.num_cached_block), free()
+
+            before = state()
+            KVCacheManager.cache_blocks(pages, request, tokens)
+            if tokens > request.num_computed_tokens:  # asked for a place
+                blocks = KVCacheManager.allocate_slots(pages, request, 1)
+                assert blocks is not None and not any(blocks.blocks)
+            assert state() == before
+        return found
+
+    monkeypatch.setattr(scheduler._Pages, "_is_inside", compared)
+    return asked
+
+
+def run(core, kind: type, caching: bool) -> Counter:
+    """A scheduler like the engine's, with tokens by chance: prompts that share pages, more requests than the cache
+    holds, aborts. Events by name."""
+    config, cache = core.vllm_config, core.scheduler.kv_cache_config
+    config.cache_config.enable_prefix_caching = caching
+    plan = kind(config, cache, core.structured_output_manager, core.scheduler.block_size)
+    assert type(plan.kv_cache_manager) is scheduler._Pages
+    draw, behind, seen = random.Random(0), [], Counter()
+    for i in range(24):
+        prompt = [3 + i % 4] * (40 if i % 3 else 4) + [5] * draw.randrange(20)
+        params = SamplingParams(max_tokens=draw.randrange(1, 180), ignore_eos=True, detokenize=False)
+        hasher = core.request_block_hasher if caching else None
+        plan.add_request(Request(str(i), prompt, params, None, block_hasher=hasher))
+    while plan.requests:
+        step = plan.schedule()
+        seen["steps"] += 1
+        seen["preempted"] += len(step.preempted_req_ids or ())
+        seen["cached"] += sum(new.num_computed_tokens for new in step.scheduled_new_reqs)
+        names = list(step.num_scheduled_tokens)
+        tokens = [[] if plan.requests[name].is_prefill_chunk else [draw.randrange(3, 9)] for name in names]
+        behind.append((step, names, tokens))
+        if len(behind) > (kind is scheduler._BundlingAsyncScheduler):
+            step, names, tokens = behind.pop(0)
+            output = ModelRunnerOutput(
+                req_ids=names,
+                req_id_to_index={n: i for i, n in enumerate(names)},
+                sampled_token_ids=tokens,
+                logprobs=None,
+                prompt_logprobs_dict={},
+                pooler_output=[],
+            )
+            plan.update_from_output(step, output)
+        if seen["steps"] % 20 == 0 and plan.running:
+            plan.finish_requests(plan.running[0].request_id, RequestStatus.FINISHED_ABORTED)
+            seen["aborted"] += 1
+    assert plan.kv_cache_manager.block_pool.get_num_free_blocks() == cache.num_blocks - 1
+    return seen
+
+
+def test_what_the_kv_cache_is_not_asked_would_change_nothing(tmp_path, monkeypatch):
+    make("llama3", 0).config.save_pretrained(tmp_path)
+    sizes = dict(max_num_seqs=12, max_model_len=256, num_gpu_blocks_override=30, block_size=32)
+    with engine(tmp_path, {"precision": "bf16"}, **sizes) as llm:
+        for kind in scheduler._BundlingScheduler, scheduler._BundlingAsyncScheduler:
+            for caching in True, False:
+                asked = compared_with_vllms(monkeypatch)
+                seen = run(llm.llm_engine.engine_core.engine_core, kind, caching)
+                assert seen["preempted"] and seen["aborted"] and bool(seen["cached"]) == caching
+                assert asked[True] > 5 * asked[False] > 0
+                monkeypatch.undo()
 
 
 async def cached_after_clearing(path) -> tuple[int, int]:
