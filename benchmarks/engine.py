@@ -74,6 +74,7 @@ def start(model: str, variant: str, *, in_process: bool, fp32_lm_head: bool = Fa
         model,
         skip_tokenizer_init=True,
         worker_extension_cls="benchmarks.engine.BenchWorkerExtension",
+        scheduler_cls="flashrl_verl.rollout.scheduler.scheduler",  # as in a run
         dtype="bfloat16",
         load_format="dummy",
         logprobs_mode="processed_logprobs",

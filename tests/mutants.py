@@ -166,9 +166,9 @@ MUTANTS = [
     Mutant("nan_not_seen", "flashrl_verl/trainer/worker.py", "return non_finite(found)", "return []", (SAVED,)),
     Mutant("nan_rollout_log_probs", BATCH, "    if bad_rollout:", "    if False:", (f"{RATIOS} -k not_finite",)),
     Mutant("nan_old_log_probs", BATCH, "    if bad_old:", "    if False:", (f"{RATIOS} -k not_finite",)),
-    # A token is written behind its request's last page, into another request's.
-    Mutant("no_page_taken", "flashrl_verl/rollout/scheduler.py", "return tokens <= len(", "return tokens - 1 <= len(",
-        ("tests/e2e/test_scheduler.py -k not_asked",)),
+    # A token is written behind its request's last page.
+    Mutant("no_page_taken", "flashrl_verl/rollout/scheduler.py", "all_shared and tokens <=",
+        "all_shared and tokens - 1 <=", ("tests/e2e/test_scheduler.py -k not_asked",)),
 ]  # fmt: skip
 
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ledger of what this package changes in verl and vLLM outside a subclass or a registry. One entry a function.
 
-Two objects of a run are changed where they are made: the replay buffer, whose `_wait_for_next_poll` looks for dead
+Three objects of a run are changed where they are made: the replay buffer, whose `_wait_for_next_poll` looks for dead
 workers too, and whose `_materialize_batch` and `_evict_terminal_groups` count missing responses (trainer/trainer.py);
-and the class of the trainer's head for FP32 logits (fp32_head.py).
+and the classes of the trainer's head for FP32 logits (fp32_head.py) and of the engine's KV cache manager
+(rollout/scheduler.py).
 
 =====================================  =================================================================================
 target                                 ``verl.utils.distributed.initialize_global_process_group_ray``

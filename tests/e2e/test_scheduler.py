@@ -71,29 +71,28 @@ def test_bundles_hold_what_vllm_sends_one_by_one_and_nothing_after_an_abort(tmp_
 
 
 def compared_with_vllms(monkeypatch) -> Counter:
-    """How often vLLM's KV cache manager was asked (False) and not (True); where not, it is, and has to do nothing."""
-    asked, is_inside = Counter(), scheduler._Pages._is_inside
+    """How often vLLM's KV cache manager is asked (True) and not; where not, it is too, and has to do nothing."""
+    asked, ours, vllms = Counter(), scheduler._Pages.allocate_slots, KVCacheManager.allocate_slots
 
-    def compared(pages, request, tokens):
-        asked[found := is_inside(pages, request, tokens)] += 1
-        if found:
-            (of,), free = pages.coordinator.single_type_managers, pages.block_pool.get_num_free_blocks
+    def state(pages):
+        (of,) = pages.coordinator.single_type_managers
+        of_requests = {n: [(b.block_id, b.block_hash, b.ref_cnt) for b in bs] for n, bs in of.req_to_blocks.items()}
+        return of_requests, dict(of.num_cached_block), pages.block_pool.get_num_free_blocks()
 
-            def state():
-                pages_of = {
-                    n: [(b.block_id, b.block_hash, b.ref_cnt) for b in bs] for n, bs in of.req_to_blocks.items()
-                }
-                return pages_of, dict(of.num_cached_block), free()
+    def counted(*args, **others):
+        asked[True] += 1
+        return vllms(*args, **others)
 
-            before = state()
-            KVCacheManager.cache_blocks(pages, request, tokens)
-            if tokens > request.num_computed_tokens:  # asked for a place
-                blocks = KVCacheManager.allocate_slots(pages, request, 1)
-                assert blocks is not None and not any(blocks.blocks)
-            assert state() == before
+    def both(pages, *args, **others):
+        before, count = state(pages), asked[True]
+        found = ours(pages, *args, **others)
+        if asked[True] == count:
+            asked[False] += 1
+            assert vllms(pages, *args, **others) is found and state(pages) == before
         return found
 
-    monkeypatch.setattr(scheduler._Pages, "_is_inside", compared)
+    monkeypatch.setattr(KVCacheManager, "allocate_slots", counted)
+    monkeypatch.setattr(scheduler._Pages, "allocate_slots", both)
     return asked
 
 
@@ -138,14 +137,16 @@ def run(core, kind: type, caching: bool) -> Counter:
 
 def test_what_the_kv_cache_is_not_asked_would_change_nothing(tmp_path, monkeypatch):
     make("llama3", 0).config.save_pretrained(tmp_path)
-    sizes = dict(max_num_seqs=12, max_model_len=256, num_gpu_blocks_override=30, block_size=32)
+    sizes = dict(
+        max_num_seqs=12, max_model_len=256, max_num_batched_tokens=40, num_gpu_blocks_override=30, block_size=32
+    )
     with engine(tmp_path, {"precision": "bf16"}, **sizes) as llm:
         for kind in scheduler._BundlingScheduler, scheduler._BundlingAsyncScheduler:
             for caching in True, False:
                 asked = compared_with_vllms(monkeypatch)
                 seen = run(llm.llm_engine.engine_core.engine_core, kind, caching)
                 assert seen["preempted"] and seen["aborted"] and bool(seen["cached"]) == caching
-                assert asked[True] > 5 * asked[False] > 0
+                assert asked[False] > 5 * asked[True] > 0
                 monkeypatch.undo()
 
 
