@@ -70,9 +70,9 @@ def refits(*files: str) -> Rows:
     return refit.table(map(load, files))
 
 
-def steps_run(file: str) -> Rows:
-    """A result of ``benchmarks.step``."""
-    return step.table(load(file))
+def steps_run(*files: str) -> Rows:
+    """Results of ``benchmarks.step``."""
+    return [row for file in files for row in step.table(load(file))[file != files[0] :]]
 
 
 def mismatches(*files: str) -> Rows:
