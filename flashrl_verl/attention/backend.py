@@ -120,11 +120,9 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
             _refuse("it has no speculative decoding, whose lengths the host only guesses")
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
         self._compilation = vllm_config.compilation_config
-        graphs = self._compilation.max_cudagraph_capture_size or 0
-        # CUDA graphs read a step's rows here.
-        self._sequences, self._seq_lens = torch.zeros(2, graphs, dtype=torch.int32, device=device)
-        self._scratch = kernels.Scratch.make(
-            max(vllm_config.scheduler_config.max_num_seqs, graphs),
+        self._graphs = self._compilation.max_cudagraph_capture_size or 0
+        self._plan = kernels.Plan.make(
+            max(vllm_config.scheduler_config.max_num_seqs, self._graphs),
             max(layer.num_heads for layer in layers.values()),
             kv_cache_spec.num_kv_heads,
             kv_cache_spec.head_size,
@@ -135,18 +133,17 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> Metadata:
         common, prefills = common_attn_metadata, []
-        table, tokens = common.block_table_tensor, common.num_actual_tokens
+        rows = common.num_actual_tokens
         # Asked of each step, as vLLM may choose another mode once it knows all layers.
-        if tokens <= len(self._seq_lens) and self._compilation.cudagraph_mode.mixed_mode() is CUDAGraphMode.FULL:
-            kernels.fill_rows(common.query_start_loc, common.seq_lens, self._sequences, self._seq_lens)
-            return Metadata(tokens, [], table, self._seq_lens, self._sequences, self._scratch)
-        num_decodes, num_prefills, _, _ = split_decodes_and_prefills(common, decode_threshold=1)
-        if num_prefills:
-            lengths = common.seq_lens_cpu_upper_bound  # exact without speculative decoding
-            lengths = (common.seq_lens if lengths is None else lengths)[: common.num_reqs].tolist()
-            starts = common.query_start_loc_cpu.tolist()
-            prefills = prefills_of(starts, lengths, num_decodes, _READ_AT_ONCE, self._to_device)
-        return Metadata(num_decodes, prefills, table, common.seq_lens, None, self._scratch)
+        if rows > self._graphs or self._compilation.cudagraph_mode.mixed_mode() is not CUDAGraphMode.FULL:
+            rows, num_prefills, _, _ = split_decodes_and_prefills(common, decode_threshold=1)
+            if num_prefills:
+                lengths = common.seq_lens_cpu_upper_bound  # exact without speculative decoding
+                lengths = (common.seq_lens if lengths is None else lengths)[: common.num_reqs].tolist()
+                starts = common.query_start_loc_cpu.tolist()
+                prefills = prefills_of(starts, lengths, rows, _READ_AT_ONCE, self._to_device)
+        self._plan.fill(common.query_start_loc, common.seq_lens, rows)
+        return Metadata(rows, prefills, common.block_table_tensor, self._plan)
 
     def _to_device(self, numbers: list[int]) -> torch.Tensor:
         host = torch.tensor(numbers, dtype=torch.int32, pin_memory=self.device.type == "cuda")
@@ -234,8 +231,7 @@ class Int8KVAttention(AttentionImpl):
         step = attn_metadata
         if step.rows:
             rows = slice(step.rows)
-            cache = kv_cache, step.block_table, step.seq_lens
-            kernels.decode(query[rows], *cache, self.scale, output[rows], step.scratch, step.sequences)
+            kernels.decode(query[rows], kv_cache, step.block_table, step.plan, self.scale, output[rows])
         for prefill in step.prefills:
             self._prefill(
                 query[prefill.tokens], kv_cache, step.block_table[prefill.rows], prefill, output[prefill.tokens]

@@ -7,28 +7,38 @@ import torch
 import triton
 
 from flashrl_verl.attention.pages import geometry
-from flashrl_verl.attention.triton_decode import fill_rows_kernel, int8_attention_kernel, int8_attention_merge_kernel
+from flashrl_verl.attention.triton_decode import int8_attention_kernel, int8_attention_merge_kernel, plan_kernel
 from flashrl_verl.attention.triton_pages import read_kv_cache_kernel, write_kv_cache_kernel
 
 _TILE, _WARPS, _STAGES = 64, 2, 3
 """The fastest of a dozen on an H200, at 28 sequences of 8287 tokens, 40 heads of 128 over 8: docs/LOG.md."""
-_PROGRAMS_PER_SM = 8
-"""As many as its registers hold of this size."""
-_MOST_SPLITS = 32
+_PROGRAMS_PER_SM = 16
+"""Twice as many as its registers hold of this size, so that none waits long for the others."""
+_SPLITS_PER_ROW = 32
+"""On average, which few rows have."""
+_LEAST_TILES = 2
+"""Of a split of a longer sequence."""
 
 
 @dataclass(frozen=True)
-class Scratch:
-    """Workspace between the split and the merge kernel; all layers share one."""
+class Plan:
+    """How a step's sequences are cut in splits, and room for what these give; all layers share one."""
 
+    rows: int
+    """Most new tokens that are decoded in a step."""
+    splits: torch.Tensor
+    """[splits, 4] int32: of each its row, its sequence, its first token and its end."""
+    starts: torch.Tensor
+    """[rows + 1] int32: where each row's splits begin; last, how many there are."""
     sums: torch.Tensor
-    """float32: values that the weights of each split give."""
+    """[splits, heads, head_size] float32: values that the weights of each split give."""
     state: torch.Tensor
-    """float32: the largest score and the sum of weights of each split."""
-    multiprocessors: int
+    """[splits, heads, 2] float32: the largest score and the sum of weights of each split."""
+    programs: int
+    """Splits that keep a GPU busy, for one KV head."""
 
     @staticmethod
-    def make(rows: int, heads: int, kv_heads: int, head_size: int, device: torch.device) -> "Scratch":
+    def make(rows: int, heads: int, kv_heads: int, head_size: int, device: torch.device) -> "Plan":
         """For steps of up to so many rows.
 
         Args:
@@ -40,20 +50,43 @@ class Scratch:
         """
         on_gpu = device.type == "cuda"
         multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 1
-        splits = {n: splits_of(n, kv_heads, multiprocessors) for n in range(1, rows + 1)}
-        parts = heads * max((n * count for n, count in splits.items() if count > 1), default=0)
-        return Scratch(
-            sums=torch.empty(parts * head_size, dtype=torch.float32, device=device),
-            state=torch.empty(parts * 2, dtype=torch.float32, device=device),
-            multiprocessors=multiprocessors,
+        programs = triton.cdiv(multiprocessors * _PROGRAMS_PER_SM, kv_heads)
+        splits = rows + min(programs, rows * _SPLITS_PER_ROW)
+        return Plan(
+            rows=rows,
+            splits=torch.zeros(splits, 4, dtype=torch.int32, device=device),
+            starts=torch.zeros(rows + 1, dtype=torch.int32, device=device),
+            sums=torch.empty(splits, heads, head_size, dtype=torch.float32, device=device),
+            state=torch.empty(splits, heads, 2, dtype=torch.float32, device=device),
+            programs=programs,
         )
 
+    def fill(self, query_starts: torch.Tensor, seq_lens: torch.Tensor, rows: int) -> None:
+        """Plan a step, whose first new tokens are decoded, each over its sequence up to itself.
 
-def splits_of(rows: int, kv_heads: int, multiprocessors: int) -> int:
-    """Parts that each row's sequence is cut in, a power of two: by the batch alone, so that a CUDA graph of it stays
-    right."""
-    wanted = max(1, multiprocessors * _PROGRAMS_PER_SM // (rows * kv_heads))
-    return min(_MOST_SPLITS, 1 << (wanted.bit_length() - 1))
+        Args:
+            query_starts: [sequences + 1] int32, where each sequence's new tokens begin in the batch.
+            seq_lens: [sequences] int32, the new tokens among them.
+            rows: new tokens that are decoded; what is behind the last sequence pads the batch.
+        """
+        if rows > self.rows:
+            raise RuntimeError(f"{rows} rows are more than the {self.rows} that the plan was made for")
+        sequences = len(query_starts) - 1
+        plan_kernel[(1,)](
+            *(query_starts, seq_lens, sequences, sequences.bit_length(), rows, max(1, self._most(rows))),
+            *(self.splits, self.starts, self.rows),
+            TILE=_TILE,
+            LEAST=_LEAST_TILES,
+            LANES=triton.next_power_of_2(self.rows + 1),
+            num_warps=8,
+        )
+
+    def _most(self, rows: int) -> int:
+        return min(self.programs, rows * _SPLITS_PER_ROW)
+
+    def programs_for(self, rows: int) -> int:
+        """Splits of so many rows at most, by their number alone, so that a CUDA graph stays right."""
+        return rows + self._most(rows)
 
 
 def write(key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
@@ -112,27 +145,13 @@ def read(
     return key, value
 
 
-def fill_rows(query_starts: torch.Tensor, seq_lens: torch.Tensor, sequences: torch.Tensor, up_to: torch.Tensor) -> None:
-    """Of each new token its sequence, and the tokens of this up to it; of what pads the batch 0.
-
-    Args:
-        query_starts: [sequences + 1] int32, where each sequence's new tokens begin in the batch.
-        seq_lens: [sequences] int32, the new tokens among them.
-        sequences: [tokens or more] int32, written.
-        up_to: alike.
-    """
-    fill_rows_kernel[(len(query_starts),)](query_starts, seq_lens, sequences, up_to, len(up_to), TILE=128)
-
-
 def decode(
     query: torch.Tensor,
     cache: torch.Tensor,
     block_table: torch.Tensor,
-    seq_lens: torch.Tensor,
+    plan: Plan,
     softmax_scale: float,
     out: torch.Tensor,
-    scratch: Scratch,
-    sequences: torch.Tensor | None = None,
 ) -> None:
     """Attention of each row's query over its sequence, up to itself.
 
@@ -140,34 +159,27 @@ def decode(
         query: [rows, heads, head_size], 16 bits.
         cache: of the layer.
         block_table: [sequences or more, pages] int32.
-        seq_lens: [rows or more] int32, the new token among them; 0 gives zeros.
+        plan: of the step; rows that it does not have give zeros.
         softmax_scale: of the scores.
         out: like query, written.
-        scratch: for so many rows.
-        sequences: [rows or more] int32, rows of ``block_table``; None: row i has the i-th.
     """
     rows, heads, size = query.shape
     if not rows:
         return
     kv_heads, slots, _ = geometry(cache)
-    group, splits = heads // kv_heads, splits_of(rows, kv_heads, scratch.multiprocessors)
-    parts = rows * heads * splits
-    if splits > 1 and (parts * size > scratch.sums.numel() or parts * 2 > scratch.state.numel()):
-        raise RuntimeError(f"{rows} rows of {heads} heads in {splits} splits are more than the scratch was made for")
-    int8_attention_kernel[(rows, kv_heads, splits)](
-        *(query, cache, block_table, sequences, seq_lens, out, scratch.sums, scratch.state, softmax_scale),
-        *(query.stride(0), query.stride(1), cache.stride(0), block_table.stride(0), out.stride(0), out.stride(1)),
+    group = heads // kv_heads
+    int8_attention_kernel[(plan.programs_for(rows), kv_heads)](
+        *(query, cache, block_table, plan.splits, plan.starts, plan.sums, plan.state, softmax_scale, plan.rows),
+        *(query.stride(0), query.stride(1), cache.stride(0), block_table.stride(0)),
         HEADS=kv_heads,
         SLOTS=slots,
         SIZE=size,
         GROUP=group,
         COLUMNS=max(8, triton.next_power_of_2(group)),
         TILE=_TILE,
-        DIRECT=splits == 1,
         num_warps=_WARPS,
         num_stages=_STAGES,
     )
-    if splits > 1:
-        int8_attention_merge_kernel[(rows, heads)](
-            scratch.sums, scratch.state, out, out.stride(0), out.stride(1), SIZE=size, SPLITS=splits, num_warps=2
-        )
+    int8_attention_merge_kernel[(rows, heads)](
+        *(plan.sums, plan.state, plan.starts, out, out.stride(0), out.stride(1)), SIZE=size, AT_ONCE=16, num_warps=2
+    )

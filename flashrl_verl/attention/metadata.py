@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from flashrl_verl.attention.kernels import Scratch
+    from flashrl_verl.attention.kernels import Plan
 
 
 @dataclass
@@ -39,11 +39,8 @@ class Metadata:
     prefills: list[Prefill]
     block_table: torch.Tensor
     """Of each sequence."""
-    seq_lens: torch.Tensor
-    """Tokens that each row sees; without ``sequences``, all tokens of each sequence."""
-    sequences: torch.Tensor | None
-    """Of each row its sequence; None: row i is sequence i."""
-    scratch: "Scratch"
+    plan: "Plan"
+    """Of these new tokens."""
 
 
 def prefills_of(

@@ -10,8 +10,10 @@ rounds queries and weights to four.)
 Heads that share keys are the columns of a product whose rows are tokens: eight columns are the least that a tensor core
 takes, where sixteen rows would be with heads and tokens the other way around.
 
-Sequences are cut in splits for one program each, which a second kernel merges (split-K attention, "Flash-Decoding",
-https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
+Sequences are cut in splits for one program each, which another kernel merges (split-K attention, "Flash-Decoding",
+https://crfm.stanford.edu/2023/10/12/flashdecoding.html). Once a step they are planned on the GPU, of nearly equal
+length over the whole batch: lengths have a long tail, and one program reads a long sequence alone for as long as all
+others take together. A CUDA graph has programs for the most splits; those without one end at once.
 """
 
 import triton
@@ -57,45 +59,62 @@ def _query(q_ptr, row, heads, real, q_row, q_head, SIZE: tl.constexpr):
     return (query / unit).to(tl.float16), unit
 
 
-@triton.jit
-def fill_rows_kernel(starts_ptr, lengths_ptr, sequences_ptr, up_to_ptr, rows, TILE: tl.constexpr):
-    """Rows of the new tokens of sequence (program 0); the last program's are those behind all, up to ``rows``."""
-    sequence = tl.program_id(0)
-    is_padding = sequence == tl.num_programs(0) - 1
-    first = tl.load(starts_ptr + sequence)
-    end = tl.load(starts_ptr + sequence + 1, mask=~is_padding, other=rows)
-    length = tl.load(lengths_ptr + sequence, mask=~is_padding, other=0)
-    for start in tl.range(first, end, TILE):
-        token = start + tl.arange(0, TILE)
-        tl.store(sequences_ptr + token, tl.where(is_padding, 0, sequence), mask=token < end)
-        tl.store(up_to_ptr + token, tl.where(is_padding, 0, length - end + token + 1), mask=token < end)
+@triton.jit(do_not_specialize=["sequences", "halvings", "rows", "most"])
+def plan_kernel(
+    query_starts_ptr, seq_lens_ptr, sequences, halvings, rows, most, splits_ptr, starts_ptr, all_rows,
+    TILE: tl.constexpr, LEAST: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Cut what each of ``rows`` new tokens sees in splits of nearly equal length, of ``LEAST`` tiles or more, ``most``
+    and one a row at most: to ``splits_ptr`` [splits, 4] a split's row, sequence, first token and end, to ``starts_ptr``
+    [all_rows + 1] where a row's begin and, last, how many there are. Rows behind the sequences' new tokens have none.
+    """
+    row = tl.arange(0, LANES)
+    sequence, beyond = tl.zeros([LANES], tl.int32), tl.zeros([LANES], tl.int32) + sequences
+    for _ in range(halvings):  # the last sequence that begins at or before the row; the one behind all pads the batch
+        middle = (sequence + beyond + 1) // 2
+        begins = tl.load(query_starts_ptr + middle) <= row
+        sequence, beyond = tl.where(begins, middle, sequence), tl.where(begins, beyond, middle - 1)
+    is_token = (row < rows) & (sequence < sequences)
+    behind = tl.load(query_starts_ptr + sequence + 1, mask=is_token, other=0) - row - 1
+    end = tl.maximum(tl.load(seq_lens_ptr + sequence, mask=is_token, other=0) - behind, 0)
+    end = tl.where(is_token, end, 0)
+    tiles = tl.cdiv(end, TILE)
+    splits = tl.cdiv(tiles, tl.maximum(tl.cdiv(tl.sum(tiles, 0), most), LEAST))
+    start = tl.cumsum(splits, 0) - splits
+    tl.store(starts_ptr + row, start, mask=row <= all_rows)
+    each = tl.cdiv(tiles, tl.maximum(splits, 1)) * TILE
+    for split in range(tl.max(splits, 0)):
+        place, real = splits_ptr + (start + split) * 4, split < splits
+        tl.store(place, row, mask=real)
+        tl.store(place + 1, sequence, mask=real)
+        tl.store(place + 2, split * each, mask=real)
+        tl.store(place + 3, tl.minimum(split * each + each, end), mask=real)
 
 
 @triton.jit
 def int8_attention_kernel(
-    q_ptr, cache_ptr, table_ptr, sequences_ptr, lengths_ptr, out_ptr, sums_ptr, state_ptr, softmax_scale,
-    q_row, q_head, page_bytes, table_row, out_row, out_head,
+    q_ptr, cache_ptr, table_ptr, splits_ptr, starts_ptr, sums_ptr, state_ptr, softmax_scale,
+    all_rows, q_row, q_head, page_bytes, table_row,
     HEADS: tl.constexpr, SLOTS: tl.constexpr, SIZE: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr,
-    TILE: tl.constexpr, DIRECT: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
-    """Split (program 2) of row (program 0) for the queries that share KV head (program 1).
+    """Split (program 0) for the queries that share KV head (program 1), of a plan.
 
-    Writes the softmax-weighted values to ``out_ptr`` if there is one split (``DIRECT``), else to ``sums_ptr``
-    [rows, heads, splits, SIZE] float32 what the weights before normalization give, and to ``state_ptr``
-    [rows, heads, splits, 2] the largest score and the sum of weights. ``GROUP`` of ``COLUMNS`` columns are queries.
+    Writes to ``sums_ptr`` [splits, heads, SIZE] float32 what the weights before normalization give, and to
+    ``state_ptr`` [splits, heads, 2] the largest score and the sum of weights. ``GROUP`` of ``COLUMNS`` columns are
+    queries.
     """
-    splits = tl.num_programs(2)
-    row, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
-    length = tl.load(lengths_ptr + row)
-    each = tl.cdiv(tl.cdiv(length, TILE), splits) * TILE
-    first = split * each
-    last = tl.minimum(length, first + each)
+    split, head = tl.program_id(0), tl.program_id(1)
+    if split >= tl.load(starts_ptr + all_rows):
+        return
+    splits_ptr += split * 4
+    row, sequence = tl.load(splits_ptr).to(tl.int64), tl.load(splits_ptr + 1).to(tl.int64)
+    first, last = tl.load(splits_ptr + 2), tl.load(splits_ptr + 3)
     column, dimension, offset = tl.arange(0, COLUMNS), tl.arange(0, SIZE), tl.arange(0, TILE)
     real, heads = column < GROUP, head * GROUP + column
     query, unit = _query(q_ptr, row, heads, real, q_row, q_head, SIZE)
     factor = unit * softmax_scale * _LOG2_E
 
-    sequence = row if sequences_ptr is None else tl.load(sequences_ptr + row).to(tl.int64)
     table_ptr += sequence * table_row
     k_ptr, ks_ptr, v_ptr, vs_ptr = parts_of_page(cache_ptr, HEADS, SLOTS, SIZE)
     k_ptr, v_ptr = k_ptr + head * SLOTS * SIZE, v_ptr + head * SLOTS * SIZE
@@ -125,29 +144,32 @@ def int8_attention_kernel(
         sums = sums * before[None, :] + tl.dot(_halves(values), weights) * greatest
         most = now
 
-    if DIRECT:
-        total = tl.where(total == 0, 1.0, total)  # no token: a row that pads a batch
-        place = out_ptr + row * out_row + heads[None, :] * out_head + dimension[:, None]
-        tl.store(place, (sums / total[None, :]).to(out_ptr.dtype.element_ty), mask=real[None, :])
-    else:
-        place = (row * tl.num_programs(1) * GROUP + heads) * splits + split
-        tl.store(sums_ptr + place[None, :] * SIZE + dimension[:, None], sums, mask=real[None, :])
-        tl.store(state_ptr + place * 2, most, mask=real)
-        tl.store(state_ptr + place * 2 + 1, total, mask=real)
+    place = split * HEADS * GROUP + heads
+    tl.store(sums_ptr + place[None, :] * SIZE + dimension[:, None], sums, mask=real[None, :])
+    tl.store(state_ptr + place * 2, most, mask=real)
+    tl.store(state_ptr + place * 2 + 1, total, mask=real)
 
 
 @triton.jit
 def int8_attention_merge_kernel(
-    sums_ptr, state_ptr, out_ptr, out_row, out_head, SIZE: tl.constexpr, SPLITS: tl.constexpr
+    sums_ptr, state_ptr, starts_ptr, out_ptr, out_row, out_head, SIZE: tl.constexpr, AT_ONCE: tl.constexpr
 ):
-    """Sum the splits of row (program 0), head (program 1), each by its weight."""
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    place = (row * tl.num_programs(1) + head) * SPLITS + tl.arange(0, SPLITS)
+    """Sum the splits of row (program 0), head (program 1), each by its weight; of none zeros."""
+    row, head, heads = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    first, last = tl.load(starts_ptr + row), tl.load(starts_ptr + row + 1)
     dimension = tl.arange(0, SIZE)
-    most, total = tl.load(state_ptr + place * 2), tl.load(state_ptr + place * 2 + 1)
-    # "!=": a total that is not a number has to come out.
-    weight = tl.where(total != 0, tl.exp2(most - tl.max(most, 0)), 0.0)
-    everything = tl.sum(total * weight, 0)
-    sums = tl.sum(tl.load(sums_ptr + place[:, None] * SIZE + dimension[None, :]) * weight[:, None], 0)
-    result = sums / tl.where(everything == 0, 1.0, everything)
+    most, total = float("-inf"), 0.0
+    result = tl.zeros([SIZE], tl.float32)
+    for start in range(first, last, AT_ONCE):
+        split = start + tl.arange(0, AT_ONCE)
+        real, place = split < last, split * heads + head
+        mosts = tl.load(state_ptr + place * 2, mask=real, other=float("-inf"))
+        totals = tl.load(state_ptr + place * 2 + 1, mask=real, other=0.0)
+        sums = tl.load(sums_ptr + place[:, None] * SIZE + dimension[None, :], mask=real[:, None], other=0.0)
+        now = tl.maximum(most, tl.max(mosts, 0))
+        weights, before = tl.exp2(mosts - now), tl.exp2(most - now)
+        total = total * before + tl.sum(totals * weights, 0)
+        result = result * before + tl.sum(sums * weights[:, None], 0)
+        most = now
+    result /= tl.where(total == 0, 1.0, total)
     tl.store(out_ptr + row * out_row + head * out_head + dimension, result.to(out_ptr.dtype.element_ty))

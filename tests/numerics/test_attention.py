@@ -61,7 +61,7 @@ class Filled:
         both = [torch.cat([part, part[:left_out] * 2]) for part in both]
         places = torch.cat([slots[mixed], torch.full([left_out], -1)]).cuda()
         kernels.write(*both, self.cache, places)
-        self.table, self.lengths = self.table.cuda(), torch.tensor(case.lengths, dtype=torch.int32, device="cuda")
+        self.table = self.table.cuda()
 
     def _draw(self, tokens: int) -> torch.Tensor:
         case = self.case
@@ -72,18 +72,32 @@ class Filled:
     def slots(self, row: int, at: torch.Tensor) -> torch.Tensor:
         return self.table[row, at // self.case.slots].long() * self.case.slots + at % self.case.slots
 
-    def decode(self, lengths=None, sequences=None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries, one of each sequence unless rows are given, and what the kernel makes of them."""
+    def decode(self, plan, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries, and what the kernel makes of them."""
         from flashrl_verl.attention import kernels
 
         case = self.case
-        lengths = self.lengths if lengths is None else lengths
-        query = torch.randn(len(lengths), case.heads, case.size, generator=self.generator)
+        query = torch.randn(rows, case.heads, case.size, generator=self.generator)
         query = (query / case.spread).bfloat16().cuda()
         out = torch.full_like(query, float("nan"))
-        scratch = kernels.Scratch.make(len(lengths), case.heads, case.kv_heads, case.size, query.device)
-        kernels.decode(query, self.cache, self.table, lengths, case.size**-0.5, out, scratch, sequences)
+        kernels.decode(query, self.cache, self.table, plan, case.size**-0.5, out)
         return query.cpu(), out.cpu()
+
+
+def planned(case: Case, new=(), padding=0):
+    """Of a step with the last ``new`` tokens of each sequence, by default one, and rows that pad it; its rows."""
+    from flashrl_verl.attention import kernels
+
+    starts = [0, *torch.tensor(new or [1] * len(case.lengths)).cumsum(0).tolist()]
+    rows = starts[-1] + padding
+    starts, lengths = (  # behind the batch's sequences one that pads it
+        torch.tensor(numbers, dtype=torch.int32, device="cuda")
+        for numbers in (starts + starts[-1:], [*case.lengths, 0])
+    )
+    plan = kernels.Plan.make(rows + 3, case.heads, case.kv_heads, case.size, starts.device)
+    plan.splits.fill_(-1)
+    plan.fill(starts, lengths, rows)
+    return plan, rows
 
 
 def quantized(x: torch.Tensor) -> torch.Tensor:
@@ -115,7 +129,7 @@ def test_what_is_read_and_decoded_equals_float64(case):
         for got, expected in zip(found, coded, strict=True):
             assert torch.allclose(got.cpu().double(), expected, rtol=tolerance, atol=0)
 
-    query, out = filled.decode()
+    query, out = filled.decode(*planned(case))
     for row, (keys, values) in enumerate(zip(*(part.split(case.lengths) for part in coded), strict=True)):
         if not len(keys):
             assert not out[row].any()
@@ -137,24 +151,46 @@ def test_what_is_read_and_decoded_equals_float64(case):
 )
 def test_a_row_sees_its_sequence_up_to_itself_and_padding_nothing(case, new):
     """Against a loop and float64; a sequence and rows behind all pad the batch."""
-    from flashrl_verl.attention import kernels
-
     case = CASES[case]
     filled = Filled(case, seed=4)
-    starts = torch.tensor([0, *torch.tensor(new).cumsum(0), sum(new)], dtype=torch.int32, device="cuda")
-    lengths = torch.cat([filled.lengths, filled.lengths.new_zeros(1)])
     expected = [(i, case.lengths[i] - n + at + 1) for i, n in enumerate(new) for at in range(n)]
-    sequences, up_to = torch.full((2, len(expected) + 200), -1, dtype=torch.int32, device="cuda")
-    kernels.fill_rows(starts, lengths, sequences, up_to)
-    assert list(zip(sequences.tolist(), up_to.tolist(), strict=True)) == expected + [(0, 0)] * 200
+    plan, rows = planned(case, new, padding=200)
+    assert [(parts[0][0], parts[-1][2]) for parts in splits_by_row(plan)[: len(expected)]] == expected
+    assert not any(splits_by_row(plan)[len(expected) :]) and rows == len(expected) + 200
 
-    query, out = filled.decode(up_to, sequences)
+    query, out = filled.decode(plan, rows)
     assert not out[len(expected) :].any()
     for row, (sequence, length) in enumerate(expected):
         keys, values = (quantized(part[sequence][:length]) for part in (filled.keys, filled.values))
         wanted = attention(query[row], keys, values)
         difference = (out[row].double() - wanted).norm(dim=-1) / wanted.norm(dim=-1).clamp(min=1e-30)
         assert (difference < 5e-3).all(), (row, float(difference.max()))
+
+
+def splits_by_row(plan) -> list[list[tuple[int, int, int]]]:
+    """Of each row sequence, first token and end of its splits, which follow one another from 0."""
+    starts, splits = plan.starts.tolist(), plan.splits.tolist()
+    assert all(split == [-1] * 4 for split in splits[starts[-1] :]), "what no program would look at"
+    rows = []
+    for row, (start, stop) in enumerate(zip(starts, starts[1:], strict=False)):
+        parts = splits[start:stop]
+        assert [part[2] for part in parts] == [0, *(part[3] for part in parts)][: len(parts)]
+        assert all(part[0] == row and part[1] == parts[0][1] and part[3] > part[2] for part in parts)
+        rows.append([tuple(part[1:]) for part in parts])
+    return rows
+
+
+@pytest.mark.parametrize("lengths", [(1,), (20_000,), (5,) * 300, (6_000, *range(1, 2_000, 8)), (9_000, 8_000, 1, 0)])
+def test_a_long_sequence_is_cut_so_that_it_is_no_longer_than_others_together(lengths):
+    plan, rows = planned(Case(heads=8, kv_heads=2, lengths=lengths))
+    found = splits_by_row(plan)
+    assert [parts[-1][2] if parts else 0 for parts in found[:rows]] == list(lengths)
+    tiles = sum(-(-length // 64) for length in lengths)
+    longest = max(part[2] - part[1] for parts in found for part in parts)
+    assert longest <= 64 * max(2, -(-tiles // min(plan.programs, 32 * rows)))
+    assert sum(map(len, found)) <= plan.programs_for(rows) <= len(plan.splits)
+    with pytest.raises(RuntimeError, match="more than the"):
+        plan.fill(plan.starts[:2], plan.starts[:1], plan.rows + 1)
 
 
 def test_what_is_not_finite_comes_out():
@@ -168,5 +204,5 @@ def test_what_is_not_finite_comes_out():
             token[part][0, 1, 5] = bad
             place = filled.slots(0, torch.tensor([7], device="cuda"))
             kernels.write(*(half.cuda() for half in token), filled.cache, place)
-            _, out = filled.decode()
+            _, out = filled.decode(*planned(filled.case))
             assert out[0, 2:].isnan().all() and out[0, :2].isfinite().all() and out[1].isfinite().all(), (bad, part)

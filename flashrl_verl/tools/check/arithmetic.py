@@ -122,9 +122,10 @@ def attention_error(heads: int, kv_heads: int, size: int, lengths: tuple[int, ..
         cache = torch.full(shape, -1, dtype=torch.int8, device=place)  # as scales NaN
         out = torch.full_like(query, float("nan"), device=place)
         kernels.write(keys.to(place), values.to(place), cache, slots.to(place))
-        scratch = kernels.Scratch.make(len(lengths), heads, kv_heads, size, place)
+        plan = kernels.Plan.make(len(lengths), heads, kv_heads, size, place)
         tokens = torch.tensor(lengths, dtype=torch.int32, device=place)
-        kernels.decode(query.to(place), cache, table.to(place), tokens, size**-0.5, out, scratch)
+        plan.fill(torch.arange(len(lengths) + 1, dtype=torch.int32, device=place), tokens, len(lengths))
+        kernels.decode(query.to(place), cache, table.to(place), plan, size**-0.5, out)
     keys, values = (
         codes.double() * s.double() for codes, s in (quantize_rows(x, INT8_UNROTATED) for x in (keys, values))
     )
