@@ -12,12 +12,10 @@ from flashrl_verl.attention.triton_pages import read_kv_cache_kernel, write_kv_c
 
 _TILE, _WARPS, _STAGES = 64, 2, 3
 """The fastest of a dozen on an H200, at 28 sequences of 8287 tokens, 40 heads of 128 over 8: docs/LOG.md."""
-_PROGRAMS_PER_SM = 16
-"""Twice as many as its registers hold of this size, so that none waits long for the others."""
-_SPLITS_PER_ROW = 32
-"""On average, which few rows have."""
-_LEAST_TILES = 2
-"""Of a split of a longer sequence."""
+_SPLITS_PER_SM = 16
+"""Aimed at: twice the programs that fit."""
+_LEAST_TILES = 4
+"""A sequence of no more is not cut."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +32,8 @@ class Plan:
     """[splits, heads, head_size] float32: values that the weights of each split give."""
     state: torch.Tensor
     """[splits, heads, 2] float32: the largest score and the sum of weights of each split."""
-    programs: int
-    """Splits that keep a GPU busy, for one KV head."""
+    budget: int
+    """Splits aimed at, for one KV head."""
 
     @staticmethod
     def make(rows: int, heads: int, kv_heads: int, head_size: int, device: torch.device) -> "Plan":
@@ -50,43 +48,39 @@ class Plan:
         """
         on_gpu = device.type == "cuda"
         multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 1
-        programs = triton.cdiv(multiprocessors * _PROGRAMS_PER_SM, kv_heads)
-        splits = rows + min(programs, rows * _SPLITS_PER_ROW)
+        budget = triton.cdiv(multiprocessors * _SPLITS_PER_SM, kv_heads)
+        splits = rows + budget
         return Plan(
             rows=rows,
             splits=torch.zeros(splits, 4, dtype=torch.int32, device=device),
             starts=torch.zeros(rows + 1, dtype=torch.int32, device=device),
             sums=torch.empty(splits, heads, head_size, dtype=torch.float32, device=device),
             state=torch.empty(splits, heads, 2, dtype=torch.float32, device=device),
-            programs=programs,
+            budget=budget,
         )
 
     def fill(self, query_starts: torch.Tensor, seq_lens: torch.Tensor, rows: int) -> None:
         """Plan a step, whose first new tokens are decoded, each over its sequence up to itself.
 
         Args:
-            query_starts: [sequences + 1] int32, where each sequence's new tokens begin in the batch.
+            query_starts: [sequences + 1] int32, where each sequence's new tokens begin in the batch; not decreasing.
             seq_lens: [sequences] int32, the new tokens among them.
             rows: new tokens that are decoded; what is behind the last sequence pads the batch.
+
+        Raises:
+            RuntimeError: more rows than the plan was made for.
         """
         if rows > self.rows:
             raise RuntimeError(f"{rows} rows are more than the {self.rows} that the plan was made for")
         sequences = len(query_starts) - 1
         plan_kernel[(1,)](
-            *(query_starts, seq_lens, sequences, sequences.bit_length(), rows, max(1, self._most(rows))),
+            *(query_starts, seq_lens, sequences, sequences.bit_length(), rows, self.budget),
             *(self.splits, self.starts, self.rows),
             TILE=_TILE,
             LEAST=_LEAST_TILES,
             LANES=triton.next_power_of_2(self.rows + 1),
             num_warps=8,
         )
-
-    def _most(self, rows: int) -> int:
-        return min(self.programs, rows * _SPLITS_PER_ROW)
-
-    def programs_for(self, rows: int) -> int:
-        """Splits of so many rows at most, by their number alone, so that a CUDA graph stays right."""
-        return rows + self._most(rows)
 
 
 def write(key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
@@ -168,7 +162,7 @@ def decode(
         return
     kv_heads, slots, _ = geometry(cache)
     group = heads // kv_heads
-    int8_attention_kernel[(plan.programs_for(rows), kv_heads)](
+    int8_attention_kernel[(rows + plan.budget, kv_heads)](  # the most splits: a CUDA graph stays right
         *(query, cache, block_table, plan.splits, plan.starts, plan.sums, plan.state, softmax_scale, plan.rows),
         *(query.stride(0), query.stride(1), cache.stride(0), block_table.stride(0)),
         HEADS=kv_heads,

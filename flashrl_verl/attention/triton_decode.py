@@ -11,9 +11,9 @@ Heads that share keys are the columns of a product whose rows are tokens: eight 
 takes, where sixteen rows would be with heads and tokens the other way around.
 
 Sequences are cut in splits for one program each, which another kernel merges (split-K attention, "Flash-Decoding",
-https://crfm.stanford.edu/2023/10/12/flashdecoding.html). Once a step they are planned on the GPU, of nearly equal
-length over the whole batch: lengths have a long tail, and one program reads a long sequence alone for as long as all
-others take together. A CUDA graph has programs for the most splits; those without one end at once.
+https://crfm.stanford.edu/2023/10/12/flashdecoding.html). A step's splits are planned on the GPU, by an even share of
+the whole batch: lengths have a long tail, and one program alone takes as long for the longest sequence as all programs
+for the batch. A CUDA graph has programs for the most splits; those that have none end at once.
 """
 
 import triton
@@ -59,14 +59,17 @@ def _query(q_ptr, row, heads, real, q_row, q_head, SIZE: tl.constexpr):
     return (query / unit).to(tl.float16), unit
 
 
-@triton.jit(do_not_specialize=["sequences", "halvings", "rows", "most"])
+@triton.jit(do_not_specialize=["sequences", "halvings", "rows", "budget"])
 def plan_kernel(
-    query_starts_ptr, seq_lens_ptr, sequences, halvings, rows, most, splits_ptr, starts_ptr, all_rows,
+    query_starts_ptr, seq_lens_ptr, sequences, halvings, rows, budget, splits_ptr, starts_ptr, all_rows,
     TILE: tl.constexpr, LEAST: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Cut what each of ``rows`` new tokens sees in splits of nearly equal length, of ``LEAST`` tiles or more, ``most``
-    and one a row at most: to ``splits_ptr`` [splits, 4] a split's row, sequence, first token and end, to ``starts_ptr``
-    [all_rows + 1] where a row's begin and, last, how many there are. Rows behind the sequences' new tokens have none.
+    """Cut what each of ``rows`` new tokens sees in as few splits as keep each within an even share: the tiles of all by
+    ``budget``, and ``LEAST`` or more. So there are at most ``budget + rows``.
+
+    Writes to ``splits_ptr`` [splits, 4] each split's row, sequence, first token and end, and to ``starts_ptr``
+    [all_rows + 1] where each row's splits begin and, last, how many there are. Rows behind the batch's tokens have
+    none. The sequences' starts must not decrease.
     """
     row = tl.arange(0, LANES)
     sequence, beyond = tl.zeros([LANES], tl.int32), tl.zeros([LANES], tl.int32) + sequences
@@ -79,7 +82,7 @@ def plan_kernel(
     end = tl.maximum(tl.load(seq_lens_ptr + sequence, mask=is_token, other=0) - behind, 0)
     end = tl.where(is_token, end, 0)
     tiles = tl.cdiv(end, TILE)
-    splits = tl.cdiv(tiles, tl.maximum(tl.cdiv(tl.sum(tiles, 0), most), LEAST))
+    splits = tl.cdiv(tiles, tl.maximum(tl.cdiv(tl.sum(tiles, 0), budget), LEAST))
     start = tl.cumsum(splits, 0) - splits
     tl.store(starts_ptr + row, start, mask=row <= all_rows)
     each = tl.cdiv(tiles, tl.maximum(splits, 1)) * TILE
@@ -124,7 +127,7 @@ def int8_attention_kernel(
     sums = tl.zeros([SIZE, COLUMNS], tl.float32)
     for start in tl.range(first, last, TILE):
         inside = start + offset < last
-        slot = offset % SLOTS + (start % SLOTS if SLOTS > TILE else 0)
+        slot = offset % SLOTS + (tl.multiple_of(start % SLOTS, TILE) if SLOTS > TILE else 0)
         page = tl.load(table_ptr + (start + offset) // SLOTS, mask=inside, other=0).to(tl.int64)
         # Slots of a page are neighbours, which a table's entry does not say by itself.
         page = tl.max_constancy(page, [SLOTS if SLOTS < TILE else TILE])

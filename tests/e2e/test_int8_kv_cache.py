@@ -70,7 +70,7 @@ def graphs_with_prompts(llm) -> list[bool] | None:
 
     def looked_at(self, common_prefix_len, common_attn_metadata, fast_build=False):
         step = build(self, common_prefix_len, common_attn_metadata, fast_build)
-        if step.sequences is not None and common_attn_metadata.max_query_len > 1:
+        if not step.prefills and common_attn_metadata.max_query_len > 1:
             found.append(1 in common_attn_metadata.query_start_loc_cpu.diff())
         return step
 

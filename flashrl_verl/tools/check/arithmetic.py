@@ -31,8 +31,8 @@ _ROWS, _LENGTHS = 256, (384, 5120, 13824)
 _SLOTS = 16
 """Tokens of a page of the KV cache: vLLM's block size."""
 _ATTENTION = ((14, 2, 64, (1, 17, 64, 300, 1025)), (40, 8, 128, (1, 16, 33, 100) * 50))
-"""Query heads, KV heads, elements of a head (of Qwen2.5-0.5B and -32B), tokens of the sequences: few long ones, which
-several programs share, and too many for that."""
+"""Query heads, KV heads, elements of a head (of Qwen2.5-0.5B and -32B), tokens of the sequences: some that
+several programs share, and many short ones."""
 _REMEDY = (
     "do not train with it; install tested versions (`flashrl version`), empty ~/.triton/cache, or try another GPU; "
     "then report it"
